@@ -1,0 +1,114 @@
+"""Where the bytes of a packed cache lie.
+
+A packed cache is one uint8 tensor ``data`` of shape [num_blocks, batch, num_kv_heads, block_bytes]. A block holds
+BLOCK_TOKENS consecutive tokens of one head, section after section (codes, scale, zero), and is contiguous. The block
+dimension is outermost, so that a longer buffer has the same strides and a prefix of it is the shorter cache.
+
+Codes of a key lie row-major, [BLOCK_TOKENS][width]; codes of a value lie column-major, [width][BLOCK_TOKENS]. With that
+both products of attention (K q and V^T p) read their packed operand with the reduction dimension contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.formats.base import HEAD_DIM, Format, Section
+
+BLOCK_TOKENS = 64
+
+Role = Literal["key", "value"]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The layout of one packed cache tensor.
+
+    Attributes:
+        format_name: a name in the format registry.
+        role: ``key`` or ``value``.
+        head_dim: channels of a vector.
+    """
+
+    format_name: str
+    role: Role
+    head_dim: int
+
+    @property
+    def format(self) -> Format:
+        return get_format(self.format_name)
+
+    @functools.cached_property
+    def sections(self) -> tuple[Section, ...]:
+        return self.format.sections(self.head_dim)
+
+    @functools.cached_property
+    def section_offsets(self) -> dict[str, int]:
+        """Byte offset of every section within a block."""
+        offsets, offset = {}, 0
+        for section in self.sections:
+            offsets[section.name] = offset
+            offset += section.bytes_per_token * BLOCK_TOKENS
+        return offsets
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per token and head, metadata included."""
+        return sum(section.bytes_per_token for section in self.sections)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.bytes_per_token * BLOCK_TOKENS
+
+    def column_major(self, section: Section) -> bool:
+        return self.role == "value" and section.name == "codes"
+
+    def shape(self, num_tokens: int, batch: int, num_kv_heads: int) -> tuple[int, int, int, int]:
+        """Shape of ``data`` for a cache of ``num_tokens`` slots."""
+        return (num_blocks(num_tokens), batch, num_kv_heads, self.block_bytes)
+
+    def nbytes(self) -> sympy.Expr:
+        """Bytes of ``data`` as an expression in ``num_tokens``, ``batch`` and ``num_kv_heads``."""
+        num_tokens, batch, heads = sympy.symbols("num_tokens batch num_kv_heads", integer=True, positive=True)
+        per_token = self.format.bytes_per_token().subs(HEAD_DIM, self.head_dim)
+        return batch * heads * BLOCK_TOKENS * sympy.ceiling(num_tokens / BLOCK_TOKENS) * per_token
+
+    def split(self, data: Tensor) -> dict[str, Tensor]:
+        """Typed views of ``data``, one a section, each [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width]."""
+        parts = {}
+        for section in self.sections:
+            start = self.section_offsets[section.name]
+            flat = data[..., start : start + section.bytes_per_token * BLOCK_TOKENS]
+            if section.dtype != torch.uint8:
+                flat = flat.view(section.dtype)
+            if self.column_major(section):
+                parts[section.name] = flat.unflatten(-1, (section.width, BLOCK_TOKENS)).transpose(-1, -2)
+            else:
+                parts[section.name] = flat.unflatten(-1, (BLOCK_TOKENS, section.width))
+        return parts
+
+    def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
+        """Sections [..., width] of tokens -> their bytes, uint8 [..., bytes_per_token], in section order."""
+        return torch.cat([parts[section.name].to(section.dtype).view(torch.uint8) for section in self.sections], dim=-1)
+
+    def byte_offsets(self, token_in_block: Tensor) -> Tensor:
+        """Where the bytes of :meth:`token_bytes` lie in a block: int64 [n] -> int64 [n, bytes_per_token]."""
+        token = token_in_block[:, None]
+        columns = []
+        for section in self.sections:
+            start, width = self.section_offsets[section.name], section.bytes_per_token
+            index = torch.arange(width, device=token.device)
+            within = index * BLOCK_TOKENS + token if self.column_major(section) else token * width + index
+            columns.append(start + within)
+        return torch.cat(columns, dim=-1)
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens; also for symbolic sizes."""
+    return (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS

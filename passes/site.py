@@ -1,0 +1,68 @@
+"""What the passes know about one attention site: where it is, what was decided, or why it was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FormatPair:
+    """The formats of one layer's cache, by registry name."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class CacheSummary:
+    """One cache tensor of a rewritten site.
+
+    Attributes:
+        role: ``key`` or ``value``.
+        kind: ``static`` (a buffer that arrives and is mutated), ``allocated`` (a buffer made inside the graph) or
+            ``growing`` (concatenated and returned).
+        write_form: how the model writes it, e.g. ``index_put``, ``slice_scatter``, ``scatter``, ``where``, ``cat``.
+        source: where the tensor comes from, in Dynamo's words (``L['past_key_values'].layers[0].keys``), or its node.
+        shape: logical shape, symbolic sizes as strings.
+        dtype: logical dtype, e.g. ``bfloat16``.
+        format: registry name of its format.
+        bytes_per_token_before: bytes per token and KV head of the logical dtype.
+        bytes_per_token_after: bytes per token and KV head in the packed cache, metadata included.
+    """
+
+    role: str
+    kind: str
+    write_form: str
+    source: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    format: str
+    bytes_per_token_before: int
+    bytes_per_token_after: int
+
+
+@dataclass
+class Site:
+    """One attention call of a compiled graph.
+
+    Attributes:
+        module: qualified name of the module that calls attention (``model.layers.0.self_attn``), or "" at top level.
+        layer: the layer index in that name, if it has one.
+        attention: what was recognised, e.g. ``sdpa causal, gqa 4``.
+        caches: what became of its caches; empty when refused.
+        reason: why the site was left to plain Inductor; None when it was rewritten.
+        reason_code: a short stable name of that reason, e.g. ``escaping_view``.
+    """
+
+    module: str
+    layer: int | None
+    attention: str
+    caches: tuple[CacheSummary, ...] = ()
+    reason: str | None = None
+    reason_code: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rewritten(self) -> bool:
+        return self.reason is None
