@@ -1,4 +1,4 @@
-"""The plain-PyTorch meaning of a packed cache: read, write, attend. This is the specification of every fast path.
+"""The plain-PyTorch meaning of a packed cache: writing and reading it. The specification of every fast path.
 
 All functions are traceable: no data-dependent Python, sizes may be symbolic.
 """
@@ -6,7 +6,6 @@ All functions are traceable: no data-dependent Python, sizes may be symbolic.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
@@ -41,20 +40,20 @@ def write_tokens_(
 
 def _byte_update(
     data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Indices and values of the one ``index_put`` that writes tokens: values [batch, heads, n, bytes_per_token]."""
     batch, heads, n, _ = x.shape
     values = layout.token_bytes(layout.format.encode(x))
     positions = positions.reshape(-1, n)
     offsets = layout.byte_offsets(positions.reshape(-1) % BLOCK_TOKENS).reshape(positions.shape[0], 1, n, -1)
-    index = [
+    index = (
         (positions // BLOCK_TOKENS)[:, None, :, None],
         torch.arange(batch, device=x.device)[:, None, None, None],
         torch.arange(heads, device=x.device)[None, :, None, None],
         offsets,
-    ]
+    )
     if valid is not None:
-        values = torch.where(valid.reshape(-1, 1, n, 1), values, data[tuple(index)])
+        values = torch.where(valid.reshape(-1, 1, n, 1), values, data[index])
     return index, values
 
 

@@ -84,9 +84,16 @@ class Format(abc.ABC):
         return None
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
-        """Quantize vectors ``x`` [..., head_dim] of any float dtype; returns one tensor [..., width] per section."""
-        x = x.float()
-        return self.encode_levels(rotate(x) if self.rotated else x)
+        """Quantize vectors ``x`` [..., head_dim] of any float dtype; returns one tensor [..., width] per section.
+
+        A vector that is not finite in the stored basis gets the codes of the zero vector and the scale NaN: it decodes
+        to NaN in every channel, and no other vector changes.
+        """
+        x = rotate(x.float()) if self.rotated else x.float()
+        finite = x.isfinite().all(-1, keepdim=True)
+        parts = self.encode_levels(torch.where(finite, x, 0.0))
+        parts["scale"] = torch.where(finite, parts["scale"], torch.nan)
+        return parts
 
     def decode(self, parts: dict[str, Tensor]) -> Tensor:
         """Inverse of :meth:`encode` up to the quantization error; float32 [..., head_dim] in the original basis."""

@@ -1,7 +1,7 @@
 """``int8_per_token_head``: symmetric 8-bit integers with one scale per token and head.
 
-As in vLLM's format of that name: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored here with an offset of
-128 so that a byte unpacks to a float with a single byte permute.
+As in vLLM's format of that name: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored here with an offset
+of 128 so that a byte unpacks to a float with a single byte permute.
 """
 
 from __future__ import annotations
