@@ -1,0 +1,41 @@
+"""The errors users can act on; each message names the thing, the place and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVCompileError(Exception):
+    """Base of every error that kvcompile raises on purpose."""
+
+
+class PolicyError(KVCompileError, ValueError):
+    """A policy or an option of the backend is wrong: the message names the file, the rule and the field."""
+
+
+class UnsupportedSiteError(KVCompileError):
+    """An attention site cannot use a packed cache, and ``on_unsupported`` is ``error``.
+
+    Attributes:
+        module: qualified name of the module that calls attention, "" at top level.
+        reason: why the site was refused.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, module: str, reason: str, remedy: str | None = None) -> None:
+        self.module = module
+        self.reason = reason
+        self.remedy = remedy or "give this module `dtype: auto` in the policy, or set on_unsupported to warn"
+        super().__init__(f"{module or 'attention at top level'}: {reason}; {self.remedy}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` if a known name is close to ``name``, else the empty string.
+
+    A close name either looks like ``name`` or starts with it, as ``int4_per_token_head`` does with ``int4``.
+    """
+    known = list(known)
+    close = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
+    close = close or difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,49 @@
+"""Sets of layers, as a policy writes them: ``"0-1, 5, -2:"``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from kvcompile.errors import PolicyError
+
+_ITEM = re.compile(r"(?P<index>-?\d+)|(?P<first>\d+)-(?P<last>\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?")
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """A union of slices of the list of layers.
+
+    An item of the comma-separated text is an index (``5``, ``-1`` for the last layer), an inclusive range (``0-1``), or
+    a Python slice (``-2:`` for the last two, ``2:-2`` for all but two at each end). Layers that a model does not have
+    are no error: a policy may serve models of different depth.
+    """
+
+    slices: tuple[tuple[int | None, int | None], ...]
+
+    @classmethod
+    @functools.cache
+    def parse(cls, text: str) -> LayerSet:
+        """Parse ``text``; PolicyError names the item that is wrong."""
+        return cls(tuple(_parse_item(item.strip()) for item in text.split(",")))
+
+    def indices(self, num_layers: int) -> frozenset[int]:
+        """The layers meant, in a model of ``num_layers`` layers."""
+        layers = range(num_layers)
+        return frozenset(i for start, stop in self.slices for i in layers[start:stop])
+
+
+def _parse_item(item: str) -> tuple[int | None, int | None]:
+    """The slice that one item of the text means."""
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        raise PolicyError(f"{item!r} is no layer range; write an index '5', a range '0-1' or a slice '-2:'")
+    index, first, last, start, stop = (int(digits) if digits is not None else None for digits in match.groups())
+    if index is not None:
+        return index, None if index == -1 else index + 1
+    if first is not None and last is not None:
+        start, stop = first, last + 1
+    if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
+        raise PolicyError(f"{item!r} is empty: it ends before it starts")
+    return start, stop
