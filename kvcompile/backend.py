@@ -1,0 +1,172 @@
+"""The ``kvquant`` backend of ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule
+
+from kvcompile import report
+from kvcompile.options import BackendOptions
+from kvcompile.packed_call import AdoptingCall, PackedCall
+from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.mark_attention import mark_attention
+from kvcompile.passes.quantize_kv_cache import PackedInput, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.rewrite_caches import Rewritten
+from kvcompile.passes.site import Site
+
+
+class _NothingRewrittenError(Exception):
+    """Leaves AOTAutograd when no site can be packed: the untouched graph is then compiled as plain Inductor does."""
+
+
+def kvquant(
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with its KV caches quantized; the function that ``torch.compile`` calls.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs, real tensors and symbolic integers.
+        mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...); not together with options.
+        options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``)
+            and Inductor configuration keys.
+
+    Raises:
+        PolicyError: an unknown option, preset, format or field.
+        UnsupportedSiteError: under ``on_unsupported="error"``, for a cached attention that cannot be packed.
+    """
+    parsed = BackendOptions.parse(mode, options)
+    return _GraphCompiler(gm, list(example_inputs), parsed).compile()
+
+
+class _GraphCompiler:
+    """Compiles one Dynamo graph."""
+
+    def __init__(self, gm: GraphModule, example_inputs: list[Any], options: BackendOptions) -> None:
+        self.options = options
+        self.example_inputs = example_inputs
+        self.original = GraphModule(gm, _copy(gm.graph))  # compile_fx takes ownership of what it is given
+        self.marked = gm
+        self.rewritten: Rewritten | None = None
+        self.sites: list[Site] = []
+
+    def compile(self) -> Callable[..., Any]:
+        if not mark_attention(self.marked):
+            return self._compile_plain(self.example_inputs)
+        if self._records_gradients():
+            self.sites = sites_of(self.marked)
+            for site in self.sites:
+                refuse(site, Refusal(Reason.training))
+            self._report()
+            return self._compile_plain(self.example_inputs)
+        try:
+            compiled = self._compile_packed()
+        except _NothingRewrittenError:
+            return self._compile_plain(self.example_inputs)
+        return AdoptingCall(compiled, self.rewritten.inputs, self._compile_plain)
+
+    def _records_gradients(self) -> bool:
+        tensors = [value for value in self.example_inputs if isinstance(value, torch.Tensor)]
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def _compile_plain(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What plain Inductor gives."""
+        graph = GraphModule(self.original, _copy(self.original.graph))
+        return compile_fx(graph, list(inputs), config_patches=self.options.inductor_config)
+
+    def _compile_packed(self) -> Callable[..., Any]:
+        # AOTAutograd's cache must stay out: its key does not cover inner_compile, so that a hit would skip our passes.
+        # Inductor's own cache is keyed by the rewritten graph, which shows everything that the policy decided.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(
+                self.marked,
+                self._logical_inputs(),
+                inner_compile=self._inner_compile,
+                config_patches=self.options.inductor_config,
+            )
+
+    def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        self._rewrite(gm, list(example_inputs))
+        self._report()
+        if self.rewritten is None:
+            raise _NothingRewrittenError
+        # Packed caches keep their address from call to call, so that CUDA graphs may record their mutation.
+        static = {action.index for action in self.rewritten.inputs if action.kind != "growing"}
+        kwargs["static_input_idxs"] = sorted({*kwargs.get("static_input_idxs", ()), *static})
+        compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
+        return PackedCall(compiled, self.rewritten, example_inputs)
+
+    def _rewrite(self, gm: GraphModule, example_inputs: list[Any]) -> None:
+        mismatch = _input_mismatch(self.example_inputs, example_inputs)
+        if mismatch:
+            self.sites = sites_of(gm)
+            for site in self.sites:
+                refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
+            return
+        self.sites, self.rewritten = quantize_kv_cache(
+            gm, example_inputs, self.options.policy.formats_for, self._packed_inputs(), _source_names(self.original)
+        )
+        packed = set(self._packed_inputs())
+        if self.rewritten is not None and not packed <= {action.index for action in self.rewritten.inputs}:
+            # A packed cache whose site was refused works through its own dispatch only, in the graph as it was.
+            self.rewritten = None
+
+    def _packed_inputs(self) -> dict[int, PackedInput]:
+        return {
+            index: PackedInput(value.layout, value.token_dim)
+            for index, value in enumerate(self.example_inputs)
+            if isinstance(value, PackedTensor)
+        }
+
+    def _logical_inputs(self) -> list[Any]:
+        """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
+        fake_mode = torch._guards.detect_fake_mode(self.example_inputs)
+        placeholders = self.marked.graph.find_nodes(op="placeholder")
+        inputs = list(self.example_inputs)
+        for index in self._packed_inputs():
+            logical = placeholders[index].meta["example_value"]
+            with fake_mode:
+                inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
+        return inputs
+
+    def _report(self) -> None:
+        graph = report.GraphReport(tuple(self.sites))
+        report.record(graph)
+        graph.enforce(self.options.on_unsupported)
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    copy._codegen = graph._codegen
+    return copy
+
+
+def _source_names(gm: GraphModule) -> dict[int, str]:
+    """What the user calls each input, as Dynamo knows it."""
+    names = {}
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        argument = node.meta.get("grapharg")
+        source = getattr(argument, "source", None)
+        name = getattr(source, "name", None)
+        names[index] = (name() if callable(name) else name) or node.name
+    return names
+
+
+def _input_mismatch(dynamo: Sequence[Any], aten: Sequence[Any]) -> str | None:
+    """How AOTAutograd's inputs differ from Dynamo's, or None if they correspond by position."""
+    if len(dynamo) != len(aten):
+        return f"{len(dynamo)} became {len(aten)}"
+    for index, (before, after) in enumerate(zip(dynamo, aten, strict=True)):
+        if isinstance(before, torch.Tensor) != isinstance(after, FakeTensor):
+            return f"input {index} changed its kind"
+        if isinstance(before, torch.Tensor) and (before.dim() != after.dim() or before.dtype != after.dtype):
+            return f"input {index} changed its shape or dtype"
+    return None

@@ -1,0 +1,106 @@
+"""Calls of a graph whose caches were packed: what happens around the compiled code at run time.
+
+Two layers, from outside in:
+
+:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache that the graph
+mutates is quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible
+(a view of it is alive, say), the call runs as plain Inductor would, and the report says so.
+
+:class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
+growing ones, and wraps new packed data that the graph returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvcompile.adoption import AdoptionError, adopt, check_adoptable
+from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
+from kvcompile.sizes import SizeReader
+
+log = logging.getLogger(__name__)
+
+
+class PackedCall:
+    """The compiled, rewritten graph, callable with the inputs of the graph before rewriting."""
+
+    _boxed_call = True
+
+    def __init__(
+        self, compiled: Callable[[list[Any]], Sequence[Any]], rewritten: Rewritten, example_inputs: Sequence[Any]
+    ) -> None:
+        sizes = SizeReader(example_inputs)
+        self._compiled = compiled
+        self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
+        self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
+        grown: list[tuple[int, PackedTensor]] = []
+        for action, new_tokens in self._inputs:
+            cache = args[action.index]
+            if action.kind == "growing":
+                cache = _growing(cache, action).extended(new_tokens(args))
+                if action.output is not None:
+                    grown.append((action.output, cache))
+            args[action.index] = cache.packed
+        outputs = list(self._compiled(args))
+        for index, cache in grown:
+            outputs[index] = cache
+        for action, shape in shapes:
+            outputs[action.index] = _wrap(outputs[action.index], action, shape)
+        return outputs
+
+
+class AdoptingCall:
+    """The compiled function that Dynamo calls: adopts plain caches, then runs the packed graph."""
+
+    def __init__(
+        self, compiled: Callable[..., Any], caches: Sequence[InputAction], fallback: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        """
+        Args:
+            compiled: what ``compile_fx`` returned for the packed graph.
+            caches: the inputs that must be packed.
+            fallback: compiles the graph as plain Inductor would, for inputs like those given.
+        """
+        self._compiled = compiled
+        self._caches = [action for action in caches if action.kind == "static"]
+        self._compile_fallback = fallback
+        self._fallback: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        plain = [action for action in self._caches if not isinstance(args[action.index], PackedTensor)]
+        if plain:
+            try:
+                _adopt_all([(args[action.index], action) for action in plain])
+            except AdoptionError as error:
+                log.warning("a KV cache stays as it is for this call: %s", error)
+                if self._fallback is None:
+                    self._fallback = self._compile_fallback(args)
+                return self._fallback(*args)
+        return self._compiled(*args)
+
+
+def _adopt_all(caches: list[tuple[Tensor, InputAction]]) -> None:
+    """Adopt all or none: a graph runs packed or plain as a whole."""
+    for tensor, action in caches:
+        check_adoptable(tensor, action.layout, action.token_axis)
+    for tensor, action in caches:
+        adopt(tensor, action.layout, action.token_axis)
+
+
+def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
+    if isinstance(cache, PackedTensor):
+        return cache
+    return PackedTensor.from_dense(cache, action.layout, action.token_axis)
+
+
+def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
+    axes = "bhtd" if action.token_axis == 2 else "bthd"
+    return PackedTensor.over(data, action.layout, action.dtype, axes, shape, growing=action.growing)

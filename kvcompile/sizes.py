@@ -1,0 +1,43 @@
+"""Evaluate symbolic sizes of a compiled graph from the inputs of a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+Size = int | torch.SymInt
+
+
+class SizeReader:
+    """Turns sizes of a traced graph into functions of its run-time inputs."""
+
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        """``example_inputs``: the graph's fake inputs; each symbol must be an input, or a dimension of one."""
+        self._sources: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
+        for index, value in enumerate(example_inputs):
+            if isinstance(value, torch.SymInt):
+                self._add(value, lambda args, index=index: int(args[index]))
+            elif isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    self._add(size, lambda args, index=index, dim=dim: int(args[index].shape[dim]))
+
+    def _add(self, size: Size, read: Callable[[Sequence[Any]], int]) -> None:
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            self._sources.setdefault(size.node.expr, read)
+
+    def reader(self, size: Size) -> Callable[[Sequence[Any]], int]:
+        """A function from the graph's inputs to the value of ``size``."""
+        if not isinstance(size, torch.SymInt):
+            return lambda args: size
+        expr = size.node.expr
+        symbols = sorted(expr.free_symbols, key=str)
+        sources = [self._sources[symbol] for symbol in symbols]
+        names = ", ".join(str(symbol) for symbol in symbols)
+        # The text comes from sympy's own printer, over symbols that the shape environment named.
+        evaluate = eval(f"lambda {names}: {PythonPrinter().doprint(expr)}", {"math": math})
+        return lambda args: evaluate(*(source(args) for source in sources))

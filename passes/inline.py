@@ -1,0 +1,87 @@
+"""Insert plain PyTorch code into an FX graph: trace it on the fake values of its arguments, copy the nodes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node, Proxy
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode:
+    """The fake mode that the values of ``graph`` live in."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    raise ValueError("the graph has no fake tensor")
+
+
+def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
+    """Insert the operations of ``fn(*args)`` at the graph's insertion point.
+
+    Args:
+        graph: a functional ATen graph whose nodes carry fake values in ``meta["val"]``.
+        fn: functional PyTorch code; it is traced with Inductor's decompositions.
+        args: nodes (of tensors or symbolic integers) and constants.
+
+    Returns:
+        what ``fn`` returns, with nodes in place of tensors.
+    """
+    nodes = [arg for arg in args if isinstance(arg, Node)]
+
+    def call(*values: Any) -> Any:
+        remaining = iter(values)
+        return fn(*(next(remaining) if isinstance(arg, Node) else arg for arg in args))
+
+    with fake_mode_of(graph):
+        traced = make_fx(call, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes))
+    traced.graph.eliminate_dead_code()
+
+    env: dict[Node, Node] = {}
+    arguments = iter(nodes)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(arguments)
+        elif node.op == "output":
+            return pytree.tree_map_only(Node, env.__getitem__, node.args[0])
+        elif node.op == "get_attr":
+            raise ValueError(f"{fn} captures the tensor constant {node.target}; inlined code must make its own tensors")
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    raise AssertionError("a traced graph ends with an output")
+
+
+def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
+    """The placeholders that carry the graph's symbolic integers, by symbol."""
+    symbols = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            symbols[value.node.expr] = node
+    return symbols
+
+
+def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
+    """A node that computes ``size`` from the graph's symbolic inputs, or the number itself."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    expr = size.node.expr
+    if expr.is_number:
+        return int(expr)
+    proxies = {symbol: Proxy(node) for symbol, node in symbol_nodes(graph).items()}
+    before = set(graph.nodes)
+    result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node
+    for node in graph.nodes:
+        if node not in before:
+            values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+            node.meta["val"] = node.target(*values[0], **values[1])
+    return result

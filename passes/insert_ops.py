@@ -1,0 +1,89 @@
+"""Insert store and attention on packed caches into a graph, in the form that suits the device.
+
+On CUDA they are the ops ``kvcompile::store`` and ``kvcompile::attention``, which run Triton kernels. Elsewhere their
+plain-PyTorch meaning is traced into the graph and Inductor generates the code.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx import Graph, Node
+
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import write_tokens
+from kvcompile.kernels.reference_attention import attend
+from kvcompile.passes.inline import fake_mode_of, inline
+
+
+def insert_store(
+    graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None
+) -> Node:
+    """Insert a store at the graph's insertion point; returns the packed data after it.
+
+    The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
+    (or its scatter lowering, on a CPU) do it in place.
+    """
+    if not _uses_kernels(data):
+
+        def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
+            return write_tokens(data, layout, x, positions, valid)
+
+        return inline(graph, store, data, x, positions, valid)
+    # auto_functionalized_v2 returns (op result, new value of every base): one base here, the packed data.
+    call = graph.call_function(
+        auto_functionalized_v2,
+        (torch.ops.kvcompile.store.default,),
+        {
+            "x": x,
+            "positions": positions,
+            "valid": valid,
+            "format": layout.format_name,
+            "role": layout.role,
+            "_data_base_index": 0,
+            "_all_bases": [data],
+        },
+    )
+    call.meta["val"] = (None, data.meta["val"])
+    result = graph.call_function(operator.getitem, (call, 1))
+    result.meta["val"] = data.meta["val"]
+    return result
+
+
+def insert_attention(
+    graph: Graph,
+    query: Node,
+    k_data: Node,
+    v_data: Node,
+    key: PackedLayout,
+    value: PackedLayout,
+    mask: Node | None,
+    kv_len: Any,
+    is_causal: bool,
+    scale: float,
+) -> Node:
+    """Insert attention of ``query`` on packed caches at the graph's insertion point; returns its output."""
+    if not _uses_kernels(k_data):
+
+        def attention(query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, kv_len: Any) -> Tensor:
+            return attend(
+                query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale
+            )
+
+        return inline(graph, attention, query, k_data, v_data, mask, kv_len)
+    args = (
+        query, k_data, v_data, mask, kv_len, is_causal, scale, key.format_name, value.format_name, value.head_dim
+    )  # fmt: skip
+    node = graph.call_function(torch.ops.kvcompile.attention.default, args)
+    fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
+    with fake_mode_of(graph):
+        node.meta["val"] = node.target(*fakes)
+    return node
+
+
+def _uses_kernels(data: Node) -> bool:
+    return data.meta["val"].device.type == "cuda"

@@ -1,0 +1,282 @@
+"""Recognise the ways in which models write a KV cache, after functionalisation.
+
+Every recognised write is brought to one normal form: tokens ``x`` [batch, num_kv_heads, n, head_dim] go to integer
+``positions`` ([n], or [batch, n]) along the token axis, optionally only where ``valid``.
+
+====================================  ===========================================
+in the model                          in the functional graph
+====================================  ===========================================
+``cache.index_copy_(2, pos, k)``      ``index_put(cache, [None, None, pos], k)``
+``cache[:, :, pos] = k``              the same
+``cache[arange(B), :, pos] = k``      ``index_put(cache, [iota, None, pos], k)``
+``cache[:, :, a:b] = k``, ``copy_``   ``slice_scatter(cache, copy(slice, k), ...)``
+``cache[:, :, i] = k``                ``select_scatter(cache, copy(select, k), ...)``
+``cache.scatter_(2, index, k)``       ``scatter.src(cache, 2, expand(pos), k)``
+``cache.copy_(where(m, k, cache))``   ``where(m, k, cache)``
+``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
+====================================  ===========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.inline import inline, size_node
+from kvcompile.passes.refusal import Reason, Refusal
+
+aten = torch.ops.aten
+
+Normalised = tuple[Node, Node, Node | None]
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """One write of a cache.
+
+    Attributes:
+        node: the functional write; its value is the cache after it.
+        base: the cache before it.
+        form: what kind of write, for the report.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        own: nodes beside ``node`` that may use ``base`` (they only read its shape).
+        normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point.
+    """
+
+    node: Node
+    base: Node
+    form: str
+    token_axis: int
+    own: tuple[Node, ...]
+    normalise: Callable[[Graph], Normalised]
+
+
+def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+    """Read ``node`` as a write along ``token_axis``.
+
+    Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
+    """
+    matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
+    return matcher(node, token_axis, role) if matcher else None
+
+
+def shape_of(node: Node) -> torch.Size:
+    return node.meta["val"].shape
+
+
+def heads_first(x: Tensor, token_axis: int) -> Tensor:
+    """[B, H, n, D] from a tensor in the cache's own layout."""
+    return x if token_axis == 2 else x.transpose(1, 2)
+
+
+def _refuse(node: Node, role: str, detail: str) -> Refusal:
+    return Refusal(Reason.unknown_write, role=role, op=node.target, detail=detail)
+
+
+def _whole(node: Node, token_axis: int, n: Any) -> list[Any]:
+    """The shape of ``n`` tokens in the layout of the cache that ``node`` updates."""
+    shape = list(shape_of(node))
+    shape[token_axis] = n
+    return shape
+
+
+def _write(
+    node: Node,
+    base: Node,
+    form: str,
+    token_axis: int,
+    fn: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    *args: Any,
+    own: tuple[Node, ...] = (),
+) -> CacheWrite:
+    return CacheWrite(node, base, form, token_axis, own, lambda graph: inline(graph, fn, *_materialise(graph, args)))
+
+
+def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
+    return [size_node(graph, arg) if isinstance(arg, torch.SymInt) else arg for arg in args]
+
+
+def _wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
+    """Positions with Python's meaning of negative ones."""
+    positions = positions.long()
+    return torch.where(positions < 0, positions + num_tokens, positions)
+
+
+def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
+    base, indices, value, *rest = node.args
+    indices = [*indices, *[None] * (4 - len(indices))]
+    if rest and rest[0]:
+        raise _refuse(node, role, "it accumulates")
+    index = indices[token_axis]
+    others = [i for i, other in enumerate(indices) if other is not None and i != token_axis]
+    if index is None or index.meta["val"].dtype == torch.bool:
+        raise _refuse(node, role, "no integer index along the token dimension")
+    num_tokens = shape_of(base)[token_axis]
+    rank = index.meta["val"].dim()
+    batch, head_dim = shape_of(base)[0], shape_of(base)[3]
+    num_heads = shape_of(base)[3 - token_axis]
+
+    if not others and rank <= 1:
+        n = shape_of(index)[0] if rank else 1
+
+        def shared(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            x = x if rank else x.unsqueeze(token_axis)
+            x = x.expand(_whole(node, token_axis, n))
+            return heads_first(x, token_axis), _wrapped(pos.reshape(-1), num_tokens), None
+
+        return _write(node, base, "index_put", token_axis, shared, value, index)
+
+    if others == [0] and _is_arange(indices[0], batch):
+
+        def per_sequence(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            pos = pos.expand(batch) if pos.dim() == 0 else pos
+            pos = pos[:, None] if pos.dim() == 1 else pos.expand(batch, pos.shape[1])
+            x = x.expand(batch, *([pos.shape[1]] if rank == 2 else []), num_heads, head_dim)
+            x = x if rank == 2 else x.unsqueeze(1)
+            return x.transpose(1, 2), _wrapped(pos, num_tokens), None
+
+        if rank <= 2 and indices[0].meta["val"].dim() == max(rank, 1):
+            return _write(node, base, "index_put per sequence", token_axis, per_sequence, value, index)
+    raise _refuse(node, role, "it indexes more than the token dimension")
+
+
+def _is_arange(node: Node, size: Any) -> bool:
+    """Whether ``node`` is ``arange(size)``, possibly as a column."""
+    shape = shape_of(node)
+    if len(shape) == 2 and not statically_known_true(shape[1] == 1):
+        return False
+    while node.target in (aten.view.default, aten.unsqueeze.default):
+        node = node.args[0]
+    return (
+        node.target is torch.ops.prims.iota.default
+        and statically_known_true(node.args[0] == size)
+        and node.kwargs.get("start") == 0
+        and node.kwargs.get("step") == 1
+    )
+
+
+def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The value behind ``copy(slice(cache), value)``, and the nodes of that idiom that touch the cache."""
+    value = node.args[1]
+    if value.target is aten.copy.default:
+        return value.args[1], (value.args[0],)
+    return value, ()
+
+
+def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
+    base, _, axis, start, _, step = (*node.args, *(None, None, 0, None, None, 1)[len(node.args) :])
+    if axis != token_axis or step != 1:
+        raise _refuse(node, role, f"it writes a slice of dimension {axis}")
+    value, own = _source(node)
+    num_tokens = shape_of(base)[token_axis]
+    n = shape_of(node.args[1])[token_axis]
+
+    def normalise(x: Tensor, first: Any) -> tuple[Tensor, Tensor, None]:
+        x = x.expand(_whole(node, token_axis, n))
+        return heads_first(x, token_axis), torch.arange(n, device=x.device) + first, None
+
+    start = 0 if start is None else start
+    if isinstance(start, int) and start < 0:
+        start = start + num_tokens
+    return _write(node, base, "slice_scatter", token_axis, normalise, value, start, own=own)
+
+
+def _match_select_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
+    base, _, axis, index = node.args
+    if axis != token_axis:
+        raise _refuse(node, role, f"it writes one index of dimension {axis}")
+    value, own = _source(node)
+    num_tokens = shape_of(base)[token_axis]
+    shape = shape_of(node.args[1])
+
+    def normalise(x: Tensor, position: Any) -> tuple[Tensor, Tensor, None]:
+        x = x.expand(shape).unsqueeze(token_axis)
+        positions = torch.zeros(1, dtype=torch.int64, device=x.device) + position
+        return heads_first(x, token_axis), _wrapped(positions, num_tokens), None
+
+    return _write(node, base, "select_scatter", token_axis, normalise, value, index, own=own)
+
+
+def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
+    base, axis, index, value = node.args
+    if axis % 4 != token_axis:
+        raise _refuse(node, role, f"it scatters along dimension {axis}")
+    source, n = index, shape_of(index)[token_axis]
+    if index.target is aten.expand.default:
+        source = index.args[0]
+    shape = shape_of(source)
+    whole = _whole(node, token_axis, n)
+    constant = len(shape) == 4 and all(statically_known_true(shape[i] == 1) for i in (3 - token_axis, 3))
+    covers = all(statically_known_true(a == b) for a, b in zip(shape_of(index), whole, strict=True))
+    if not constant or not covers:
+        raise _refuse(node, role, "its index may differ between heads or channels of a token")
+
+    def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+        x = x[:, :, :n] if token_axis == 2 else x[:, :n]
+        return heads_first(x, token_axis), pos.reshape(pos.shape[0], -1) if pos.shape[0] > 1 else pos.reshape(-1), None
+
+    if not all(statically_known_true(a == b) for a, b in zip(shape_of(value), whole, strict=True)):
+        raise _refuse(node, role, "its source has another shape than its index")
+    return _write(node, base, "scatter", token_axis, normalise, value, source)
+
+
+def _match_where(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+    mask, value, base = node.args
+    if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != 4:
+        return None
+    if tuple(shape_of(base)) != tuple(shape_of(node)):
+        return None
+    shape = [1] * (4 - mask.meta["val"].dim()) + list(shape_of(mask))
+    if not all(statically_known_true(shape[i] == 1) for i in (3 - token_axis, 3)):
+        raise _refuse(node, role, "its mask differs between heads or channels of a token")
+    num_tokens = shape_of(base)[token_axis]
+
+    def normalise(x: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = heads_first(x.expand(_whole(node, token_axis, num_tokens)), token_axis)
+        valid = m.reshape(shape).transpose(1, token_axis).reshape(shape[0], -1).expand(x.shape[0], num_tokens)
+        positions = torch.arange(num_tokens, device=x.device).expand(x.shape[0], num_tokens)
+        return x, positions, valid
+
+    return _write(node, base, "where", token_axis, normalise, value, mask)
+
+
+def _match_cat(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+    tensors, axis = (*node.args, 0)[:2]
+    if len(shape_of(node)) != 4 or axis % 4 != token_axis:
+        return None
+    if len(tensors) != 2:
+        raise _refuse(node, role, f"it concatenates {len(tensors)} tensors")
+    base, value = tensors
+
+    def normalise(x: Tensor, length: Any) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x, token_axis)
+        return x, torch.arange(x.shape[2], device=x.device) + length, None
+
+    return _write(node, base, "cat", token_axis, normalise, value, shape_of(base)[token_axis])
+
+
+def returned_rows(node: Node, token_axis: int) -> CacheWrite:
+    """New keys or values that the graph returns, as the first write of a cache that grows from nothing."""
+
+    def normalise(x: Tensor) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x, token_axis)
+        return x, torch.arange(x.shape[2], device=x.device), None
+
+    return _write(node, node, "returned", token_axis, normalise, node)
+
+
+_MATCHERS: dict[Any, Callable[[Node, int, str], CacheWrite | None]] = {
+    aten.index_put.default: _match_index_put,
+    aten.slice_scatter.default: _match_slice_scatter,
+    aten.select_scatter.default: _match_select_scatter,
+    aten.scatter.src: _match_scatter,
+    aten.where.self: _match_where,
+    aten.cat.default: _match_cat,
+}
+WRITE_OPS = frozenset(_MATCHERS)

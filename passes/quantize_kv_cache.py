@@ -1,0 +1,224 @@
+"""Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
+
+    find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
+    choose   ask the policy for formats and check that they fit       (here)
+    settle   a cache is packed only if all its readers are            (here)
+    rewrite  placeholders, stores, attention, outputs                 (rewrite_caches, insert_ops)
+    expand   give the remaining markers back to Inductor              (expand_markers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.passes.expand_markers import expand_markers
+from kvcompile.passes.find_caches import Attention, Cache, CacheFinder
+from kvcompile.passes.mark_attention import layer_index
+from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
+from kvcompile.passes.site import CacheSummary, FormatPair, Site
+
+ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
+"""(module, layer, number of layers) -> formats, or None to leave the layer alone."""
+
+
+@dataclass(frozen=True)
+class PackedInput:
+    """A graph input that is packed already: its layout and token axis."""
+
+    layout: PackedLayout
+    token_axis: int
+
+
+@dataclass
+class _Candidate:
+    site: Site
+    attention: Attention | None = None
+    layouts: dict[str, PackedLayout] | None = None
+
+
+def quantize_kv_cache(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    choose_formats: ChooseFormats,
+    packed_inputs: Mapping[int, PackedInput],
+    source_names: Mapping[int, str],
+) -> tuple[list[Site], Rewritten | None]:
+    """Rewrite ``gm`` in place.
+
+    Args:
+        gm: functional ATen graph with markers ``kvcompile::sdpa``.
+        example_inputs: its fake inputs.
+        choose_formats: the policy.
+        packed_inputs: the inputs, by position, whose caller passes packed caches.
+        source_names: what the user calls each input.
+
+    Returns:
+        one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` is then unchanged).
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
+    candidates = _find(gm, frozenset(packed_nodes))
+    _choose(candidates, choose_formats, packed_nodes)
+    _settle(candidates)
+    accepted = [candidate for candidate in candidates if candidate.site.rewritten]
+    if not accepted:
+        return [candidate.site for candidate in candidates], None
+
+    sources = {placeholders[index]: name for index, name in source_names.items()}
+    rewriter = CacheRewriter(gm, example_inputs)
+    layouts: dict[Node, tuple[Cache, PackedLayout]] = {}
+    for candidate in accepted:
+        for cache in _caches(candidate):
+            layouts.setdefault(cache.root, (cache, candidate.layouts[cache.role]))
+        candidate.site.caches = tuple(
+            _summary(cache, layouts[cache.root][1], sources) for cache in _caches(candidate)
+        )
+    for cache, layout in layouts.values():
+        rewriter.rewrite_cache(cache, layout)
+    for candidate in accepted:
+        attention = candidate.attention
+        rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
+    rewriter.erase_logical([cache for cache, _ in layouts.values()])
+    expand_markers(gm.graph)
+    return [candidate.site for candidate in candidates], rewriter.finish(gm)
+
+
+def sites_of(gm: GraphModule) -> list[Site]:
+    """A Site for every marker of a graph, nothing decided."""
+    markers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.sdpa.default)
+    modules = [marker.args[-1] for marker in markers]
+    layers = [layer_index(module) for module in modules]
+    if all(layer is None for layer in layers):
+        layers = list(range(len(markers)))
+    return [
+        Site(module, layer, _describe(marker))
+        for module, layer, marker in zip(modules, layers, markers, strict=True)
+    ]
+
+
+def refuse(site: Site, refusal: Refusal) -> None:
+    site.reason, site.reason_code = str(refusal), refusal.reason.name
+
+
+def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
+    finder = CacheFinder(gm.graph, packed_nodes)
+    markers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.sdpa.default)
+    candidates = [_Candidate(site) for site in sites_of(gm)]
+    for candidate, marker in zip(candidates, markers, strict=True):
+        try:
+            _check_call(marker)
+            candidate.attention = finder.attention(marker)
+        except Refusal as refusal:
+            refuse(candidate.site, refusal)
+    for candidate in candidates:
+        try:
+            for cache in _caches(candidate):
+                finder.check_reads(cache)
+        except Refusal as refusal:
+            refuse(candidate.site, refusal)
+    return candidates
+
+
+def _check_call(marker: Node) -> None:
+    query, _, _, mask, dropout_p, is_causal, *_ = marker.args
+    if dropout_p:
+        raise Refusal(Reason.dropout, p=dropout_p)
+    if mask is not None and is_causal:
+        raise Refusal(Reason.mask_and_causal)
+    if mask is not None and (mask.meta["val"].dim() > 4 or len(shape_of(query)) != 4):
+        raise Refusal(Reason.unknown_mask, mask=list(shape_of(mask)))
+
+
+def _choose(
+    candidates: list[_Candidate], choose_formats: ChooseFormats, packed_nodes: Mapping[Node, PackedInput]
+) -> None:
+    num_layers = 1 + max((candidate.site.layer or 0 for candidate in candidates), default=0)
+    for candidate in candidates:
+        if not candidate.site.rewritten:
+            continue
+        try:
+            formats = choose_formats(candidate.site.module, candidate.site.layer, num_layers)
+            candidate.layouts = {
+                cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
+            }
+        except Refusal as refusal:
+            refuse(candidate.site, refusal)
+
+
+def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None) -> PackedLayout:
+    """The layout that the policy gives to a cache; one that is packed already keeps its own."""
+    if packed is not None:
+        if packed.layout.role != cache.role or packed.token_axis != cache.token_axis:
+            detail = f"it was packed as a {packed.layout.role} with its tokens on axis {packed.token_axis}"
+            raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
+        return packed.layout
+    if formats is None:
+        raise Refusal(Reason.policy_auto)
+    layout = PackedLayout(formats.key if cache.role == "key" else formats.value, cache.role, cache.head_dim)
+    detail = layout.format.unsupported_head_dim(cache.head_dim)
+    if detail is not None:
+        raise Refusal(Reason.unsupported_head_dim, format=layout.format_name, detail=detail)
+    return layout
+
+
+def _settle(candidates: list[_Candidate]) -> None:
+    """Refuse every site that shares a cache with a refused one, until nothing changes."""
+    changed = True
+    while changed:
+        changed = False
+        lost = {
+            cache.root: candidate.site
+            for candidate in candidates
+            if not candidate.site.rewritten
+            for cache in _caches(candidate)
+        }
+        for candidate in candidates:
+            if not candidate.site.rewritten:
+                continue
+            for cache in _caches(candidate):
+                if cache.root in lost:
+                    partner = lost[cache.root]
+                    name = partner.module or "without a module"
+                    refusal = Refusal(Reason.partner_refused, role=cache.role, site=name, detail=partner.reason)
+                    refuse(candidate.site, refusal)
+                    changed = True
+                    break
+
+
+def _caches(candidate: _Candidate) -> tuple[Cache, ...]:
+    attention = candidate.attention
+    return (attention.key, attention.value) if attention is not None else ()
+
+
+def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) -> CacheSummary:
+    return CacheSummary(
+        role=cache.role,
+        kind=cache.kind,
+        write_form=cache.write_form,
+        source=sources.get(cache.base, cache.root.name),
+        shape=tuple(size if isinstance(size, int) else str(size) for size in cache.shape),
+        dtype=str(cache.dtype).removeprefix("torch."),
+        format=layout.format_name,
+        bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,
+        bytes_per_token_after=layout.bytes_per_token,
+    )
+
+
+def _describe(marker: Node) -> str:
+    query, key, _, mask, _, is_causal, scale, *_ = marker.args
+    parts = ["sdpa"]
+    if mask is not None:
+        parts.append("bool mask" if mask.meta["val"].dtype == torch.bool else "float mask")
+    if is_causal:
+        parts.append("causal")
+    if scale is not None and abs(scale - shape_of(query)[-1] ** -0.5) > 1e-9:
+        parts.append(f"scale {scale:g}")
+    return ", ".join(parts)

@@ -1,0 +1,217 @@
+"""Stage B, rewriting: logical caches become packed ones, writes become stores, markers become packed attention.
+
+The graph's inputs keep their number and order: the placeholder of a cache is replaced, at its place, by that of its
+packed data, so that everything that refers to inputs by position stays true. The caller of the compiled graph passes
+packed data there; :class:`InputAction` and :class:`OutputAction` say what it has to do with each input and output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from kvcompile.kernels.layout import PackedLayout, num_blocks
+from kvcompile.passes.find_caches import Attention, Cache
+from kvcompile.passes.inline import fake_mode_of, inline, size_node
+from kvcompile.passes.insert_ops import insert_attention, insert_store
+from kvcompile.passes.match_write import shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InputAction:
+    """What the caller does with input ``index`` before the compiled graph runs.
+
+    Attributes:
+        index: position among the graph's inputs.
+        kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
+        layout: of the packed cache.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        new_tokens: tokens that the graph appends, an int or SymInt.
+        output: for ``growing``, the output that receives the longer cache.
+    """
+
+    index: int
+    kind: Literal["static", "growing", "read-only"]
+    layout: PackedLayout
+    token_axis: int
+    new_tokens: int | torch.SymInt = 0
+    output: int | None = None
+
+
+@dataclass(frozen=True)
+class OutputAction:
+    """Output ``index`` of the compiled graph is packed data of a new cache.
+
+    Attributes:
+        index: position among the graph's outputs.
+        growing: whether the cache may be concatenated to later.
+        shape: logical shape, ints or SymInts.
+        dtype: logical dtype.
+        layout: of the packed cache.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+    """
+
+    index: int
+    growing: bool
+    shape: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
+    layout: PackedLayout
+    token_axis: int
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The caller's duties for a rewritten graph, and its new inputs."""
+
+    inputs: tuple[InputAction, ...]
+    outputs: tuple[OutputAction, ...]
+    example_inputs: list[Any]
+
+
+class CacheRewriter:
+    """Rewrites proven caches and the attention that reads them, in one graph."""
+
+    def __init__(self, gm: GraphModule, example_inputs: list[Any]) -> None:
+        self.graph: Graph = gm.graph
+        self.placeholders = self.graph.find_nodes(op="placeholder")
+        self.output = self.graph.output_node()
+        self.fake_mode = fake_mode_of(self.graph)
+        self.example_inputs = list(example_inputs)
+        self.input_actions: list[InputAction] = []
+        self.output_actions: list[OutputAction] = []
+        self.packed: dict[Node, Node] = {}
+
+    def finish(self, gm: GraphModule) -> Rewritten:
+        self.graph.lint()
+        gm.recompile()
+        return Rewritten(tuple(self.input_actions), tuple(self.output_actions), self.example_inputs)
+
+    def rewrite_cache(self, cache: Cache, layout: PackedLayout) -> None:
+        """Pack the storage of ``cache`` and turn its writes into stores; attention is rewritten afterwards."""
+        # Everything goes right behind the logical write: its operands are defined there, and its readers come later.
+        anchors = [write.node.next for write in cache.writes]
+        if cache.base.op == "placeholder":
+            data = self._packed_placeholder(cache, layout)
+        else:
+            with self.graph.inserting_before(anchors[0]):
+                data = self._new_data(cache, layout)
+        state = data
+        for write, anchor in zip(cache.writes, anchors, strict=True):
+            with self.graph.inserting_before(anchor):
+                x, positions, valid = write.normalise(self.graph)
+                state = insert_store(self.graph, state, layout, x, positions, valid)
+        if cache.kind in ("static", "growing") and state is not data:
+            self._write_back(cache, data, state)
+        self.packed[cache.root] = state
+        if cache.kind in ("allocated", "fresh", "growing"):
+            self._replace_outputs(cache, layout, state)
+
+    def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
+        """Replace the marker by attention on the packed caches."""
+        marker = attention.marker
+        query, _, _, mask, _, is_causal, scale, _, _ = marker.args
+        scale = scale if scale is not None else attention.key.head_dim**-0.5
+        with self.graph.inserting_before(marker):
+            kv_len = size_node(self.graph, attention.key_read.num_tokens)
+            result = insert_attention(
+                self.graph,
+                query,
+                self.packed[attention.key.root],
+                self.packed[attention.value.root],
+                key,
+                value,
+                mask,
+                kv_len,
+                is_causal,
+                scale,
+            )
+        marker.replace_all_uses_with(result)
+        self.graph.erase_node(marker)
+
+    def erase_logical(self, caches: list[Cache]) -> None:
+        """Remove what is left of the logical caches: reads, writes, write-backs and placeholders."""
+        for cache in caches:
+            if cache.write_back is not None:
+                self.graph.erase_node(cache.write_back)
+        dead: set[Node] = set()
+        for cache in caches:
+            dead.update(node for read in cache.reads for node in read.chain)
+            if cache.kind == "fresh":
+                continue
+            for write in cache.writes:
+                dead.update((write.node, *write.own))
+                dead.update(node for node in write.node.all_input_nodes if node.target is aten.copy.default)
+        for node in reversed(list(self.graph.nodes)):
+            if node in dead and not node.users:
+                self.graph.erase_node(node)
+        for cache in caches:
+            if cache.base.op == "placeholder" and not cache.base.users:
+                self.graph.erase_node(cache.base)
+
+    def _blocks(self, cache: Cache) -> Any:
+        # One spare block for a growing cache: a size of 1 would be a special case to every symbolic-shape check.
+        return num_blocks(cache.num_tokens) + (cache.kind in ("growing", "fresh"))
+
+    def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
+        return (self._blocks(cache), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+
+    def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
+        index = self.placeholders.index(cache.base)
+        with self.fake_mode:
+            fake = torch.empty(
+                self._data_shape(cache, layout), dtype=torch.uint8, device=cache.base.meta["val"].device
+            )
+        with self.graph.inserting_before(cache.base):
+            data = self.graph.placeholder(f"{cache.base.name}_packed")
+        data.meta["val"] = fake
+        self.example_inputs[index] = fake
+        action = InputAction(
+            index,
+            cache.kind,
+            layout,
+            cache.token_axis,
+            new_tokens=cache.num_tokens - shape_of(cache.base)[cache.token_axis] if cache.kind == "growing" else 0,
+            output=self._output_index(cache.root) if cache.kind == "growing" else None,
+        )
+        self.input_actions.append(action)
+        return data
+
+    def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
+        """Packed zeros, for a cache that the graph makes."""
+        device = cache.root.meta["val"].device
+        shape = [size_node(self.graph, size) for size in self._data_shape(cache, layout)]
+        return inline(self.graph, lambda *sizes: torch.zeros(sizes, dtype=torch.uint8, device=device), *shape)
+
+    def _write_back(self, cache: Cache, data: Node, state: Node) -> None:
+        """The packed input is mutated: its last state is copied into it, which Inductor turns into in-place stores.
+
+        Nothing else aliases the packed data: it replaces one placeholder, whose logical tensor AOTAutograd had already
+        found to alias no other input, and the stores are its only users beside attention, which reads the last state.
+        """
+        anchor = cache.write_back if cache.write_back is not None else self.output
+        with self.graph.inserting_before(anchor):
+            copy = self.graph.call_function(aten.copy_.default, (data, state))
+        copy.meta["val"] = data.meta["val"]
+
+    def _output_index(self, node: Node) -> int:
+        return list(self.output.args[0]).index(node)
+
+    def _replace_outputs(self, cache: Cache, layout: PackedLayout, state: Node) -> None:
+        outputs = list(self.output.args[0])
+        for index, node in enumerate(outputs):
+            if node is not cache.root:
+                continue
+            if cache.kind == "growing":
+                outputs[index] = None
+                continue
+            outputs[index] = state
+            growing = cache.kind == "fresh"
+            self.output_actions.append(
+                OutputAction(index, growing, cache.shape, cache.dtype, layout, cache.token_axis)
+            )
+        self.output.args = (tuple(outputs),)

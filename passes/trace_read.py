@@ -1,0 +1,171 @@
+"""Look through the views between a cache and an attention operand.
+
+Attention wants [batch, heads, tokens, head_dim]. Models get there from the cache by transposing, by repeating heads
+(``repeat_kv``: unsqueeze, expand, clone, view), by casting, and by reading a prefix of the tokens. Instead of matching
+such chains one by one, every dimension of every intermediate tensor is tracked as a product of the cache's dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.refusal import Reason, Refusal
+
+aten = torch.ops.aten
+
+_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+VIEW_OPS = frozenset(
+    (
+        *_SAME,
+        *_CASTS,
+        *_VIEWS,
+        *_SQUEEZES,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+    )
+)
+
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a dimension: cache dimension ``axis``, or a repetition (``axis`` -1)."""
+
+    axis: int
+    size: Size
+
+
+@dataclass(frozen=True)
+class Read:
+    """How an attention operand reads a cache value.
+
+    Attributes:
+        root: the cache value that is read, of rank 4.
+        chain: the view nodes between root and operand, root excluded, operand included.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        num_tokens: how many tokens, from the first on, are visible.
+    """
+
+    root: Node
+    chain: tuple[Node, ...]
+    token_axis: int
+    num_tokens: Size
+
+    @property
+    def head_axis(self) -> int:
+        return 3 - self.token_axis
+
+
+def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, ...]]:
+    """Walk from ``operand`` back through view ops to the first other node, or to one in ``stop``."""
+    chain: list[Node] = []
+    node = operand
+    while node not in stop and node.op == "call_function" and node.target in VIEW_OPS:
+        chain.append(node)
+        node = node.args[0]
+    return node, tuple(reversed(chain))
+
+
+def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
+    """Find the cache value behind ``operand`` (an SDPA key or value) and how it is read; raises Refusal."""
+    root, chain = view_chain(operand, stop)
+    shape = root.meta["val"].shape
+    if len(shape) != 4:
+        raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
+    dims = [[Factor(axis, size)] for axis, size in enumerate(shape)]
+    for node in chain:
+        dims = _apply(node, dims, role)
+    return _interpret(root, chain, dims, role)
+
+
+def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
+    """The dimensions of ``node`` in terms of those of its input."""
+    target, args = node.target, node.args
+    if target in _SAME or target in _CASTS:
+        return dims
+    if target is aten.permute.default:
+        return [dims[axis] for axis in args[1]]
+    if target is aten.transpose.int:
+        order = list(range(len(dims)))
+        order[args[1]], order[args[2]] = order[args[2]], order[args[1]]
+        return [dims[axis] for axis in order]
+    if target is aten.unsqueeze.default:
+        axis = args[1] % (len(dims) + 1)
+        return [*dims[:axis], [], *dims[axis:]]
+    if target is aten.slice.Tensor:
+        return _slice(node, dims, role)
+    if target is aten.expand.default:
+        return _expand(node, dims)
+    return _regroup(node, dims, role)
+
+
+def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
+    axis, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    size, full = node.meta["val"].shape[axis], node.args[0].meta["val"].shape[axis]
+    if statically_known_true(size == full):
+        return dims
+    if start not in (0, None) or step != 1 or len(dims[axis]) != 1:
+        raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+    return [*dims[:axis], [Factor(dims[axis][0].axis, size)], *dims[axis + 1 :]]
+
+
+def _expand(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
+    shape = node.meta["val"].shape
+    dims = [[]] * (len(shape) - len(dims)) + dims
+    old = node.args[0].meta["val"].shape
+    old = [1] * (len(shape) - len(old)) + list(old)
+    return [
+        dim if statically_known_true(size == was) else [Factor(-1, size)]
+        for dim, size, was in zip(dims, shape, old, strict=True)
+    ]
+
+
+def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
+    """A reshape: the same factors in the same order, grouped anew."""
+    factors = [factor for dim in dims for factor in dim if not statically_known_true(factor.size == 1)]
+    result: list[list[Factor]] = []
+    for size in node.meta["val"].shape:
+        group: list[Factor] = []
+        product: Size = 1
+        while not statically_known_true(product == size) and factors:
+            factor = factors.pop(0)
+            group.append(factor)
+            product = product * factor.size
+        if not statically_known_true(product == size):
+            raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+        result.append(group)
+    return result
+
+
+def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], role: str) -> Read:
+    shape = root.meta["val"].shape
+    axes = [[factor.axis for factor in dim if not statically_known_true(factor.size == 1)] for dim in dims]
+    tokens = dims[2] if len(dims) == 4 else []
+    token_axis = 1 if any(factor.axis == 1 for factor in tokens) else 2
+    head_axis = 3 - token_axis
+
+    def expected(axis: int) -> list[int]:
+        return [] if statically_known_true(shape[axis] == 1) else [axis]
+
+    heads = expected(head_axis)
+    if len(axes) != 4 or axes[0] != expected(0) or axes[1] not in (heads, [*heads, -1]) or axes[3] != expected(3):
+        raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
+    if axes[2] not in ([], [token_axis]):
+        raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
+    for axis in (0, head_axis, 3):
+        sizes = [factor.size for dim in dims for factor in dim if factor.axis == axis]
+        if any(not statically_known_true(size == shape[axis]) for size in sizes):
+            raise Refusal(Reason.unknown_read, role=role, op="a slice of batch, heads or channels")
+    num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
+    return Read(root, chain, token_axis, num_tokens)
