@@ -1,0 +1,50 @@
+"""kvcompile: ``torch.compile(model, backend="kvquant")`` keeps the KV cache packed inside the compiled graph.
+
+Importing this package imports nothing else, not even torch; a public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcompile.adoption import cache_nbytes as cache_nbytes
+    from kvcompile.errors import KVCompileError as KVCompileError
+    from kvcompile.errors import OptionsError as OptionsError
+    from kvcompile.errors import PolicyError as PolicyError
+    from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
+    from kvcompile.explaining import explain as explain
+    from kvcompile.packed_tensor import PackedTensor as PackedTensor
+    from kvcompile.policy import Policy as Policy
+    from kvcompile.presets import preset_names as preset_names
+    from kvcompile.report import Report as Report
+    from kvcompile.report import collect_reports as collect_reports
+    from kvcompile.report import last_report as last_report
+
+_HOME = {
+    "KVCompileError": "errors",
+    "OptionsError": "errors",
+    "PackedTensor": "packed_tensor",
+    "Policy": "policy",
+    "PolicyError": "errors",
+    "Report": "report",
+    "UnsupportedSiteError": "errors",
+    "cache_nbytes": "adoption",
+    "collect_reports": "report",
+    "explain": "explaining",
+    "last_report": "report",
+    "preset_names": "presets",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

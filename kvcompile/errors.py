@@ -11,7 +11,11 @@ class KVCompileError(Exception):
 
 
 class PolicyError(KVCompileError, ValueError):
-    """A policy or an option of the backend is wrong: the message names the file, the rule and the field."""
+    """A policy is wrong: the message names the file, the rule and the field."""
+
+
+class OptionsError(KVCompileError, ValueError):
+    """``mode`` or ``options`` of ``torch.compile`` is wrong: the message names it and lists what exists."""
 
 
 class UnsupportedSiteError(KVCompileError):

@@ -1,0 +1,70 @@
+"""``explain``: what the backend makes of a model, without touching the model's caches or compiled code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch.fx import GraphModule
+
+from kvcompile.policy import Policy
+from kvcompile.report import Report, collect_reports
+
+_NO_LIMIT = 1 << 30
+
+
+def explain(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Compile ``model`` for these arguments, run it once, and report what became of every attention site.
+
+    The run happens without gradients, on copies of the arguments and of the model's buffers (parameters are shared), so
+    that no cache of the caller is written or packed. Whatever was compiled before is neither used nor dropped.
+
+    Args:
+        model: a module or function, compiled or not.
+        args: its positional arguments.
+        policy: what :meth:`Policy.load` takes.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The report of all graphs that were compiled, several if the model breaks into several.
+    """
+    from kvcompile.backend import kvquant as compile_graph
+
+    options = {"policy": Policy.load(policy), "on_unsupported": "ignore"}
+
+    # The backend's name tells Dynamo that the tensors it traced may be swapped for packed ones afterwards.
+    def kvquant(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, options=options)
+
+    def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Dynamo keeps compiled code on code objects: a new one finds nothing there and leaves nothing behind.
+    run.__code__ = run.__code__.replace(co_name="explain")
+    limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+    memo: dict[int, Any] = {}
+    model = _with_own_buffers(model, memo)
+    args, kwargs = copy.deepcopy((args, kwargs), memo)
+    with collect_reports() as report, limits, torch.no_grad():
+        torch.compile(run, backend=kvquant)(model, *args, **kwargs)
+    return report
+
+
+def _with_own_buffers(model: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
+    """A copy of a module that shares its parameters; anything else as it is. ``memo`` is that of ``deepcopy``."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        return model
+    memo.update((id(parameter), parameter) for parameter in model.parameters())
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,82 @@
+"""What ``torch.compile(model, backend="kvquant", mode=..., options=...)`` hands to the backend, checked."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+
+from kvcompile.errors import OptionsError
+from kvcompile.policy import OnUnsupported, Policy
+
+OWN_OPTIONS = ("policy", "on_unsupported")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The options of one use of the backend.
+
+    Attributes:
+        policy: which format each layer's keys and values are stored in.
+        on_unsupported: what to do about a site that cannot be rewritten.
+        inductor_config: patches for ``torch._inductor.config``.
+    """
+
+    policy: Policy
+    on_unsupported: OnUnsupported
+    inductor_config: dict[str, Any]
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
+        """Check ``mode`` and ``options``, which exclude each other as they do for Inductor.
+
+        ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which wins over the policy's own)
+        and any key of Inductor's configuration, with ``-`` for ``_`` if you like.
+
+        Raises:
+            OptionsError: an unknown or mistyped mode or option.
+            PolicyError: the policy is wrong.
+        """
+        options = dict(options or {})
+        if mode is not None and options:
+            raise OptionsError("mode and options cannot be given together; put the mode's settings into options")
+        policy = Policy.load(options.pop("policy", None))
+        on_unsupported = options.pop("on_unsupported", policy.on_unsupported)
+        known = typing.get_args(OnUnsupported)
+        if on_unsupported not in known:
+            raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {on_unsupported!r}")
+        return cls(policy, on_unsupported, _mode_settings(mode) if mode is not None else _inductor_settings(options))
+
+
+def _mode_settings(mode: str) -> dict[str, Any]:
+    modes = list_mode_options()
+    if mode not in modes:
+        raise OptionsError(f"unknown mode {mode!r} (known: {', '.join(modes)})")
+    return dict(modes[mode])
+
+
+def _inductor_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are Inductor's, under the names of its configuration, with the types it declares."""
+    known = inductor_config.get_config_copy()
+    settings = {}
+    for option, value in options.items():
+        name = str(option).replace("-", "_")
+        if name not in known:
+            raise OptionsError(_unknown_option(option, known))
+        expected = inductor_config.get_type(name)  # type: ignore[attr-defined]
+        if isinstance(expected, type) and not isinstance(value, expected):
+            raise OptionsError(f"option {option}: expected {expected.__name__}, got {value!r}")
+        settings[name] = value
+    return settings
+
+
+def _unknown_option(option: Any, inductor_names: Mapping[str, Any]) -> str:
+    own = ", ".join(OWN_OPTIONS)
+    close = difflib.get_close_matches(str(option), [*OWN_OPTIONS, *inductor_names], n=3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"unknown option {option!r}{hint} (known: {own}, and every name in torch._inductor.config)"

@@ -1,0 +1,232 @@
+"""The report: what became of every attention site of every compiled graph, and why.
+
+The backend calls :func:`record` once for every graph with attention that it compiles; that counts into
+``torch._dynamo.utils.counters["kvquant"]``, logs, and adds the graph to the reports of all open
+:func:`collect_reports` blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch._dynamo.utils import counters
+
+from kvcompile.errors import UnsupportedSiteError
+from kvcompile.passes.refusal import Reason
+from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.policy import OnUnsupported
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["rewritten", "refused", "left alone"]
+
+_NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
+
+
+def outcome(site: Site) -> Outcome:
+    """``rewritten``; ``left alone`` if the policy says so or there is no cache; otherwise ``refused``."""
+    if site.rewritten:
+        return "rewritten"
+    return "left alone" if site.reason_code in _NOT_REFUSED else "refused"
+
+
+def modules_by_reason(sites: Iterable[Site]) -> dict[str, list[str]]:
+    """The modules of sites that were not rewritten, each once, under each distinct reason."""
+    modules: dict[str, dict[str, None]] = {}
+    for site in sites:
+        if site.reason is not None:
+            modules.setdefault(site.reason, {})[site.module or "top level"] = None
+    return {reason: list(names) for reason, names in modules.items()}
+
+
+def enumerate_modules(modules: list[str]) -> str:
+    """``a, b, c and 29 more``."""
+    return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What became of one compiled graph.
+
+    Attributes:
+        sites: its attention sites, in the order of the graph.
+        notes: remarks on the graph as a whole, one line each.
+    """
+
+    sites: tuple[Site, ...]
+    notes: tuple[str, ...] = ()
+
+    def enforce(self, on_unsupported: OnUnsupported) -> None:
+        """Raise on or warn of the refused sites; one warning for every reason.
+
+        Raises:
+            UnsupportedSiteError: ``on_unsupported`` is ``error`` and a site was refused.
+        """
+        refused = [site for site in self.sites if outcome(site) == "refused"]
+        if on_unsupported == "error" and refused:
+            raise UnsupportedSiteError(refused[0].module, str(refused[0].reason))
+        if on_unsupported == "warn":
+            for reason, modules in modules_by_reason(refused).items():
+                log.warning("kvquant leaves %s to plain Inductor: %s", enumerate_modules(modules), reason)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a report.
+
+    Attributes:
+        graphs, sites, rewritten, refused, left_alone: counts.
+        bytes_per_token_before: bytes per token and KV head of all packed caches, had they stayed as they were.
+        bytes_per_token_after: the same packed, metadata included.
+    """
+
+    graphs: int
+    sites: int
+    rewritten: int
+    refused: int
+    left_alone: int
+    bytes_per_token_before: int
+    bytes_per_token_after: int
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller the packed caches are; None if there are none."""
+        return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
+
+
+@dataclass
+class Report:
+    """What became of every attention site of some compiled graphs; ``print`` it for a table."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of all graphs; a module that is compiled twice (prefill, decode) has a site in each."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def totals(self) -> Totals:
+        outcomes = Counter(outcome(site) for site in self.sites)
+        caches = self._caches()
+        return Totals(
+            graphs=len(self.graphs),
+            sites=len(self.sites),
+            rewritten=outcomes["rewritten"],
+            refused=outcomes["refused"],
+            left_alone=outcomes["left alone"],
+            bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
+            bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
+        )
+
+    def _caches(self) -> list[CacheSummary]:
+        """Every packed cache once, although each graph that uses it reports it.
+
+        Within a graph a cache is known by its source. Another graph may give it another source (made there, passed
+        here), so across graphs it is known by its module, its role, and its place among those.
+        """
+        caches: dict[tuple[str, str, int], CacheSummary] = {}
+        for graph in self.graphs:
+            places: Counter[tuple[str, str]] = Counter()
+            seen: set[tuple[str, str]] = set()
+            for site in graph.sites:
+                for cache in site.caches:
+                    if (cache.role, cache.source) in seen:
+                        continue
+                    seen.add((cache.role, cache.source))
+                    caches[site.module, cache.role, places[site.module, cache.role]] = cache
+                    places[site.module, cache.role] += 1
+        return list(caches.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "notes": [...]}, ...]}``."""
+        totals = {**dataclasses.asdict(self.totals), "ratio": self.totals.ratio}
+        graphs = [
+            {
+                "sites": [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites],
+                "notes": list(graph.notes),
+            }
+            for graph in self.graphs
+        ]
+        return {"totals": totals, "graphs": graphs}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def __str__(self) -> str:
+        from kvcompile.report_table import render
+
+        return render(self)
+
+
+_lock = threading.Lock()
+_last = Report()
+_collecting: list[Report] = []
+
+
+def record(sites: Iterable[Site], notes: Iterable[str] = ()) -> GraphReport:
+    """Count, log and keep what became of a graph that is being compiled. Any thread may call this."""
+    global _last
+    graph = GraphReport(tuple(sites), tuple(notes))
+    with _lock:
+        _last = Report([graph])
+        for report in _collecting:
+            report.graphs.append(graph)
+        _count(graph)
+    for site in graph.sites:
+        _log_site(site)
+    for note in graph.notes:
+        log.info("%s", note)
+    return graph
+
+
+def last_report() -> Report:
+    """The report of the graph that was compiled last, in any thread; an empty one if there was none."""
+    return _last
+
+
+@contextlib.contextmanager
+def collect_reports() -> Iterator[Report]:
+    """Collect the reports of all graphs that any thread compiles inside the block.
+
+    >>> with kvcompile.collect_reports() as report:
+    ...     model.generate(...)
+    >>> print(report)
+    """
+    report = Report()
+    with _lock:
+        _collecting.append(report)
+    try:
+        yield report
+    finally:
+        with _lock:
+            _collecting[:] = [other for other in _collecting if other is not report]
+
+
+def _count(graph: GraphReport) -> None:
+    count = counters["kvquant"]
+    count["graphs"] += 1
+    count["sites"] += len(graph.sites)
+    for site in graph.sites:
+        kind = outcome(site)
+        count[kind.replace(" ", "_")] += 1
+        if kind == "refused":
+            count[f"refused_{site.reason_code}"] += 1
+
+
+def _log_site(site: Site) -> None:
+    where = site.module or "top level"
+    if site.rewritten:
+        formats = ", ".join(f"{cache.role} {cache.kind} {cache.write_form} -> {cache.format}" for cache in site.caches)
+        log.debug("rewritten: %s: %s: %s", where, site.attention, formats)
+    else:
+        log.info("%s: %s: %s: %s", outcome(site), where, site.attention, site.reason)
