@@ -44,21 +44,35 @@ def _byte_update(
     """Indices and values of the one ``index_put`` that writes tokens: values [batch, heads, n, bytes_per_token]."""
     batch, heads, n, _ = x.shape
     values = layout.token_bytes(layout.format.encode(x))
-    positions = positions.reshape(-1, n)
-    offsets = layout.byte_offsets(positions.reshape(-1) % BLOCK_TOKENS).reshape(positions.shape[0], 1, n, -1)
-    index = (
-        (positions // BLOCK_TOKENS)[:, None, :, None],
-        torch.arange(batch, device=x.device)[:, None, None, None],
-        torch.arange(heads, device=x.device)[None, :, None, None],
-        offsets,
-    )
+    positions = positions.reshape(-1, 1, n)
+    sequence = torch.arange(batch, device=x.device)[:, None, None]
+    head = torch.arange(heads, device=x.device)[None, :, None]
+    index = byte_index(layout, sequence, head, positions)
     if valid is not None:
         values = torch.where(valid.reshape(-1, 1, n, 1), values, data[index])
     return index, values
 
 
+def byte_index(layout: PackedLayout, sequence: Tensor, head: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+    """Index into ``data`` of the bytes of token vectors, in the order of :meth:`PackedLayout.token_bytes`.
+
+    ``sequence``, ``head`` and ``position`` are int64 and broadcast to the vectors [*N]; the returned tensors broadcast
+    to [*N, bytes_per_token].
+    """
+    offsets = layout.byte_offsets(position.reshape(-1) % BLOCK_TOKENS).reshape(*position.shape, -1)
+    return (position // BLOCK_TOKENS)[..., None], sequence[..., None], head[..., None], offsets
+
+
 def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
     """The first ``num_tokens`` tokens, dequantized: float32 [batch, num_kv_heads, num_tokens, head_dim]."""
-    x = layout.format.decode(layout.split(data))
-    x = x.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return x[:, :, :num_tokens]
+    return _token_major(layout.format.decode(layout.split(data)), num_tokens)
+
+
+def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
+    """:func:`read_tokens` in the stored basis: a rotated format stays rotated."""
+    return _token_major(layout.format.decode_levels(layout.split(data)), num_tokens)
+
+
+def _token_major(x: Tensor, num_tokens: int) -> Tensor:
+    """[num_blocks, batch, heads, BLOCK_TOKENS, head_dim] -> [batch, heads, num_tokens, head_dim]."""
+    return x.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens]

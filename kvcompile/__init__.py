@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcompile.adoption import cache_nbytes as cache_nbytes
     from kvcompile.errors import KVCompileError as KVCompileError
     from kvcompile.errors import OptionsError as OptionsError
     from kvcompile.errors import PolicyError as PolicyError
     from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
     from kvcompile.explaining import explain as explain
+    from kvcompile.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed_tensor import PackedTensor as PackedTensor
     from kvcompile.policy import Policy as Policy
     from kvcompile.presets import preset_names as preset_names
@@ -30,7 +30,7 @@ _HOME = {
     "PolicyError": "errors",
     "Report": "report",
     "UnsupportedSiteError": "errors",
-    "cache_nbytes": "adoption",
+    "cache_nbytes": "memory",
     "collect_reports": "report",
     "explain": "explaining",
     "last_report": "report",

@@ -1,0 +1,85 @@
+"""Adoption: a plain cache tensor becomes a packed one in place, for everyone who holds it."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import KVCompileError
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_tensor import PackedTensor
+
+
+class AdoptionError(KVCompileError):
+    """A plain cache cannot be adopted; the message says why. The cache is as it was."""
+
+
+def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor:
+    """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
+
+    Every name, list or module attribute that holds ``plain`` holds the packed cache afterwards, attributes that were
+    set on the object are kept, and the plain storage is freed.
+
+    Args:
+        plain: [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim].
+        layout: format and role of the packed cache.
+        token_dim: 2 or 1: the dimension of tokens.
+        growing: whether the cache grows by concatenation.
+
+    Returns:
+        ``plain`` itself, which is a PackedTensor now.
+
+    Raises:
+        AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
+            something holds a weak reference to it), or the format cannot hold it.
+    """
+    check_adoptable(plain, layout, token_dim)
+    packed = PackedTensor.from_dense(plain, layout, token_dim, growing=growing)
+    packed.__dict__.update({name: value for name, value in plain.__dict__.items() if name not in packed.__dict__})
+    try:
+        torch.utils.swap_tensors(plain, packed)
+    except RuntimeError as error:
+        raise _refusal(plain, str(error)) from error
+    assert isinstance(plain, PackedTensor)
+    return plain
+
+
+def check_adoptable(plain: Tensor, layout: PackedLayout, token_dim: int) -> None:
+    """Raises AdoptionError if :func:`adopt` with these arguments would."""
+    if (reason := _why_not_adoptable(plain, layout, token_dim)) is not None:
+        raise _refusal(plain, reason)
+
+
+def _refusal(plain: Tensor, reason: str) -> AdoptionError:
+    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
+
+
+def _why_not_adoptable(plain: Tensor, layout: PackedLayout, token_dim: int) -> str | None:
+    if type(plain) is not Tensor:
+        return f"it is a {type(plain).__name__}, not a plain tensor"
+    if (
+        plain.dim() != 4
+        or token_dim not in (1, 2)
+        or plain.shape[3] != layout.head_dim
+        or not plain.is_floating_point()
+    ):
+        return f"it is not a 4-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along 1 or 2"
+    if (reason := layout.format.unsupported_head_dim(layout.head_dim)) is not None:
+        return f"format {layout.format_name}: {reason}"
+    if plain.requires_grad:
+        return "it requires grad, and a packed cache has no gradient"
+    if not plain.is_contiguous():
+        return "it is not contiguous"
+    if plain._is_view():
+        return "it is a view of another tensor"
+    storage = plain.untyped_storage()
+    if storage.nbytes() != plain.nbytes:
+        return f"it covers {plain.nbytes} bytes of a storage of {storage.nbytes()} bytes"
+    storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
+    if plain._use_count() > 1 or storage_users > 1:  # type: ignore[attr-defined]
+        return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"
+    if weakref.getweakrefs(plain):
+        return "something holds a weak reference to it"
+    return None

@@ -1,0 +1,74 @@
+"""The shared storage of caches that grow by concatenation.
+
+In plain PyTorch ``cat([cache, new])`` copies the cache for every token. Here the longer cache lives in the same storage
+as the shorter one, appended in place, as long as nobody can tell: an append that does not start at the fill mark copies
+(:meth:`GrowingBuffer.copy_of`), and so does a write to a token that another cache of the same storage can see
+(:meth:`Lineage.make_exclusive`).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
+
+MIN_BLOCKS = 2
+"""Least blocks of a growing cache: Dynamo specialises on sizes 0 and 1."""
+
+
+def capacity_blocks(num_tokens: int) -> int:
+    """Blocks to allocate for ``num_tokens`` tokens: a quarter of headroom, so that appending is amortised O(1)."""
+    return max(MIN_BLOCKS, num_blocks(num_tokens + num_tokens // 4))
+
+
+class GrowingBuffer:
+    """A packed storage with spare room.
+
+    Attributes:
+        storage: uint8 [capacity in blocks, batch, num_kv_heads, block_bytes].
+        fill: tokens that some cache uses, counted from the first block.
+        lineages: the caches that live in it, as long as they are alive.
+    """
+
+    def __init__(self, storage: Tensor, fill: int) -> None:
+        self.storage = storage
+        self.fill = fill
+        self.lineages: weakref.WeakSet[Lineage] = weakref.WeakSet()
+
+    @classmethod
+    def copy_of(cls, data: Tensor, fill: int, capacity: int) -> GrowingBuffer:
+        """A new buffer that starts with a copy of the blocks ``data``; the rest is zeros (which decode to zeros).
+
+        Args:
+            data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; at most ``capacity`` blocks are copied.
+            fill: the new buffer's fill mark in tokens.
+            capacity: its size in blocks.
+        """
+        storage = torch.empty((capacity, *data.shape[1:]), dtype=data.dtype, device=data.device)
+        copied = min(data.shape[0], capacity)
+        storage[:copied].copy_(data[:copied])
+        storage[copied:].zero_()
+        return cls(storage, fill)
+
+    def has_room(self, num_tokens: int) -> bool:
+        return num_tokens <= self.storage.shape[0] * BLOCK_TOKENS
+
+
+class Lineage:
+    """One logical cache in a growing buffer: the tensor that ``cat`` returned and every view of it."""
+
+    def __init__(self, buffer: GrowingBuffer) -> None:
+        self.buffer = buffer
+        buffer.lineages.add(self)
+
+    def make_exclusive(self) -> None:
+        """Moves this cache to a storage of its own if another cache shares it, so that a write is seen by no other."""
+        if len(self.buffer.lineages) > 1:
+            self.buffer.lineages.discard(self)
+            self.buffer = GrowingBuffer.copy_of(
+                self.buffer.storage, self.buffer.fill, capacity_blocks(self.buffer.fill)
+            )
+            self.buffer.lineages.add(self)

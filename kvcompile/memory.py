@@ -1,0 +1,36 @@
+"""Bytes that caches really occupy, measured from their storages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def cache_nbytes(*caches: Any) -> int:
+    """Bytes of the distinct storages that tensors in ``caches`` use.
+
+    Looks into lists, tuples, sets, dicts and attributes of objects (a Hugging Face ``Cache``, a module, a dataclass).
+    A packed cache counts with its packed storage, the spare room of a growing one included.
+    """
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    pending = list(caches)
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if is_traceable_wrapper_subclass(value):
+                pending.extend(getattr(value, name) for name in value.__tensor_flatten__()[0])
+            else:
+                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            pending.extend(value)
+        else:
+            pending.extend(getattr(value, "__dict__", {}).values())
+    return sum(storages.values())

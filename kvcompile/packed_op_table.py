@@ -1,0 +1,41 @@
+"""The table of operators that have a handler for packed caches, and what an operator's schema says about aliasing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Handler = Callable[..., Any]
+_H = TypeVar("_H", bound=Handler)
+
+HANDLERS: dict[Any, Handler] = {}
+
+
+def handles(*ops: Any) -> Callable[[_H], _H]:
+    """Registers a handler for operators (overloads).
+
+    It is called as the operator is, for calls with a packed cache somewhere among the arguments, and returns
+    ``NotImplemented`` for forms that it leaves to the general rules.
+    """
+
+    def register(handler: _H) -> _H:
+        HANDLERS.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return register
+
+
+def is_view_op(func: Any) -> bool:
+    """Whether results of the operator alias an argument that it does not write."""
+    returns = func._schema.returns
+    return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in returns)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors of this call that the operator mutates."""
+    written: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written.extend(value if isinstance(value, (list, tuple)) else [value])
+    return written

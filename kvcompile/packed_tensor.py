@@ -1,0 +1,368 @@
+"""A KV cache that is packed inside and looks like the plain tensor it replaces.
+
+``PackedTensor`` is a tensor subclass with the shape and dtype of a plain cache and one uint8 tensor inside (see
+:mod:`kvcompile.kernels.layout`). It has one meaning, in eager code and in traced code: **quantize on write, dequantize
+on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and transposes are views of
+the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes; everything else
+reads dequantized values. :mod:`kvcompile.packed_ops` says what each operator does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.growing_buffer import MIN_BLOCKS, GrowingBuffer, Lineage, capacity_blocks
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.packing import read_tokens
+
+STORED_AXES = "bhtd"
+"""Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
+
+PACKED_DIM = {"b": 1, "h": 2}
+"""Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
+
+_CHUNK_BYTES = 64 << 20
+
+
+class PackedTensor(torch.Tensor):
+    """A packed KV cache, or a view of one.
+
+    Attributes:
+        packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of it for a view of the cache.
+        packed_layout: what the bytes mean (``layout`` is taken: every tensor has one, ``torch.strided``).
+        axes: the logical dimensions in order, letters of ``bhtd``: ``bhtd`` is [batch, heads, tokens, head_dim],
+            ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was selected away; ``packed`` holds
+            one index of it.
+        start: tokens of the first block that come before this view, 0 to 63.
+        growing: whether the cache grows by concatenation.
+    """
+
+    packed_layout: PackedLayout
+    axes: str
+    start: int
+    growing: bool
+    _lineage: Lineage | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Tensor,
+        layout: PackedLayout,
+        dtype: torch.dtype,
+        axes: str,
+        start: int,
+        growing: bool,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        lineage: Lineage | None = None,
+    ) -> PackedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=packed.device)
+
+    def __init__(
+        self,
+        packed: Tensor,
+        layout: PackedLayout,
+        dtype: torch.dtype,
+        axes: str,
+        start: int,
+        growing: bool,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.packed_layout = layout
+        self.axes = axes
+        self.start = start
+        self.growing = growing
+        self._packed = packed
+        self._lineage = lineage
+        self._packed_from = lineage.buffer if lineage is not None else None
+        if growing and "t" in axes:
+            _mark_weakly_dynamic(self, axes.index("t"))
+            _mark_weakly_dynamic(packed, 0)
+
+    @classmethod
+    def from_dense(cls, x: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor:
+        """Quantizes a plain cache.
+
+        Args:
+            x: [batch, heads, tokens, head_dim] if ``token_dim`` is 2, [batch, tokens, heads, head_dim] if it is 1.
+            layout: format and role; its ``head_dim`` must be that of ``x``.
+            token_dim: 1 or 2.
+            growing: whether the cache grows by concatenation.
+        """
+        result = cls.zeros(x.shape, x.dtype, layout, token_dim, x.device, growing=growing)
+        num_tokens = x.shape[token_dim]
+        # Encoding makes float32 temporaries; in chunks they stay small beside the cache.
+        chunk = max(BLOCK_TOKENS, _CHUNK_BYTES * num_tokens // max(4 * x.numel(), 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        for begin in range(0, num_tokens, chunk):
+            size = min(chunk, num_tokens - begin)
+            result.narrow(token_dim, begin, size).copy_(x.detach().narrow(token_dim, begin, size))
+        return result
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: PackedLayout,
+        token_dim: int,
+        device: torch.device | str | None = None,
+        *,
+        growing: bool = False,
+    ) -> PackedTensor:
+        """A cache of zeros of logical ``shape``."""
+        if token_dim not in (1, 2):
+            raise ValueError(f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2) or "
+                             "[batch, tokens, heads, head_dim] (1)")  # fmt: skip
+        if len(shape) != 4 or shape[3] != layout.head_dim:
+            raise ValueError(f"shape {tuple(shape)} is not that of a 4-dimensional cache of head_dim {layout.head_dim}")
+        if (reason := layout.format.unsupported_head_dim(layout.head_dim)) is not None:
+            raise ValueError(f"format {layout.format_name} cannot hold this cache: {reason}")
+        axes = "bhtd" if token_dim == 2 else "bthd"
+        batch, heads, tokens = (shape[axes.index(axis)] for axis in "bht")
+        blocks = capacity_blocks(tokens) if growing else num_blocks(tokens)
+        data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
+        return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
+
+    @classmethod
+    def empty_growing(
+        cls,
+        batch: int,
+        num_kv_heads: int,
+        layout: PackedLayout,
+        dtype: torch.dtype,
+        token_dim: int,
+        device: torch.device | str | None = None,
+    ) -> PackedTensor:
+        """A cache of no tokens, to grow by ``cat`` or :meth:`extended`."""
+        shape = (
+            (batch, num_kv_heads, 0, layout.head_dim) if token_dim == 2 else (batch, 0, num_kv_heads, layout.head_dim)
+        )
+        return cls.zeros(shape, dtype, layout, token_dim, device, growing=True)
+
+    @classmethod
+    def over(
+        cls,
+        data: Tensor,
+        layout: PackedLayout,
+        dtype: torch.dtype,
+        axes: str,
+        shape: Sequence[int],
+        *,
+        start: int = 0,
+        growing: bool = False,
+        stride: Sequence[int] | None = None,
+    ) -> PackedTensor:
+        """The cache whose bytes are ``data`` itself; for a growing one ``data`` is the storage, spare room included.
+
+        While tracing (``data`` is a fake or functional tensor) there is no shared storage: ``cat`` is functional then.
+        """
+        lineage = None
+        if growing and type(data) is Tensor and "t" in axes:
+            end = start + shape[axes.index("t")]
+            lineage = Lineage(GrowingBuffer(data, end))
+            data = data[: max(MIN_BLOCKS, num_blocks(end))]
+        return cls(data, layout, dtype, axes, start, growing, shape, stride, lineage)
+
+    def view_as_part(
+        self,
+        *,
+        size: Sequence[int],
+        stride: Sequence[int],
+        packed: Tensor | None = None,
+        axes: str | None = None,
+        start: int | None = None,
+    ) -> PackedTensor:
+        """A view of this cache: the same storage, seen through other ``packed``, ``axes`` or ``start``."""
+        return PackedTensor(
+            self.packed if packed is None else packed,
+            self.packed_layout,
+            self.dtype,
+            self.axes if axes is None else axes,
+            self.start if start is None else start,
+            self.growing,
+            size,
+            stride,
+            self._lineage,
+        )
+
+    @property
+    def packed(self) -> Tensor:
+        if self._lineage is not None and self._packed_from is not self._lineage.buffer:
+            # The lineage moved to another storage, of the same geometry.
+            self._packed_from = self._lineage.buffer
+            old = self._packed
+            self._packed = self._packed_from.storage.as_strided(old.shape, old.stride(), old.storage_offset())
+            _mark_weakly_dynamic(self._packed, 0)
+        return self._packed
+
+    def packed_for_write(self) -> Tensor:
+        """``packed``, after making sure that writing to its tokens is seen by this cache and its views only."""
+        if self._lineage is not None:
+            self._lineage.make_exclusive()
+        elif self.growing and type(self._packed) is not Tensor:
+            raise NotImplementedError(
+                "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
+                "may share; append with torch.cat, or use a cache of fixed size"
+            )
+        return self.packed
+
+    @property
+    def token_dim(self) -> int:
+        """The logical dimension of tokens (1 or 2 for a whole cache)."""
+        return self.axes.index("t")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens along the token axis; 1 if a single token was selected."""
+        return self.shape[self.token_dim] if "t" in self.axes else 1
+
+    @property
+    def format_name(self) -> str:
+        return self.packed_layout.format_name
+
+    @property
+    def nbytes_packed(self) -> int:
+        """Bytes of the storage that holds this cache, spare room of a growing cache included."""
+        return self.packed.untyped_storage().nbytes()
+
+    def dequantize(self) -> Tensor:
+        """The values, a plain tensor of this shape and dtype."""
+        x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
+        x = self.from_stored_axes(x.to(self.dtype).contiguous())
+        return x.contiguous() if self.is_contiguous() else x
+
+    def to_stored_axes(self, x: Tensor) -> Tensor:
+        """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
+        x = x.permute([self.axes.index(axis) for axis in STORED_AXES if axis in self.axes])
+        for dim, axis in enumerate(STORED_AXES):
+            x = x if axis in self.axes else x.unsqueeze(dim)
+        return x
+
+    def from_stored_axes(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`to_stored_axes`."""
+        for dim, axis in reversed(list(enumerate(STORED_AXES))):
+            x = x if axis in self.axes else x.squeeze(dim)
+        remaining = [axis for axis in STORED_AXES if axis in self.axes]
+        return x.permute([remaining.index(axis) for axis in self.axes])
+
+    def extended(self, num_new: int) -> PackedTensor:
+        """This cache with room for ``num_new`` more tokens at its end, whose values the caller must store.
+
+        The result shares this cache's storage if there is room and nobody has appended to it yet; otherwise this
+        cache's blocks are copied to a larger one. Either way this cache keeps its length and its values.
+        """
+        size = list(self.shape)
+        size[self.token_dim] += num_new
+        end = self.start + size[self.token_dim]
+        if type(self._packed) is not Tensor:  # tracing: a graph shares no storage behind PyTorch's back
+            spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
+            data = torch.cat([self._packed, spare])[: torch.sym_max(num_blocks(end), MIN_BLOCKS)]
+            return PackedTensor(data, self.packed_layout, self.dtype, self.axes, self.start, True, size)
+        first_block = self._first_block_to_append(num_new)
+        if self._lineage is None or first_block is None:
+            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end, capacity_blocks(end))
+        else:
+            buffer = self._lineage.buffer
+            buffer.fill += num_new
+        packed = buffer.storage[first_block : first_block + max(MIN_BLOCKS, num_blocks(end))]
+        return PackedTensor(
+            packed, self.packed_layout, self.dtype, self.axes, self.start, True, size, lineage=Lineage(buffer)
+        )
+
+    def _first_block_to_append(self, num_new: int) -> int | None:
+        """Where this cache begins in its growing buffer if it can be extended in place, else None."""
+        if self._lineage is None or self.packed.shape[1:] != self._lineage.buffer.storage.shape[1:]:
+            return None
+        buffer = self._lineage.buffer
+        first_block = self.packed.storage_offset() // buffer.storage.stride(0)
+        end = first_block * BLOCK_TOKENS + self.start + self.num_tokens
+        return first_block if end == buffer.fill and buffer.has_room(end + num_new) else None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if not isinstance(self.start, int):
+            raise NotImplementedError(
+                "a compiled graph returns a view of a packed cache that starts at a token which is only known at run "
+                "time; return the whole cache and slice it outside, or return the dequantized slice"
+            )
+        return ["packed"], (self.packed_layout, self.dtype, self.axes, self.start, self.growing)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
+        layout, dtype, axes, start, growing = context
+        return PackedTensor.over(
+            inner["packed"], layout, dtype, axes, size, start=start, growing=growing, stride=stride
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from kvcompile.packed_ops import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
+        """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
+
+        PyTorch decomposes it to expand and reshape before dispatch, where it can no longer be recognised.
+        """
+        if dim is not None and isinstance(repeats, int) and self.axes[dim] != "d":
+            index = torch.arange(self.shape[dim] * repeats, device=self.device) // max(repeats, 1)
+            return self.index_select(dim, index)
+        return self.dequantize().repeat_interleave(repeats, dim, output_size=output_size)
+
+    def tolist(self) -> Any:  # type: ignore[override]
+        return self.dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dequantize().numpy(force=force)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        facts = (
+            f"format='{self.format_name}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}', packed_bytes={self.packed.nbytes}"
+        )
+        values = f"{self.dequantize()}, " if type(self.packed) is Tensor else ""
+        return f"PackedTensor({values}{facts})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self.clone()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layout = self.packed_layout
+        data = self.packed.clone(memory_format=torch.contiguous_format)
+        fields = (layout.format_name, layout.role, layout.head_dim, self.dtype, self.axes, self.start, self.growing)
+        return rebuild_packed_tensor, (data, *fields, tuple(self.shape))
+
+
+def rebuild_packed_tensor(
+    data: Tensor,
+    format_name: str,
+    role: Any,
+    head_dim: int,
+    dtype: torch.dtype,
+    axes: str,
+    start: int,
+    growing: bool,
+    shape: tuple[int, ...],
+) -> PackedTensor:
+    """What ``torch.load`` calls to make a saved cache again."""
+    layout = PackedLayout(format_name, role, head_dim)
+    return PackedTensor.over(data, layout, dtype, axes, shape, start=start, growing=growing)
+
+
+torch.serialization.add_safe_globals([rebuild_packed_tensor])
+
+
+def _mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
+    """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
+    tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

@@ -1,0 +1,119 @@
+"""Views of a packed cache: slices of tokens, sequences and heads, and reordered axes; the bytes are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.growing_buffer import MIN_BLOCKS
+from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
+from kvcompile.packed_op_table import handles
+from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
+
+aten = torch.ops.aten
+
+
+@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(cache: PackedTensor) -> PackedTensor:
+    return cache.view_as_part(size=cache.shape, stride=cache.stride())
+
+
+@handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+def _view(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
+    same = len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
+    return _alias(cache) if same else NotImplemented
+
+
+@handles(aten.slice.Tensor)
+def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    dim = dim % cache.dim()
+    axis, extent = cache.axes[dim], cache.shape[dim]
+    start, end = _clamp(0 if start is None else start, extent), _clamp(extent if end is None else end, extent)
+    length = max(end - start, 0) if isinstance(end - start, int) else torch.sym_max(end - start, 0)
+    if axis == "d":
+        return _alias(cache) if start == 0 and length == extent and step == 1 else NotImplemented
+    if axis == "t" and step != 1:
+        return NotImplemented
+    size, stride = list(cache.shape), list(cache.stride())
+    size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
+    if axis == "t":
+        return _token_range(cache, start, length, size=size, stride=stride)
+    packed = aten.slice.Tensor(cache.packed, PACKED_DIM[axis], start, end, step)
+    return cache.view_as_part(packed=packed, size=size, stride=stride)
+
+
+def _clamp(index: int, extent: int) -> int:
+    """A slice bound as Python means it, within 0 and ``extent``."""
+    index = index + extent if index < 0 else index
+    return 0 if index < 0 else extent if index > extent else index
+
+
+def _token_range(
+    cache: PackedTensor, start: int, length: int, *, size: Sequence[int], stride: Sequence[int], axes: str | None = None
+) -> PackedTensor:
+    """The view of tokens ``start`` to ``start + length``; its ``packed`` starts at the first block that it needs."""
+    begin = cache.start + start
+    first, last = begin // BLOCK_TOKENS, num_blocks(begin + length)
+    if cache.growing:
+        last = torch.sym_max(last, first + MIN_BLOCKS)  # where the storage has them; a slice stops at its end
+    packed = cache.packed[first:last]
+    return cache.view_as_part(packed=packed, start=begin % BLOCK_TOKENS, size=size, stride=stride, axes=axes)
+
+
+@handles(aten.select.int)
+def _select(cache: PackedTensor, dim: int, index: int) -> Any:
+    dim = dim % cache.dim()
+    axis = cache.axes[dim]
+    if axis == "d":
+        return NotImplemented
+    if not -cache.shape[dim] <= index < cache.shape[dim]:
+        raise IndexError(f"index {index} is out of range for dimension {dim} of size {cache.shape[dim]}")
+    index = index + cache.shape[dim] if index < 0 else index
+    keep = [other for other in range(cache.dim()) if other != dim]
+    geometry: dict[str, Any] = {
+        "size": [cache.shape[other] for other in keep],
+        "stride": [cache.stride(other) for other in keep],
+        "axes": cache.axes[:dim] + cache.axes[dim + 1 :],
+    }
+    if axis == "t":
+        return _token_range(cache, index, 1, **geometry)
+    return cache.view_as_part(packed=cache.packed.narrow(PACKED_DIM[axis], index, 1), **geometry)
+
+
+@handles(aten.permute.default)
+def _permute(cache: PackedTensor, dims: Sequence[int]) -> PackedTensor:
+    order = [dim % cache.dim() for dim in dims]
+    return cache.view_as_part(
+        axes="".join(cache.axes[dim] for dim in order),
+        size=[cache.shape[dim] for dim in order],
+        stride=[cache.stride(dim) for dim in order],
+    )
+
+
+@handles(aten.transpose.int)
+def _transpose(cache: PackedTensor, dim0: int, dim1: int) -> PackedTensor:
+    order = list(range(cache.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(cache, order)
+
+
+@handles(aten.split.Tensor)
+def _split(cache: PackedTensor, split_size: int, dim: int = 0) -> Any:
+    extent = cache.shape[dim]
+    return [aten.slice.Tensor(cache, dim, begin, begin + split_size) for begin in range(0, extent, split_size)]
+
+
+@handles(aten.split_with_sizes.default)
+def _split_with_sizes(cache: PackedTensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
+    parts, begin = [], 0
+    for size in split_sizes:
+        parts.append(aten.slice.Tensor(cache, dim, begin, begin + size))
+        begin += size
+    return parts
+
+
+@handles(aten.unbind.int)
+def _unbind(cache: PackedTensor, dim: int = 0) -> Any:
+    return [aten.select.int(cache, dim, index) for index in range(cache.shape[dim])]
