@@ -83,10 +83,9 @@ class PackedLayout:
         """Typed views of ``data``, one a section, each [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width]."""
         parts = {}
         for section in self.sections:
-            start = self.section_offsets[section.name]
-            flat = data[..., start : start + section.bytes_per_token * BLOCK_TOKENS]
-            if section.dtype != torch.uint8:
-                flat = flat.view(section.dtype)
+            typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
+            start = self.section_offsets[section.name] // section.dtype.itemsize
+            flat = typed[..., start : start + section.width * BLOCK_TOKENS]
             if self.column_major(section):
                 parts[section.name] = flat.unflatten(-1, (section.width, BLOCK_TOKENS)).transpose(-1, -2)
             else:

@@ -75,4 +75,5 @@ def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> T
 
 def _token_major(x: Tensor, num_tokens: int) -> Tensor:
     """[num_blocks, batch, heads, BLOCK_TOKENS, head_dim] -> [batch, heads, num_tokens, head_dim]."""
-    return x.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens]
+    token = torch.arange(num_tokens, device=x.device)
+    return x[token // BLOCK_TOKENS, :, :, token % BLOCK_TOKENS].permute(1, 2, 0, 3)

@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.codec import Codec
 from kvcompile.kernels.rotation import rotate, unrotate
 
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
@@ -55,6 +56,7 @@ class Format(abc.ABC):
         rotated: whether vectors are rotated before they are encoded.
         channels_per_byte: 1 or 2. With 2, byte ``j`` of a token holds channel ``j`` in its low nibble and channel
             ``j + head_dim // 2`` in its high nibble.
+        codec: the Triton part, see :mod:`kvcompile.kernels.codec`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Format(abc.ABC):
     channels_per_byte: int = 1
     scale_dtype: torch.dtype = torch.float32
     zero_dtype: torch.dtype | None = None
+    codec: Codec
 
     def sections(self, head_dim: int) -> tuple[Section, ...]:
         """The sections of one token and head, in memory order."""
@@ -114,9 +117,15 @@ class Format(abc.ABC):
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Inverse of :meth:`pack`."""
-        if self.channels_per_byte == 1:
-            return packed
-        return torch.cat([packed & 0xF, packed >> 4], dim=-1)
+        planes = self.planes(packed)
+        return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+    def planes(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """The codes in bytes uint8 [...], one tensor [...] for each of the ``channels_per_byte`` codes of a byte.
+
+        Plane ``i`` of byte ``j`` is the code of channel ``i * width + j``, width being the bytes of a vector.
+        """
+        return (packed,) if self.channels_per_byte == 1 else (packed & 0xF, packed >> 4)
 
     @abc.abstractmethod
     def encode_levels(self, x: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,181 @@
+"""Attention on packed caches in plain PyTorch: the specification, and the CPU path.
+
+With ``K = scale * level + zero`` (and V alike) attention needs no dequantized cache: both products are taken on levels,
+
+    scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
+
+and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. The decode path
+below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte of
+the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
+
+Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.packing import read_stored_tokens
+from kvcompile.kernels.rotation import rotate, unrotate
+
+MAX_DECODE_ROWS = 16  # query rows (query heads of a KV head times q_len) that the decode path keeps in registers
+GROUP_BLOCKS = 8  # blocks of V that are summed before anything is written
+
+
+def attend(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    *,
+    mask: Tensor | None = None,
+    kv_len: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot product attention on packed caches, computed in float32.
+
+    Args:
+        query: [batch, num_heads, q_len, k_layout.head_dim], any float dtype.
+        k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        k_layout: layout of ``k_data``.
+        v_layout: layout of ``v_data``.
+        mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len].
+        kv_len: tokens in the cache, at most ``BLOCK_TOKENS * num_blocks``; slots beyond it have no influence, whatever
+            their bytes.
+        is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
+        scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
+
+    Returns:
+        [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros where a query sees no key.
+    """
+    num_heads, q_len, head_dim = query.shape[1:]
+    group_size, rest = divmod(num_heads, k_data.shape[2])
+    if rest:
+        raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
+    q = query.float() * (head_dim**-0.5 if scale is None else scale)
+    if k_layout.format.rotated:
+        q = rotate(q)
+    few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
+    path = _attend_levels if few_rows else _attend_dequantized
+    out = path(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal)
+    if v_layout.format.rotated:
+        out = unrotate(out)
+    return out.to(query.dtype)
+
+
+def _attend_dequantized(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+) -> Tensor:
+    """Attention of scaled queries in the stored bases, on dequantized keys and values."""
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.float()
+    k = read_stored_tokens(k_data, k_layout, kv_len)
+    v = read_stored_tokens(v_data, v_layout, kv_len)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+
+
+def _attend_levels(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+) -> Tensor:
+    """Attention of scaled queries in the stored bases, on levels.
+
+    Works in block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS], a row being a query head of the KV head
+    at one query position (position fastest).
+    """
+    batch, num_heads, q_len, _ = q.shape
+    blocks, _, num_kv_heads, _ = k_data.shape
+    q = _computed_once(q).reshape(batch, num_kv_heads, -1, q.shape[-1])
+    token = torch.arange(blocks * BLOCK_TOKENS, device=q.device).reshape(blocks, 1, 1, 1, BLOCK_TOKENS)
+    in_cache = token < kv_len
+
+    scores, visible = _scores(q, k_data, k_layout), in_cache
+    if is_causal:
+        position = torch.arange(q_len, device=q.device).repeat(num_heads // num_kv_heads)
+        visible = visible & (token <= position[:, None])
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+        mask = mask.new_zeros(*mask.shape[:-1], token.numel()).slice_scatter(mask, -1, 0, kv_len)
+        mask = mask.expand(batch, num_heads, q_len, -1)
+        mask = mask.reshape(batch, num_kv_heads, -1, blocks, BLOCK_TOKENS).permute(3, 0, 1, 2, 4)
+        if mask.dtype == torch.bool:
+            visible = visible & mask
+        else:
+            scores = scores + mask
+    scores = torch.where(visible, scores, -torch.inf)
+
+    # A row without a visible key has the maximum -inf: subtract 0, so that its exponentials are 0 and not NaN.
+    top = scores.amax((0, -1), keepdim=True)
+    p = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
+    total = p.sum((0, -1)).unsqueeze(-1)
+    out = _weighted_values(p, in_cache, v_data, v_layout) / torch.where(total == 0, 1.0, total)
+    return out.reshape(batch, num_heads, q_len, v_layout.head_dim)
+
+
+def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
+    parts = layout.split(data)
+    levels = [layout.format.levels(codes) for codes in layout.format.planes(parts["codes"])]
+    width = parts["codes"].shape[-1]
+    # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
+    rows = []
+    for row in q.unsqueeze(-2).unbind(2):
+        products = [level * part for level, part in zip(levels, row.split(width, dim=-1), strict=True)]
+        rows.append(sum(products[1:], products[0]).sum(-1))
+    scores = torch.stack(rows, 3) * _per_token(parts["scale"])
+    if "zero" in parts:
+        scores = scores + _per_token(parts["zero"]) * q.sum(-1, keepdim=True)
+    return scores
+
+
+def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
+    parts = layout.split(data)
+    levels = [layout.format.levels(codes) for codes in layout.format.planes(parts["codes"].transpose(-1, -2))]
+    weights = _computed_once(p * torch.where(in_cache, _per_token(parts["scale"]), 0.0))
+    # Two stages, so that the loops walk over the cache nearly in the order of its memory.
+    blocks = weights.shape[0]
+    group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
+    rows = []
+    for row in weights.unsqueeze(-2).unbind(3):
+        planes = [(level * row).unflatten(0, (blocks // group, group)).sum((1, -1)) for level in levels]
+        rows.append(torch.cat(planes, dim=-1))
+    out = torch.stack(rows, 3).sum(0)
+    if "zero" in parts:
+        zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
+        out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
+    return out
+
+
+def _per_token(section: Tensor) -> Tensor:
+    """[num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] of any float dtype -> float32 in block form, for all rows."""
+    return section.float().squeeze(-1).unsqueeze(3)
+
+
+def _computed_once(x: Tensor) -> Tensor:
+    """``x``; in a compiled graph a buffer, where Inductor would compute it again in the inner loop of every reader.
+
+    A restrided tensor must exist in memory, and this one is its own whole view: nothing else changes.
+    """
+    return x.as_strided(x.size(), x.stride())
