@@ -94,11 +94,16 @@ class PackedLayout:
 
     def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
         """Sections [..., width] of tokens -> their bytes, uint8 [..., bytes_per_token], in section order."""
-        return torch.cat([parts[section.name].to(section.dtype).view(torch.uint8) for section in self.sections], dim=-1)
+        columns = []
+        for section in self.sections:
+            part = parts[section.name].to(section.dtype)
+            # A new last dimension has stride 1, which a byte view needs and which the part itself may not have.
+            columns.append(part.unsqueeze(-1).view(torch.uint8).flatten(-2))
+        return torch.cat(columns, dim=-1)
 
     def byte_offsets(self, token_in_block: Tensor) -> Tensor:
-        """Where the bytes of :meth:`token_bytes` lie in a block: int64 [n] -> int64 [n, bytes_per_token]."""
-        token = token_in_block[:, None]
+        """Where the bytes of :meth:`token_bytes` lie in a block: int64 [...] -> int64 [..., bytes_per_token]."""
+        token = token_in_block[..., None]
         columns = []
         for section in self.sections:
             start, width = self.section_offsets[section.name], section.bytes_per_token

@@ -42,14 +42,14 @@ def _byte_update(
     data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Indices and values of the one ``index_put`` that writes tokens: values [batch, heads, n, bytes_per_token]."""
-    batch, heads, n, _ = x.shape
+    batch, heads = x.shape[:2]
     values = layout.token_bytes(layout.format.encode(x))
-    positions = positions.reshape(-1, 1, n)
+    positions = positions[..., None, :]
     sequence = torch.arange(batch, device=x.device)[:, None, None]
     head = torch.arange(heads, device=x.device)[None, :, None]
     index = byte_index(layout, sequence, head, positions)
     if valid is not None:
-        values = torch.where(valid.reshape(-1, 1, n, 1), values, data[index])
+        values = torch.where(valid[..., None, :, None], values, data[index])
     return index, values
 
 
@@ -59,7 +59,7 @@ def byte_index(layout: PackedLayout, sequence: Tensor, head: Tensor, position: T
     ``sequence``, ``head`` and ``position`` are int64 and broadcast to the vectors [*N]; the returned tensors broadcast
     to [*N, bytes_per_token].
     """
-    offsets = layout.byte_offsets(position.reshape(-1) % BLOCK_TOKENS).reshape(*position.shape, -1)
+    offsets = layout.byte_offsets(position % BLOCK_TOKENS)
     return (position // BLOCK_TOKENS)[..., None], sequence[..., None], head[..., None], offsets
 
 

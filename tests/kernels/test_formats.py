@@ -1,0 +1,283 @@
+"""The cache formats: what their plain-PyTorch specification promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvcompile.kernels.formats import FORMATS, get_format
+from kvcompile.kernels.formats.base import HEAD_DIM
+from kvcompile.kernels.rotation import rotate
+
+HEAD_DIMS = [64, 80, 96, 128, 256]
+DISTORTION = {  # mean squared error of N(0, 1) channels at head_dim 64 to 256
+    "int8_per_token_head": 6e-5,
+    "fp8_e4m3": 8e-4,
+    "int4_per_token_head": 0.0125,
+    "int4_unrotated": 0.0125,
+    "turboquant_4bit": 0.0097,
+}
+HALF_SCALE = ["int4_per_token_head", "int4_unrotated", "turboquant_4bit"]
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+
+
+def vectors(count, head_dim, seed=0):
+    return torch.randn(count, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def roundtrip(fmt, x):
+    return fmt.decode(fmt.encode(x))
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@every_format
+@every_head_dim
+def test_decoding_is_scale_times_level_plus_zero(fmt, head_dim):
+    x = vectors(10, head_dim)
+    parts = fmt.encode(x)
+    zero = parts.get("zero", torch.zeros(1)).float()
+    expected = parts["scale"].float() * fmt.levels(fmt.unpack(parts["codes"])) + zero
+    torch.testing.assert_close(fmt.decode_levels(parts), expected, rtol=1e-6, atol=1e-7)
+    stored = rotate(fmt.decode(parts)) if fmt.rotated else fmt.decode(parts)
+    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-5)
+
+
+@every_format
+@every_head_dim
+def test_the_byte_expression_counts_what_encode_stores(fmt, head_dim):
+    parts = fmt.encode(vectors(3, head_dim))
+    sections = fmt.sections(head_dim)
+    assert list(parts) == [section.name for section in sections]
+    for section in sections:
+        assert parts[section.name].dtype == section.dtype
+        assert parts[section.name].shape == (3, section.width)
+    stored = sum(part[0].numel() * part.element_size() for part in parts.values())
+    assert fmt.bytes_per_token().subs(HEAD_DIM, head_dim) == stored == sum(s.bytes_per_token for s in sections)
+
+
+def test_bytes_per_token_at_head_dim_128():
+    sizes = {name: int(fmt.bytes_per_token().subs(HEAD_DIM, 128)) for name, fmt in FORMATS.items()}
+    assert sizes == {
+        "int8_per_token_head": 132,
+        "fp8_e4m3": 132,
+        "int4_per_token_head": 68,
+        "int4_unrotated": 68,
+        "turboquant_4bit": 66,
+    }
+
+
+@every_format
+def test_zero_bytes_decode_to_zeros(fmt):
+    parts = {s.name: torch.zeros(4, s.width, dtype=s.dtype) for s in fmt.sections(64)}
+    assert torch.equal(fmt.decode(parts), torch.zeros(4, 64))
+
+
+@every_format
+def test_the_zero_vector_is_exact(fmt):
+    assert torch.equal(roundtrip(fmt, torch.zeros(4, 64)), torch.zeros(4, 64))
+
+
+@every_format
+@every_head_dim
+def test_distortion_of_random_vectors_is_what_the_bits_allow(fmt, head_dim):
+    x = vectors(2000, head_dim)
+    assert (roundtrip(fmt, x) - x).square().mean() < DISTORTION[fmt.name]
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_input_dtype_only_rounds_the_input(fmt, dtype):
+    x = vectors(10, 64).to(dtype)
+    for name, part in fmt.encode(x).items():
+        assert torch.equal(part, fmt.encode(x.float())[name])
+
+
+@every_format
+def test_unpack_inverts_pack_and_planes_are_runs_of_channels(fmt):
+    codes = torch.randint(2**fmt.bits, (5, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = fmt.pack(codes)
+    assert packed.shape == (5, 64 // fmt.channels_per_byte)
+    assert torch.equal(fmt.unpack(packed), codes)
+    assert torch.equal(torch.cat(fmt.planes(packed), -1), codes)
+
+
+@every_format
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_vector_that_is_not_finite_decodes_to_nan_and_changes_no_other(fmt, bad):
+    x = vectors(6, 64)
+    expected = fmt.encode(x)
+    x[2, 7] = bad
+    x[4] = bad
+    parts = fmt.encode(x)
+    others = [0, 1, 3, 5]
+    for name, part in parts.items():
+        assert torch.equal(part[others], expected[name][others])
+    decoded = fmt.decode(parts)
+    assert decoded[[2, 4]].isnan().all()
+    assert decoded[others].isfinite().all()
+    assert torch.equal(parts["codes"][[2]], fmt.encode(torch.zeros(1, 64))["codes"])
+
+
+@every_format
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e-10, 1e-6, 1e-3, 1.0, 6e4, 1e6, 1e18, 1e30, 1e36])
+def test_finite_vectors_of_any_magnitude_decode_to_finite_ones(fmt, magnitude):
+    shapes = torch.stack([torch.ones(64), torch.eye(64)[3], -torch.ones(64), *vectors(20, 64).clamp(-1, 1)])
+    assert roundtrip(fmt, shapes * magnitude).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_e4m3"])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-10, 6e4, 1e30])
+def test_a_float32_scale_keeps_the_error_relative_at_any_magnitude(name, magnitude):
+    x = vectors(50, 64)
+    assert relative_error(roundtrip(get_format(name), x * magnitude) / magnitude, x) < 0.04
+
+
+@pytest.mark.parametrize("name", HALF_SCALE)
+@pytest.mark.parametrize("magnitude", [1e-4, 1e-2, 1.0, 1e2, 1.5e4])
+def test_a_half_scale_keeps_the_error_relative_from_1e_4_to_6e4(name, magnitude):
+    x = vectors(50, 64)
+    assert relative_error(roundtrip(get_format(name), x * magnitude) / magnitude, x) < 0.12
+
+
+@pytest.mark.parametrize("name", HALF_SCALE)
+def test_below_the_half_range_the_error_is_no_larger_than_the_vector(name):
+    x = vectors(50, 64) * 1e-8
+    assert (roundtrip(get_format(name), x) - x).abs().max() < 1.5e-7
+
+
+@every_format
+def test_only_multiples_of_16_up_to_256_are_accepted_as_head_dim(fmt):
+    for head_dim in (16, 32, *HEAD_DIMS):
+        assert fmt.unsupported_head_dim(head_dim) is None
+    for head_dim in (8, 72, 100, 272, 512):
+        assert str(head_dim) in fmt.unsupported_head_dim(head_dim)
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'int3'.*fp8_e4m3.*turboquant_4bit"):
+        get_format("int3")
+
+
+@every_format
+def test_encode_and_decode_trace_with_symbolic_sizes_and_without_constants(fmt):
+    def fn(x):
+        return fmt.decode(fmt.encode(x))
+
+    traced = make_fx(fn, tracing_mode="symbolic")(vectors(5, 80))
+    assert not list(traced.named_buffers())
+    assert not [node for node in traced.graph.nodes if node.op == "get_attr"]
+    x = vectors(9, 80, seed=1)
+    assert torch.equal(traced(x), fn(x))
+
+
+@every_format
+def test_compiled_and_eager_decode_agree(fmt):
+    parts = fmt.encode(vectors(64, 64))
+    torch.testing.assert_close(torch.compile(fmt.decode)(parts), fmt.decode(parts), rtol=1e-5, atol=1e-5)
+
+
+def test_int8_codes_are_rounded_multiples_of_a_127th_of_the_largest_channel():
+    x = vectors(100, 64)
+    parts = get_format("int8_per_token_head").encode(x)
+    torch.testing.assert_close(parts["scale"], x.abs().amax(-1, keepdim=True) / 127)
+    assert parts["codes"].min() >= 1
+    assert torch.all((roundtrip(get_format("int8_per_token_head"), x) - x).abs() <= parts["scale"] * 0.5001)
+
+
+def test_fp8_levels_are_the_e4m3_values_and_finite_for_every_byte():
+    codes = torch.arange(256, dtype=torch.uint8)
+    levels = get_format("fp8_e4m3").levels(codes)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    assert codes[expected.isnan()].tolist() == [0x7F, 0xFF]
+    assert torch.equal(levels[~expected.isnan()], expected[~expected.isnan()])
+    assert levels[expected.isnan()].tolist() == [480.0, -480.0]
+
+
+def test_fp8_codes_round_to_nearest_and_are_never_nan():
+    fmt = get_format("fp8_e4m3")
+    x = torch.cat([vectors(500, 64), vectors(500, 64).exp(), vectors(500, 64) * 1e-40])
+    parts = fmt.encode(x)
+    assert not ((parts["codes"] & 0x7F) == 0x7F).any()
+    finite = torch.arange(256, dtype=torch.uint8)
+    grid = fmt.levels(finite[(finite & 0x7F) != 0x7F])
+    normal = x[:1000]
+    nearest = (normal[..., None] - grid * parts["scale"][:1000, :, None]).abs().amin(-1)
+    actual = (roundtrip(fmt, normal) - normal).abs()
+    torch.testing.assert_close(actual, nearest, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.5, -3.0, 30.0, -1000.0, 5e4])
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 1.0, 100.0, 1e4])
+def test_int4_covers_every_channel_within_the_stated_error(offset, spread):
+    fmt = get_format("int4_unrotated")
+    x = torch.rand(200, 64, generator=torch.Generator().manual_seed(0)) * spread + offset
+    parts = fmt.encode(x)
+    scale, zero = parts["scale"].float(), parts["zero"].float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    assert torch.all(zero <= low)
+    assert torch.all(zero.double() + 15 * scale.double() >= high * (1 - 1e-7))
+    bound = (high - low) / 30 * (1 + 2**-10) + low.abs() * 2**-14 + 2**-24
+    float32_rounding = x.abs() * 2**-22
+    assert torch.all((roundtrip(fmt, x) - x).abs() <= bound + float32_rounding)
+
+
+@pytest.mark.parametrize("name", ["int4_per_token_head", "int4_unrotated"])
+def test_int4_saturates_at_65472_in_the_stored_basis(name):
+    fmt = get_format(name)
+    x = torch.tensor([[1e6, -1e6] * 32, [7e4, 0.0] * 32])
+    stored = rotate(x) if fmt.rotated else x
+    decoded = fmt.decode_levels(fmt.encode(x))
+    step = fmt.encode(x)["scale"].float()
+    assert torch.all((decoded - stored.clamp(-65472, 65472)).abs() <= step * 0.51)
+
+
+def test_int4_keeps_a_constant_vector():
+    x = torch.tensor([1.0, -3.14159, 1e-3, 1234.5])[:, None].expand(4, 64)
+    torch.testing.assert_close(roundtrip(get_format("int4_unrotated"), x), x, rtol=1e-4, atol=1e-7)
+
+
+def test_rotation_saves_int4_from_outlier_channels():
+    x = vectors(100, 128)
+    x[:, 3] *= 50
+    rest = [channel for channel in range(128) if channel != 3]
+    errors = [
+        (roundtrip(get_format(name), x) - x)[:, rest].square().mean().item()
+        for name in ("int4_per_token_head", "int4_unrotated")
+    ]
+    assert errors[0] < errors[1] / 2
+
+
+@every_head_dim
+def test_turboquant_keeps_the_norm_exactly_but_for_its_half_scale(head_dim):
+    fmt = get_format("turboquant_4bit")
+    x = vectors(200, head_dim) * vectors(200, 1, seed=1).exp()
+    torch.testing.assert_close(roundtrip(fmt, x).norm(dim=-1), x.norm(dim=-1), rtol=2**-10, atol=0)
+
+
+def test_turboquant_encodes_to_the_nearest_centroid():
+    fmt = get_format("turboquant_4bit")
+    x = vectors(200, 64)
+    centroids = fmt.levels(torch.arange(16, dtype=torch.uint8))
+    direction = rotate(x)
+    direction = direction / direction.square().mean(-1, keepdim=True).sqrt()
+    nearest = (direction[..., None] - centroids).abs().argmin(-1)
+    assert torch.equal(fmt.unpack(fmt.encode(x)["codes"]).long(), nearest)
+
+
+def test_the_turboquant_codebook_is_odd_rising_and_within_a_fifth_percent_of_lloyd_max():
+    fmt = get_format("turboquant_4bit")
+    centroids = fmt.levels(torch.arange(16, dtype=torch.uint8)).double()
+    torch.testing.assert_close(centroids, -centroids.flip(0))
+    assert torch.all(centroids.diff() > 0)
+    x = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
+    density = torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+    thresholds = torch.tensor(fmt.thresholds, dtype=torch.float64)
+    error = (x - centroids[torch.bucketize(x, thresholds)]).square()
+    distortion = torch.trapezoid(error * density, x).item()
+    assert 0.009501 < distortion < 0.009501 * 1.002
