@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 import torch._functorch.config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from kvcompile import report
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, PackedCall
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.mark_attention import mark_attention
-from kvcompile.passes.quantize_kv_cache import PackedInput, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.quantize_kv_cache import PackedInput, num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import Rewritten
 from kvcompile.passes.site import Site
@@ -43,7 +44,11 @@ def kvquant(
         UnsupportedSiteError: under ``on_unsupported="error"``, for a cached attention that cannot be packed.
     """
     parsed = BackendOptions.parse(mode, options)
-    return _GraphCompiler(gm, list(example_inputs), parsed).compile()
+    compiler = _GraphCompiler(gm, list(example_inputs), parsed)
+    try:
+        return compiler.compile()
+    finally:
+        compiler.release()
 
 
 class _GraphCompiler:
@@ -52,34 +57,34 @@ class _GraphCompiler:
     def __init__(self, gm: GraphModule, example_inputs: list[Any], options: BackendOptions) -> None:
         self.options = options
         self.example_inputs = example_inputs
-        self.original = GraphModule(gm, _copy(gm.graph))  # compile_fx takes ownership of what it is given
-        self.marked = gm
+        self.original = gm
+        self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
         self.rewritten: Rewritten | None = None
         self.sites: list[Site] = []
 
     def compile(self) -> Callable[..., Any]:
         if not mark_attention(self.marked):
-            return self._compile_plain(self.example_inputs)
+            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         if self._records_gradients():
             self.sites = sites_of(self.marked)
             for site in self.sites:
                 refuse(site, Refusal(Reason.training))
             self._report()
-            return self._compile_plain(self.example_inputs)
+            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         try:
             compiled = self._compile_packed()
         except _NothingRewrittenError:
-            return self._compile_plain(self.example_inputs)
-        return AdoptingCall(compiled, self.rewritten.inputs, self._compile_plain)
+            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+        fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
+        return AdoptingCall(compiled, self.rewritten.inputs, fallback)
+
+    def release(self) -> None:
+        """Forget the graph and its inputs: the compiled code refers to ``_inner_compile``, and must not keep them alive."""
+        self.example_inputs, self.original, self.marked = [], None, None
 
     def _records_gradients(self) -> bool:
         tensors = [value for value in self.example_inputs if isinstance(value, torch.Tensor)]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-    def _compile_plain(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What plain Inductor gives."""
-        graph = GraphModule(self.original, _copy(self.original.graph))
-        return compile_fx(graph, list(inputs), config_patches=self.options.inductor_config)
 
     def _compile_packed(self) -> Callable[..., Any]:
         # AOTAutograd's cache must stay out: its key does not cover inner_compile, so that a hit would skip our passes.
@@ -120,7 +125,7 @@ class _GraphCompiler:
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
         return {
-            index: PackedInput(value.layout, value.token_dim)
+            index: PackedInput(value.packed_layout, value.token_dim)
             for index, value in enumerate(self.example_inputs)
             if isinstance(value, PackedTensor)
         }
@@ -137,16 +142,33 @@ class _GraphCompiler:
         return inputs
 
     def _report(self) -> None:
-        graph = report.GraphReport(tuple(self.sites))
-        report.record(graph)
+        graph = report.record(self.sites)
         graph.enforce(self.options.on_unsupported)
+        self.options.policy.check_rules(self.sites, num_layers(self.sites))
 
 
-def _copy(graph: Graph) -> Graph:
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    copy._codegen = graph._codegen
-    return copy
+def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What plain Inductor gives; ``gm`` stays as it is."""
+    return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """A module with a graph of its own and the same parameters and constants.
+
+    The copy does not know its example inputs: whatever refers to them, even weakly, would keep them from being adopted.
+    """
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, nodes))
+    graph.set_codegen(gm.graph._codegen)
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    for node, copy in nodes.items():
+        copy.meta.pop("grapharg", None)
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    result = GraphModule(gm, graph)
+    result.meta = dict(gm.meta)
+    return result
 
 
 def _source_names(gm: GraphModule) -> dict[int, str]:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, shape_of
+from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import VIEW_OPS, Read, trace_read
 

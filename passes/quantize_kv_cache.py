@@ -104,6 +104,11 @@ def sites_of(gm: GraphModule) -> list[Site]:
     ]
 
 
+def num_layers(sites: list[Site]) -> int:
+    """How many layers the sites of one graph come from."""
+    return 1 + max((site.layer or 0 for site in sites), default=0)
+
+
 def refuse(site: Site, refusal: Refusal) -> None:
     site.reason, site.reason_code = str(refusal), refusal.reason.name
 
@@ -140,12 +145,12 @@ def _check_call(marker: Node) -> None:
 def _choose(
     candidates: list[_Candidate], choose_formats: ChooseFormats, packed_nodes: Mapping[Node, PackedInput]
 ) -> None:
-    num_layers = 1 + max((candidate.site.layer or 0 for candidate in candidates), default=0)
+    layers = num_layers([candidate.site for candidate in candidates])
     for candidate in candidates:
         if not candidate.site.rewritten:
             continue
         try:
-            formats = choose_formats(candidate.site.module, candidate.site.layer, num_layers)
+            formats = choose_formats(candidate.site.module, candidate.site.layer, layers)
             candidate.layouts = {
                 cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
             }

@@ -154,8 +154,9 @@ class CacheRewriter:
                 self.graph.erase_node(cache.base)
 
     def _blocks(self, cache: Cache) -> Any:
-        # One spare block for a growing cache: a size of 1 would be a special case to every symbolic-shape check.
-        return num_blocks(cache.num_tokens) + (cache.kind in ("growing", "fresh"))
+        blocks = num_blocks(cache.num_tokens)
+        # As many as PackedTensor shows of a growing cache: at least two, since Dynamo specialises on a size of 1.
+        return torch.sym_max(blocks, 2) if cache.kind in ("growing", "fresh") else blocks
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
         return (self._blocks(cache), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
