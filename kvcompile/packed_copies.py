@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ from kvcompile.packed_writes import coordinates_of, encoded, put, read_bytes, st
 aten = torch.ops.aten
 
 
-def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], *, start: int | None = None) -> PackedTensor:
+def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], start: int | None = None) -> PackedTensor:
     """A cache of its own over ``data``, with the axes of ``cache``."""
-    start = cache.start if start is None else start
-    return PackedTensor.over(
-        data, cache.packed_layout, cache.dtype, cache.axes, size, start=start, growing=cache.growing
-    )
+    meta = cache.cache_meta if start is None else replace(cache.cache_meta, start=start)
+    return PackedTensor.owning(data, meta, size)
 
 
 @handles(aten.clone.default)

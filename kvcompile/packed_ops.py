@@ -31,8 +31,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if func._can_decompose():
-        return func.decompose(*args, **kwargs)
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     if any(isinstance(argument, PackedTensor) for argument in written_arguments(func, args, kwargs)):
         raise NotImplementedError(
             f"{func} would change a packed KV cache in place, but only whole token vectors can be written to it "

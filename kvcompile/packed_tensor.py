@@ -9,7 +9,13 @@ reads dequantized values. :mod:`kvcompile.packed_ops` says what each operator do
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from torch import Tensor
 from kvcompile.growing_buffer import MIN_BLOCKS, GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import read_tokens
+from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
 STORED_AXES = "bhtd"
 """Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
@@ -26,64 +33,90 @@ PACKED_DIM = {"b": 1, "h": 2}
 """Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
 
 _CHUNK_BYTES = 64 << 20
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@dataclass(frozen=True)
+class CacheMeta:
+    """What the bytes of a PackedTensor mean, apart from its shape; its flatten context, so Dynamo guards on it.
+
+    Attributes:
+        layout: layout of the packed data.
+        dtype: logical dtype.
+        axes: the logical dimensions in order, letters of ``bhtd``: ``bhtd`` is [batch, heads, tokens, head_dim],
+            ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was selected away; the packed data
+            holds one index of it.
+        start: tokens of the first block that come before this view, 0 to 63.
+        growing: whether the cache grows by concatenation.
+    """
+
+    layout: PackedLayout
+    dtype: torch.dtype
+    axes: str
+    start: int = 0
+    growing: bool = False
 
 
 class PackedTensor(torch.Tensor):
     """A packed KV cache, or a view of one.
 
     Attributes:
+        cache_meta: what the bytes mean; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
         packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of it for a view of the cache.
-        packed_layout: what the bytes mean (``layout`` is taken: every tensor has one, ``torch.strided``).
-        axes: the logical dimensions in order, letters of ``bhtd``: ``bhtd`` is [batch, heads, tokens, head_dim],
-            ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was selected away; ``packed`` holds
-            one index of it.
-        start: tokens of the first block that come before this view, 0 to 63.
-        growing: whether the cache grows by concatenation.
     """
 
-    packed_layout: PackedLayout
-    axes: str
-    start: int
-    growing: bool
+    cache_meta: CacheMeta
     _lineage: Lineage | None
 
     @staticmethod
     def __new__(
         cls,
         packed: Tensor,
-        layout: PackedLayout,
-        dtype: torch.dtype,
-        axes: str,
-        start: int,
-        growing: bool,
+        cache_meta: CacheMeta,
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
     ) -> PackedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=packed.device)
+        """A tensor of logical ``size`` and ``stride`` (contiguous by default) over ``packed``.
+
+        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer.
+        """
+        return torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
+        )
 
     def __init__(
         self,
         packed: Tensor,
-        layout: PackedLayout,
-        dtype: torch.dtype,
-        axes: str,
-        start: int,
-        growing: bool,
+        cache_meta: CacheMeta,
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
     ) -> None:
-        self.packed_layout = layout
-        self.axes = axes
-        self.start = start
-        self.growing = growing
+        self.cache_meta = cache_meta
         self._packed = packed
         self._lineage = lineage
         self._packed_from = lineage.buffer if lineage is not None else None
-        if growing and "t" in axes:
-            _mark_weakly_dynamic(self, axes.index("t"))
+        if self.growing and "t" in self.axes:
+            _mark_weakly_dynamic(self, self.token_dim)
             _mark_weakly_dynamic(packed, 0)
+
+    @property
+    def packed_layout(self) -> PackedLayout:
+        """Layout of ``packed`` (``layout`` is taken: every tensor has one, ``torch.strided``)."""
+        return self.cache_meta.layout
+
+    @property
+    def axes(self) -> str:
+        return self.cache_meta.axes
+
+    @property
+    def start(self) -> int:
+        return self.cache_meta.start
+
+    @property
+    def growing(self) -> bool:
+        return self.cache_meta.growing
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor:
@@ -154,42 +187,29 @@ class PackedTensor(torch.Tensor):
         axes: str,
         shape: Sequence[int],
         *,
-        start: int = 0,
         growing: bool = False,
-        stride: Sequence[int] | None = None,
     ) -> PackedTensor:
-        """The cache whose bytes are ``data`` itself; for a growing one ``data`` is the storage, spare room included.
+        """The cache of logical ``shape`` whose bytes are ``data`` itself.
 
-        While tracing (``data`` is a fake or functional tensor) there is no shared storage: ``cat`` is functional then.
+        If it is ``growing``, ``data`` becomes its buffer, spare room included: nothing else may use that storage.
         """
-        lineage = None
-        if growing and type(data) is Tensor and "t" in axes:
-            end = start + shape[axes.index("t")]
-            lineage = Lineage(GrowingBuffer(data, end))
-            data = data[: max(MIN_BLOCKS, num_blocks(end))]
-        return cls(data, layout, dtype, axes, start, growing, shape, stride, lineage)
+        return cls.owning(data, CacheMeta(layout, dtype, axes, 0, growing), shape)
+
+    @classmethod
+    def owning(cls, data: Tensor, cache_meta: CacheMeta, size: Sequence[int]) -> PackedTensor:
+        """As :meth:`over`, for any ``cache_meta``."""
+        if not cache_meta.growing or is_traced(data) or "t" not in cache_meta.axes:
+            return cls(data, cache_meta, size)
+        end = cache_meta.start + size[cache_meta.axes.index("t")]
+        lineage = Lineage(GrowingBuffer(data, end))
+        return cls(data[: max(MIN_BLOCKS, num_blocks(end))], cache_meta, size, lineage=lineage)
 
     def view_as_part(
-        self,
-        *,
-        size: Sequence[int],
-        stride: Sequence[int],
-        packed: Tensor | None = None,
-        axes: str | None = None,
-        start: int | None = None,
+        self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
     ) -> PackedTensor:
-        """A view of this cache: the same storage, seen through other ``packed``, ``axes`` or ``start``."""
-        return PackedTensor(
-            self.packed if packed is None else packed,
-            self.packed_layout,
-            self.dtype,
-            self.axes if axes is None else axes,
-            self.start if start is None else start,
-            self.growing,
-            size,
-            stride,
-            self._lineage,
-        )
+        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``."""
+        cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
+        return PackedTensor(self.packed if packed is None else packed, cache_meta, size, stride, self._lineage)
 
     @property
     def packed(self) -> Tensor:
@@ -202,14 +222,16 @@ class PackedTensor(torch.Tensor):
         return self._packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed``, after making sure that writing to its tokens is seen by this cache and its views only."""
+        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
         if self._lineage is not None:
             self._lineage.make_exclusive()
-        elif self.growing and type(self._packed) is not Tensor:
+        elif self.growing and is_traced(self._packed):
             raise NotImplementedError(
                 "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
                 "may share; append with torch.cat, or use a cache of fixed size"
             )
+        elif is_functionalized(self._packed):
+            refuse_aliased_inputs(PackedTensor)
         return self.packed
 
     @property
@@ -260,10 +282,11 @@ class PackedTensor(torch.Tensor):
         size = list(self.shape)
         size[self.token_dim] += num_new
         end = self.start + size[self.token_dim]
-        if type(self._packed) is not Tensor:  # tracing: a graph shares no storage behind PyTorch's back
+        cache_meta = replace(self.cache_meta, growing=True)
+        if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: torch.sym_max(num_blocks(end), MIN_BLOCKS)]
-            return PackedTensor(data, self.packed_layout, self.dtype, self.axes, self.start, True, size)
+            return PackedTensor(data, cache_meta, size)
         first_block = self._first_block_to_append(num_new)
         if self._lineage is None or first_block is None:
             first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end, capacity_blocks(end))
@@ -271,9 +294,7 @@ class PackedTensor(torch.Tensor):
             buffer = self._lineage.buffer
             buffer.fill += num_new
         packed = buffer.storage[first_block : first_block + max(MIN_BLOCKS, num_blocks(end))]
-        return PackedTensor(
-            packed, self.packed_layout, self.dtype, self.axes, self.start, True, size, lineage=Lineage(buffer)
-        )
+        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer))
 
     def _first_block_to_append(self, num_new: int) -> int | None:
         """Where this cache begins in its growing buffer if it can be extended in place, else None."""
@@ -284,20 +305,24 @@ class PackedTensor(torch.Tensor):
         end = first_block * BLOCK_TOKENS + self.start + self.num_tokens
         return first_block if end == buffer.fill and buffer.has_room(end + num_new) else None
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        if not isinstance(self.start, int):
+    def __tensor_flatten__(self) -> tuple[list[str], CacheMeta]:
+        if not isinstance(self.start, int) and is_functionalized(self._packed):
+            # AOTAutograd would keep the symbol of this trace and use it for every later call.
             raise NotImplementedError(
                 "a compiled graph returns a view of a packed cache that starts at a token which is only known at run "
                 "time; return the whole cache and slice it outside, or return the dequantized slice"
             )
-        return ["packed"], (self.packed_layout, self.dtype, self.axes, self.start, self.growing)
+        return ["packed"], self.cache_meta
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
-        layout, dtype, axes, start, growing = context
-        return PackedTensor.over(
-            inner["packed"], layout, dtype, axes, size, start=start, growing=growing, stride=stride
-        )
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
+        # No lineage: a graph may return a view of its input. Such a cache is copied before it grows.
+        return PackedTensor(inner["packed"], context, size, stride)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
+        return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -306,6 +331,16 @@ class PackedTensor(torch.Tensor):
         from kvcompile.packed_ops import dispatch
 
         return dispatch(func, args, kwargs or {})
+
+    def __getitem__(self, key: Any) -> Tensor:  # type: ignore[override]
+        """As for any tensor, but outside of grad mode a slice is no view for autograd (as under ``inference_mode``).
+
+        Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
+        """
+        if torch.is_grad_enabled():
+            return super().__getitem__(key)
+        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+            return super().__getitem__(key)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
@@ -326,40 +361,50 @@ class PackedTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         facts = (
             f"format='{self.format_name}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, device='{self.device}', packed_bytes={self.packed.nbytes}"
+            f"dtype={self.dtype}, device='{self.device}'"
         )
-        values = f"{self.dequantize()}, " if type(self.packed) is Tensor else ""
-        return f"PackedTensor({values}{facts})"
+        if is_traced(self._packed):  # there are no values, and sizes may be symbolic
+            return f"PackedTensor({facts})"
+        return f"PackedTensor({self.dequantize()}, {facts}, packed_bytes={self.packed.nbytes})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copy = self.clone()
-        memo[id(self)] = copy
-        return copy
+        if id(self) not in memo:
+            result = memo[id(self)] = self.clone()
+            for name, value in self.__dict__.items():  # attributes that users set, as for any tensor
+                if name not in result.__dict__:
+                    result.__dict__[name] = copy.deepcopy(value, memo)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        layout = self.packed_layout
+        meta = self.cache_meta
         data = self.packed.clone(memory_format=torch.contiguous_format)
-        fields = (layout.format_name, layout.role, layout.head_dim, self.dtype, self.axes, self.start, self.growing)
-        return rebuild_packed_tensor, (data, *fields, tuple(self.shape))
+        layout = (meta.layout.format_name, meta.layout.role, meta.layout.head_dim)
+        return rebuild_packed_tensor, (
+            data,
+            layout,
+            (meta.dtype, meta.axes, meta.start, meta.growing),
+            tuple(self.shape),
+        )
 
 
 def rebuild_packed_tensor(
-    data: Tensor,
-    format_name: str,
-    role: Any,
-    head_dim: int,
-    dtype: torch.dtype,
-    axes: str,
-    start: int,
-    growing: bool,
-    shape: tuple[int, ...],
+    data: Tensor, layout: tuple[Any, ...], meta: tuple[Any, ...], shape: tuple[int, ...]
 ) -> PackedTensor:
-    """What ``torch.load`` calls to make a saved cache again."""
-    layout = PackedLayout(format_name, role, head_dim)
-    return PackedTensor.over(data, layout, dtype, axes, shape, start=start, growing=growing)
+    """What ``torch.load`` calls to make a saved cache again; the tuples are fields of PackedLayout and CacheMeta."""
+    return PackedTensor.owning(data, CacheMeta(PackedLayout(*layout), *meta), shape)
 
 
 torch.serialization.add_safe_globals([rebuild_packed_tensor])
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Hash of this package's code: a cached graph holds what dispatch traced into it."""
+    digest = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+        for name in sorted(name for name in names if name.endswith(".py")):
+            digest.update(Path(folder, name).read_bytes())
+    return digest.hexdigest()
 
 
 def _mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:

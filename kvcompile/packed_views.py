@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(cache: PackedTensor) -> PackedTensor:
-    return cache.view_as_part(size=cache.shape, stride=cache.stride())
+    return cache.view_as_part(cache.shape, cache.stride())
 
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
@@ -39,9 +39,9 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     size, stride = list(cache.shape), list(cache.stride())
     size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
     if axis == "t":
-        return _token_range(cache, start, length, size=size, stride=stride)
+        return _token_range(cache, start, length, size, stride)
     packed = aten.slice.Tensor(cache.packed, PACKED_DIM[axis], start, end, step)
-    return cache.view_as_part(packed=packed, size=size, stride=stride)
+    return cache.view_as_part(size, stride, packed)
 
 
 def _clamp(index: int, extent: int) -> int:
@@ -51,15 +51,14 @@ def _clamp(index: int, extent: int) -> int:
 
 
 def _token_range(
-    cache: PackedTensor, start: int, length: int, *, size: Sequence[int], stride: Sequence[int], axes: str | None = None
+    cache: PackedTensor, start: int, length: int, size: Sequence[int], stride: Sequence[int], **changes: Any
 ) -> PackedTensor:
-    """The view of tokens ``start`` to ``start + length``; its ``packed`` starts at the first block that it needs."""
+    """The view of tokens ``start`` to ``start + length``; its ``packed`` begins at the first block that it needs."""
     begin = cache.start + start
     first, last = begin // BLOCK_TOKENS, num_blocks(begin + length)
     if cache.growing:
         last = torch.sym_max(last, first + MIN_BLOCKS)  # where the storage has them; a slice stops at its end
-    packed = cache.packed[first:last]
-    return cache.view_as_part(packed=packed, start=begin % BLOCK_TOKENS, size=size, stride=stride, axes=axes)
+    return cache.view_as_part(size, stride, cache.packed[first:last], start=begin % BLOCK_TOKENS, **changes)
 
 
 @handles(aten.select.int)

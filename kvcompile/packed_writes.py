@@ -17,6 +17,7 @@ from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
 from kvcompile.kernels.packing import byte_index
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
+from kvcompile.tracing import ends_functional_graph
 
 aten = torch.ops.aten
 
@@ -82,6 +83,9 @@ def plain(x: Any) -> Any:
 def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
+    if isinstance(source, PackedTensor) and ends_functional_graph(cache.packed):
+        cache.packed.copy_(source.packed)
+        return cache
     source = source if source.shape == cache.shape else plain(source).expand(cache.shape)
     values = stored_bytes(cache, source)
     put(cache.packed_for_write(), cache, coordinates_of(cache), values)

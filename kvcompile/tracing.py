@@ -1,0 +1,48 @@
+"""What dispatch on packed caches must know about the tracers that call it (Dynamo's fake tensors, AOTAutograd)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def is_traced(data: Tensor) -> bool:
+    """Whether ``data`` stands for a tensor of a graph that is being traced."""
+    return type(data) is not Tensor
+
+
+def is_functionalized(data: Tensor) -> bool:
+    """Whether AOTAutograd is functionalizing the code that uses ``data``."""
+    return isinstance(data, FunctionalTensor)
+
+
+def ends_functional_graph(data: Tensor) -> bool:
+    """Whether AOTAutograd is copying new contents into ``data``, a mutated graph input, after functionalized code.
+
+    Then the input is bare while the functional mode is still on, the new contents were made from the old ones, and
+    ``copy_`` is the only write that the graph may have.
+    """
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return mode is not None and not is_functionalized(data)
+
+
+def refuse_aliased_inputs(cache_type: type) -> None:
+    """Raises if two packed inputs of the graph that is being functionalized share a storage.
+
+    AOTAutograd looks for shared storages outside of tensor subclasses only; each input would miss writes to the other.
+    The inputs are the tensors that the fake mode has converted. A base that was converted only for the sake of its view
+    counts too: a refusal more, never one less.
+    """
+    fake_mode = torch._guards.detect_fake_mode()
+    if fake_mode is None:
+        return
+    memo: dict[Any, Any] = dict(fake_mode.fake_tensor_converter.meta_converter.tensor_memo)
+    storages = [cache.packed.untyped_storage()._cdata for cache in memo.values() if isinstance(cache, cache_type)]
+    if len(set(storages)) < len(storages):
+        raise NotImplementedError(
+            "a compiled graph writes to a packed cache and takes two views of one packed cache as inputs; pass the "
+            "whole cache only, and slice it inside the compiled function"
+        )
