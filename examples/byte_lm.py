@@ -1,0 +1,122 @@
+"""A small byte-level Llama, trained on the Python standard library's source and kept in the user's cache directory.
+
+Every token is a byte, so no tokenizer and no download is needed, and a minute on a CPU gives a model whose keys and
+values have the statistics of a real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HELD_OUT_EVERY = 16
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model is made; equal recipes share a trained model.
+
+    Attributes:
+        seconds: training time, unless ``steps`` is given.
+        steps: optimizer steps, for a result that does not depend on the machine's speed.
+        seed: of the weights and of the order of the data.
+        num_layers, context, batch_size, learning_rate: the rest of it.
+    """
+
+    seconds: float = 60
+    steps: int | None = None
+    seed: int = 0
+    num_layers: int = 3
+    context: int = 384
+    batch_size: int = 1
+    learning_rate: float = 3e-3
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """The part of the training that is done, 0 to 1."""
+        return min(1.0, step / self.steps if self.steps is not None else elapsed / self.seconds)
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=256,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+
+def read_corpus() -> tuple[Tensor, Tensor]:
+    """The standard library's source as bytes, uint8 [n]: for training, and every 16th file, held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        path for path in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    ]
+    if len(files) < 2 * HELD_OUT_EVERY:
+        raise SystemExit(f"{root} holds no Python source to train on; give a trained model with --model")
+    parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+    for index, path in enumerate(files):
+        parts[index % HELD_OUT_EVERY == 0].extend(path.read_bytes())
+    training, held_out = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
+    return training, held_out
+
+
+def train(recipe: Recipe, corpus: Tensor, on_step: Callable[[float, float], None]) -> LlamaForCausalLM:
+    """Train on random windows of ``corpus``; ``on_step`` hears the progress (0 to 1) and the loss in bits per byte."""
+    torch.manual_seed(recipe.seed)
+    model = LlamaForCausalLM(recipe.config())
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    within = torch.arange(recipe.context + 1)
+    begin, step, done = time.monotonic(), 0, 0.0
+    while done < 1:
+        starts = torch.randint(len(corpus) - recipe.context - 1, (recipe.batch_size, 1))
+        windows = corpus[starts + within].long()
+        for group in optimizer.param_groups:
+            group["lr"] = (
+                recipe.learning_rate * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * math.cos(done * math.pi / 2))
+            )
+        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        done = recipe.progress(step, time.monotonic() - begin)
+        on_step(done, loss.item() / math.log(2))
+    return model.eval()
+
+
+def model_folder(recipe: Recipe) -> Path:
+    """Where the model of a recipe is kept: below XDG_CACHE_HOME or ~/.cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    what = json.dumps([asdict(recipe), recipe.config().to_dict()], sort_keys=True, default=str)
+    return cache / "kvcompile" / f"byte-lm-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
+def load_or_train(recipe: Recipe, corpus: Tensor, on_step: Callable[[float, float], None]) -> Path:
+    """The folder of the trained model; trains it if that has not been done before."""
+    folder = model_folder(recipe)
+    if not (folder / "config.json").exists():
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        train(recipe, corpus, on_step).save_pretrained(unfinished)
+        unfinished.rename(folder)
+    return folder
