@@ -168,6 +168,11 @@ def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, num_window
     return Text(windows, sum(len(decode(window[1:]).encode()) for window in windows), decode)
 
 
+def printable(text: str) -> str:
+    """A young model writes any byte; a terminal should not obey them."""
+    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+
+
 def comparison(plain: Measurement, packed: Measurement, policy: str) -> Table:
     table = Table()
     for name in ("", "plain Inductor", f"kvquant, {policy}", "ratio"):
@@ -199,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.new_tokens, args.windows = args.steps or 20, min(args.new_tokens, 32), 1
+        args.steps, args.new_tokens, args.windows = args.steps or 20, min(args.new_tokens, 64), 1
     if args.new_tokens < CHUNK_TOKENS:
         parser.error(f"--new-tokens must be at least {CHUNK_TOKENS}, got {args.new_tokens}")
     try:
@@ -211,9 +216,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    console = Console()
     corpus, held_out = read_corpus()
-    recipe = Recipe(seconds=args.seconds, steps=args.steps, seed=args.seed, num_layers=2 if args.quick else 3)
+    recipe = Recipe(seconds=args.seconds, steps=args.steps, seed=args.seed, num_layers=1 if args.quick else 3)
     name = args.model or trained_byte_model(recipe, corpus)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype)).eval().to(args.device)
@@ -226,11 +230,10 @@ def main() -> None:
         options = {"policy": args.policy}
         packed = Runner("kvquant", model, args.new_tokens, args.seed, backend="kvquant", options=options).measure(text)
 
-    console.print(str(report), markup=False, highlight=False)
+    print(report)
     for title, measurement in (("plain Inductor", plain), ("kvquant", packed)):
-        console.rule(f"text under {title}")
-        console.print(measurement.text, markup=False, highlight=False)
-    console.print(comparison(plain, packed, args.policy))
+        print(f"\n--- text under {title} ---\n{printable(measurement.text)}")
+    Console().print(comparison(plain, packed, args.policy))
 
 
 if __name__ == "__main__":

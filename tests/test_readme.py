@@ -1,0 +1,65 @@
+"""What the README says is true: its commands, its table, its policy and its code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.passes.site import FormatPair
+from kvcompile.policy import Policy
+from kvcompile.presets import PRESETS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BF16_BYTES = 2 * 2 * 128
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_two_commands_are_those_that_are_promised() -> None:
+    assert code_blocks("sh") == [
+        "pip install -e . && python examples/quickstart.py\n",
+        'pip install -e ".[test]" && pytest\n',
+    ]
+
+
+def test_ci_runs_the_test_command() -> None:
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert 'pip install --quiet --progress-bar off -e ".[test]"' in ci
+    assert "pytest" in ci
+
+
+def test_the_table_of_formats_is_the_arithmetic_of_the_formats() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\| (\d) \| (\d+) \+ (\d+) \| (\d+) \| (\d+) % \|", README, re.MULTILINE)
+    expected = []
+    for name, pair in PRESETS.items():
+        key = PackedLayout(pair.key, "key", 128).bytes_per_token
+        value = PackedLayout(pair.value, "value", 128).bytes_per_token
+        share = f"{100 * (key + value) / BF16_BYTES:.0f}"
+        (bits,) = {FORMATS[pair.key].bits, FORMATS[pair.value].bits}
+        expected.append((name, str(bits), str(key), str(value), str(key + value), share))
+    assert rows == expected
+
+
+def test_the_example_of_a_policy_is_one() -> None:
+    (text,) = code_blocks("yaml")
+    policy = Policy.from_text(text)
+    assert policy.formats_for("layers.31.self_attn", 31, 32) == FormatPair("fp8_e4m3", "fp8_e4m3")
+    assert policy.formats_for("layers.5.cross_attn", 5, 32) is None
+    assert policy.formats_for("layers.5.self_attn", 5, 32) == FormatPair("turboquant_4bit", "int4_per_token_head")
+
+
+def test_every_format_is_listed() -> None:
+    assert set(FORMATS) <= set(re.findall(r"`(\w+)`", README))
+
+
+@pytest.mark.parametrize("block", code_blocks("python"))
+def test_code_is_python(block: str) -> None:
+    ast.parse(block)
