@@ -16,14 +16,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.trace_read import VIEW_OPS, Read, trace_read
+from kvcompile.passes.trace_read import SAME_OPS, VIEW_OPS, Read, trace_read, view_chain
 
 aten = torch.ops.aten
 
 Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
+SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Cache:
             concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only``.
         base: its value before all writes; for ``fresh``, its new rows.
         writes: in order of execution.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         reads: how each site reads it.
     """
@@ -53,8 +53,8 @@ class Cache:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Logical shape after the writes, in the model's own layout."""
-        return tuple(shape_of(self.root))
+        """Logical shape after the writes, in the layout of ``base``."""
+        return tuple(shape_of(self.base if self.kind == "static" else self.root))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,6 +114,13 @@ class CacheFinder:
         return attention
 
     def _read(self, operand: Node, role: str) -> Read:
+        """How the operand reads a cache that exists, or else rows that the graph returns."""
+        root, _ = view_chain(operand, frozenset())
+        if root.op == "placeholder" or root.target in WRITE_OPS:
+            read = trace_read(operand, frozenset(), role)
+            states, writes = self._history(read, role)
+            if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
+                return read
         return trace_read(operand, self.outputs, role)
 
     def _cache(self, read: Read, role: str) -> Cache:
@@ -125,30 +132,44 @@ class CacheFinder:
         return known
 
     def _prove(self, read: Read, role: str) -> Cache:
-        writes, base = self._writes(read, role)
-        kind, write_back = self._kind(read, writes, base, role)
-        cache = Cache(read.root, role, kind, base, writes, read.token_axis, write_back)
+        states, writes = self._history(read, role)
+        base = states[0]
+        swapped = sum(map(_swaps_axes, states)) % 2 == 1
+        kind, write_back = self._kind(read, states, writes, swapped, role)
+        token_axis = 3 - read.token_axis if swapped else read.token_axis
+        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
-        self._check_base_uses(cache)
+        if base.op == "placeholder":
+            self._check_earlier_states(cache, states[:-1])
         return cache
 
-    def _writes(self, read: Read, role: str) -> tuple[list[CacheWrite], Node]:
-        """The writes that led to the value read, oldest first, and the value before them."""
-        writes: list[CacheWrite] = []
-        node = read.root
-        while node.target in WRITE_OPS and not (node in self.outputs and _is_new_rows(node)):
-            write = match_write(node, read.token_axis, role)
-            if write is None:
-                break
-            writes.insert(0, write)
-            node = write.base
-        return writes, node
+    def _history(self, read: Read, role: str) -> tuple[list[Node], list[CacheWrite]]:
+        """The states of the cache from before its writes to the value read, and the writes that led there.
 
-    def _kind(self, read: Read, writes: list[CacheWrite], base: Node, role: str) -> tuple[Kind, Node | None]:
-        root = read.root
+        A write through ``cache.transpose(1, 2)`` becomes one between two transposes, which are states as well.
+        """
+        node, axis = read.root, read.token_axis
+        states, writes = [node], []
+        while True:
+            if _keeps_values(node) and node not in self.outputs:
+                node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
+            elif node.target in WRITE_OPS and not (node in self.outputs and _is_new_rows(node)):
+                write = match_write(node, axis, role)
+                if write is None:
+                    return states, writes
+                writes.insert(0, write)
+                node = write.base
+            else:
+                return states, writes
+            states.insert(0, node)
+
+    def _kind(
+        self, read: Read, states: list[Node], writes: list[CacheWrite], swapped: bool, role: str
+    ) -> tuple[Kind, Node | None]:
+        root, base = read.root, states[0]
         if writes and writes[-1].form == "cat":
-            if len(writes) == 1 and base.op == "placeholder" and root in self.outputs:
+            if len(states) == 2 and base.op == "placeholder" and root in self.outputs:
                 return "growing", None
             raise Refusal(Reason.no_cache, role=role)
         if base.op == "placeholder":
@@ -156,46 +177,81 @@ class CacheFinder:
                 if base in self.packed_inputs:
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=base.name)
-            for user in root.users:
-                if user.target is aten.copy_.default and user.args[0] is base:
-                    return "static", user
-            raise Refusal(Reason.not_written_back, role=role, source=base.name)
-        if writes and _is_zeros(base) and root in self.outputs:
+            write_back = _find_write_back(root, base, swapped)
+            if write_back is None:
+                raise Refusal(Reason.not_written_back, role=role, source=base.name)
+            return "static", write_back
+        if writes and not swapped and _is_zeros(base) and root in self.outputs:
             return "allocated", None
         if root in self.outputs:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
         raise Refusal(Reason.no_cache, role=role)
 
-    def _check_base_uses(self, cache: Cache) -> None:
-        """No one else may look at the cache before or between its writes."""
-        states = [write.base for write in cache.writes]
-        for state, write in zip(states, cache.writes, strict=True):
-            if cache.kind == "fresh" or (cache.kind == "allocated" and state is cache.base):
-                continue  # a value made in this graph, not a buffer: its other users see no write
+    def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
+        """No one else may look at the cache before or between its writes; raises Refusal."""
+        understood = {*states, cache.root, cache.write_back}
+        understood.update(node for write in cache.writes for node in (write.node, *write.own))
+        for state in states:
             for user in state.users:
-                own = user is write.node or user in write.own or user.target in _SIZES
-                if not own and user is not cache.write_back:
-                    raise Refusal(
-                        Reason.used_elsewhere, role=cache.role, source=state.name, user=user.format_node() or user.name
-                    )
+                if not _is_understood(user, understood):
+                    raise _used_elsewhere(cache, state, user)
 
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
-        allowed = {node for read in cache.reads for node in read.chain}
-        for node in (cache.root, *allowed):
-            for user in node.users:
-                if user in allowed or user.target in _SIZES or user is cache.write_back:
-                    continue
-                if user.target is torch.ops.kvcompile.sdpa.default and any(_last(read) is node for read in cache.reads):
-                    continue
-                if user is self.output and node is cache.root and cache.kind in ("allocated", "growing"):
-                    continue
-                reason = Reason.used_elsewhere if node is cache.root else Reason.escaping_view
-                what = "the caller" if user is self.output else user.format_node() or user.name
-                raise Refusal(reason, role=cache.role, source=cache.root.name, user=what)
+        understood = {cache.write_back, *(node for read in cache.reads for node in read.chain)}
+        understood.update(user for read in cache.reads for user in _last(read).users if _is_marker(user))
+        if cache.kind in ("allocated", "growing"):
+            understood.add(self.output)
+        for user in cache.root.users:
+            if not _is_understood(user, understood):
+                raise _used_elsewhere(cache, cache.root, user)
+        for view in {node for read in cache.reads for node in read.chain}:
+            for user in view.users:
+                if user is self.output or not _is_understood(user, understood):
+                    who = "the caller" if user is self.output else user.format_node() or user.name
+                    raise Refusal(Reason.escaping_view, role=cache.role, user=who)
+
+
+def _is_understood(user: Node, understood: set[Node | None]) -> bool:
+    """Whether a use is one of the known ones, asks for a size, or is a view with understood uses only."""
+    if user in understood or user.target in SIZE_OPS:
+        return True
+    return user.target in VIEW_OPS and all(_is_understood(further, understood) for further in user.users)
+
+
+def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
+    who = "the caller" if user.op == "output" else user.format_node() or user.name
+    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=who)
+
+
+def _is_marker(node: Node) -> bool:
+    return node.target is torch.ops.kvcompile.sdpa.default
+
+
+def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
+    """The ``copy_`` into ``base`` of ``node``, or of its transpose if ``swapped``."""
+    for user in node.users:
+        if user.target is aten.copy_.default and user.args[0] is base and not swapped:
+            return user
+        if _keeps_values(user):
+            found = _find_write_back(user, base, swapped ^ _swaps_axes(user))
+            if found is not None:
+                return found
+    return None
+
+
+def _keeps_values(node: Node) -> bool:
+    return node.target in SAME_OPS or _swaps_axes(node)
+
+
+def _swaps_axes(node: Node) -> bool:
+    """Whether ``node`` is [B, H, S, D] from [B, S, H, D] or the reverse."""
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [0, 2, 1, 3]
+    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
 
 
 def _last(read: Read) -> Node:

@@ -14,12 +14,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout, num_blocks
-from kvcompile.passes.find_caches import Attention, Cache
+from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
-from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.match_write import WRITE_OPS, shape_of
+from kvcompile.passes.trace_read import VIEW_OPS
 
 aten = torch.ops.aten
+
+_LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int}
+"""Operations that proven caches go through; left without users, they are remains of the logical cache."""
 
 
 @dataclass(frozen=True)
@@ -134,24 +138,22 @@ class CacheRewriter:
         self.graph.erase_node(marker)
 
     def erase_logical(self, caches: list[Cache]) -> None:
-        """Remove what is left of the logical caches: reads, writes, write-backs and placeholders."""
+        """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
         for cache in caches:
             if cache.write_back is not None:
                 self.graph.erase_node(cache.write_back)
-        dead: set[Node] = set()
-        for cache in caches:
-            dead.update(node for read in cache.reads for node in read.chain)
-            if cache.kind == "fresh":
-                continue
-            for write in cache.writes:
-                dead.update((write.node, *write.own))
-                dead.update(node for node in write.node.all_input_nodes if node.target is aten.copy.default)
+        bases = {cache.base for cache in caches if cache.kind != "fresh"}
+        remains = set(bases)
+        for node in self.graph.nodes:
+            if not remains.isdisjoint(node.all_input_nodes) and node.target in _LOGICAL_OPS:
+                remains.add(node)
+        for node in self.graph.nodes:
+            if node in remains and node.target in SIZE_OPS:
+                with self.graph.inserting_before(node):
+                    node.replace_all_uses_with(size_node(self.graph, node.meta["val"]))
         for node in reversed(list(self.graph.nodes)):
-            if node in dead and not node.users:
+            if node in remains and not node.users:
                 self.graph.erase_node(node)
-        for cache in caches:
-            if cache.base.op == "placeholder" and not cache.base.users:
-                self.graph.erase_node(cache.base)
 
     def _blocks(self, cache: Cache) -> Any:
         blocks = num_blocks(cache.num_tokens)

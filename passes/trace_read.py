@@ -17,13 +17,19 @@ from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
 
-_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default)
+SAME_OPS = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+)
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 VIEW_OPS = frozenset(
     (
-        *_SAME,
+        *SAME_OPS,
         *_CASTS,
         *_VIEWS,
         *_SQUEEZES,
@@ -92,7 +98,7 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
 def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
     """The dimensions of ``node`` in terms of those of its input."""
     target, args = node.target, node.args
-    if target in _SAME or target in _CASTS:
+    if target in SAME_OPS or target in _CASTS:
         return dims
     if target is aten.permute.default:
         return [dims[axis] for axis in args[1]]

@@ -1,0 +1,213 @@
+"""What cannot be proven is left alone: the reason is reported, and the result is exactly plain Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile import last_report
+from kvcompile.packed_tensor import PackedTensor
+
+B, H, S, D = 2, 2, 70, 64
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **kwargs)
+
+
+def write(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
+    return cache.index_copy_(2, pos, x)
+
+
+def cache_summed_up(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc), kc.sum()
+
+
+def cache_read_before_its_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    before = kc.mean(2)
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc), before
+
+
+def view_escapes(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    repeated = kc.repeat_interleave(2, 1)
+    return sdpa(q.repeat_interleave(2, 1), repeated, vc.repeat_interleave(2, 1)), repeated
+
+
+def out_of_place_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    keys, values = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
+    return sdpa(q, keys, values), keys, values
+
+
+def accumulating_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.index_put_((torch.arange(B)[:, None], torch.zeros(1, dtype=torch.long), pos), k[:, 0], accumulate=True)
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def write_of_some_heads(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:, :1, 5:6] = k[:, :1]
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def no_cache_at_all(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    return sdpa(q, k + 1, v + 1)
+
+
+def plain_cache_only_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    return sdpa(q, kc, vc)
+
+
+def one_tensor_for_keys_and_values(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos)
+    return sdpa(q, kc, kc)
+
+
+def sliding_window_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc[:, :, 8:], vc[:, :, 8:])
+
+
+def heads_in_tiled_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    keys, values = (cache[:, None].expand(B, 2, H, S, D).reshape(B, 2 * H, S, D) for cache in (kc, vc))
+    return sdpa(q.repeat(1, 2, 1, 1), keys, values)
+
+
+def two_reads_of_which_one_is_unknown(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc) + sdpa(q, kc[:, :, 1:], vc[:, :, 1:])
+
+
+def dropout(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc, dropout_p=1.0)
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    cache_summed_up: "used_elsewhere",
+    cache_read_before_its_write: "used_elsewhere",
+    view_escapes: "escaping_view",
+    out_of_place_write: "not_written_back",
+    accumulating_write: "unknown_write",
+    write_of_some_heads: "unknown_write",
+    no_cache_at_all: "no_cache",
+    plain_cache_only_read: "plain_read_only",
+    one_tensor_for_keys_and_values: "shared_key_value",
+    sliding_window_read: "unknown_read",
+    heads_in_tiled_order: "unknown_read",
+    two_reads_of_which_one_is_unknown: "used_elsewhere",
+    dropout: "dropout",
+}
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, H, 1, D).unbind()
+    kc, vc = torch.randn(2, B, H, S, D).unbind()
+    return [q, k, v, kc.clone(), vc.clone(), torch.tensor([5])]
+
+
+def run(fn: Callable[..., Any], args: list[Tensor], backend: str = "kvquant", **options: Any) -> Any:
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, **({"options": options} if options else {}))
+    with torch.no_grad():
+        return compiled(*args)
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_inductor(fn: Callable[..., Any]) -> None:
+    args, expected_args = inputs(), inputs()
+    out = run(fn, args, policy="int8_per_token_head", on_unsupported="ignore")
+    expected = run(fn, expected_args, backend="inductor")
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(args, expected_args, rtol=0, atol=0)
+    assert not any(isinstance(arg, PackedTensor) for arg in args)
+    reasons = {site.reason_code for site in last_report().sites}
+    assert REFUSED[fn] in reasons
+    assert None not in reasons
+    assert all(site.reason for site in last_report().sites)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def test_gradients_leave_everything_to_plain_inductor() -> None:
+    args = inputs()
+    args[0].requires_grad_(True)
+    torch._dynamo.reset()
+    out = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})(*args)
+    out.sum().backward()
+    assert args[0].grad is not None
+    assert [site.reason_code for site in last_report().sites] == ["training"]
+
+
+def test_a_layer_that_the_policy_leaves_alone_says_so() -> None:
+    args = inputs()
+    run(step, args, policy={"version": 1, "default": {"dtype": "auto"}}, on_unsupported="error")
+    assert [site.reason_code for site in last_report().sites] == ["policy_auto"]
+    assert type(args[3]) is Tensor
+
+
+def test_a_head_dim_that_the_format_cannot_hold_is_named() -> None:
+    q, k, v = torch.randn(3, B, H, 1, 72).unbind()
+    kc, vc = torch.randn(2, B, H, S, 72).unbind()
+    run(step, [q, k, v, kc.clone(), vc.clone(), torch.tensor([5])], on_unsupported="ignore")
+    (site,) = last_report().sites
+    assert site.reason_code == "unsupported_head_dim"
+    assert "72" in site.reason
+
+
+def test_a_dtype_that_is_no_cache_dtype_is_named() -> None:
+    args = [arg.double() if arg.is_floating_point() else arg for arg in inputs()]
+    run(step, args, on_unsupported="ignore")
+    assert [site.reason_code for site in last_report().sites] == ["unsupported_dtype"]
+
+
+def test_grouped_query_shapes_that_do_not_divide_are_refused() -> None:
+    args = inputs()
+    args[0], args[3], args[4] = torch.randn(B, 3, 1, D), torch.randn(1, H, S, D), torch.randn(1, H, S, D)
+    args[1], args[2] = args[1][:1], args[2][:1]
+
+    def fn(q: Tensor, *rest: Tensor) -> Tensor:
+        return step(q[:1, :2].expand(B, 2, 1, D), *rest)
+
+    run(fn, args, on_unsupported="ignore")
+    assert [site.reason_code for site in last_report().sites] == ["unsupported_shape"]
+
+
+def test_error_mode_raises_with_the_reason() -> None:
+    with pytest.raises(Exception, match="also used by"):
+        run(cache_summed_up, inputs(), on_unsupported="error")
+
+
+def test_aliased_inputs_are_refused_or_left_as_they_are() -> None:
+    args, expected = inputs(), inputs()
+    storage, expected_storage = torch.zeros(2, B, H, S, D), torch.zeros(2, B, H, S, D)
+    args[3], args[4] = storage[0], storage[1]
+    expected[3], expected[4] = expected_storage[0], expected_storage[1]
+    out = run(step, args, on_unsupported="ignore")
+    torch.testing.assert_close(out, run(step, expected, backend="inductor"), rtol=0, atol=0)
+    torch.testing.assert_close(storage, expected_storage, rtol=0, atol=0)
+
+
+def test_a_refused_site_beside_a_packed_one_still_gives_plain_results() -> None:
+    def two_layers(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return step(q, k, v, kc, vc, pos), sdpa(q, k + 1, v + 1)
+
+    args, expected_args = inputs(), inputs()
+    _, out = run(two_layers, args, on_unsupported="ignore")
+    _, expected = run(two_layers, expected_args, backend="inductor")
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert [site.reason_code for site in last_report().sites] == [None, "no_cache"]
+    assert isinstance(args[3], PackedTensor)

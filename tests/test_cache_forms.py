@@ -1,0 +1,147 @@
+"""Every way a hand-written model writes and reads its cache is packed, and means what eager packed caches mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from kvcompile import last_report
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_tensor import PackedTensor
+
+BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 64, 140
+POLICY = "int8_per_token_head"
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def index_copy(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache.index_copy_(2, pos, k)
+
+
+def setitem_positions(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache[:, :, pos] = k
+
+
+def setitem_negative_positions(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache[:, :, pos - cache.shape[2]] = k
+
+
+def index_put_per_sequence(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    batch = torch.arange(cache.shape[0])
+    cache[batch[:, None], :, pos.expand(cache.shape[0], -1)] = k.transpose(1, 2)
+
+
+def scatter(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache.scatter_(2, pos.view(1, 1, -1, 1).expand(k.shape), k)
+
+
+def slice_assignment(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache[:, :, 3 : 3 + k.shape[2]] = k
+
+
+def slice_copy(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache.narrow(2, 3, k.shape[2]).copy_(k)
+
+
+def two_writes(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache.index_copy_(2, pos[:1], k[:, :, :1])
+    cache.index_copy_(2, pos[1:], k[:, :, 1:])
+
+
+def select_assignment(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache[:, :, 3] = k[:, :, 0]
+
+
+def masked_update(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    here = torch.arange(cache.shape[2]) == pos[0]
+    cache.copy_(torch.where(here[:, None], k[:, :, :1], cache))
+
+
+FORMS = {
+    index_copy: "index_put",
+    setitem_positions: "index_put",
+    setitem_negative_positions: "index_put",
+    index_put_per_sequence: "index_put per sequence",
+    scatter: "scatter",
+    slice_assignment: "slice_scatter",
+    slice_copy: "slice_scatter",
+    two_writes: "index_put",
+    select_assignment: "select_scatter",
+    masked_update: "where",
+}
+
+
+def attention_step(write: Write, token_dim: int) -> Callable[..., Tensor]:
+    """A decode step of a hand-written attention layer; caches are [B, H, S, D] or [B, S, H, D]."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        keys, values = k_cache, v_cache
+        if token_dim == 1:
+            keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        write(keys, k, pos)
+        write(values, v, pos)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+
+    return step
+
+
+def caches(token_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    shape = [BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM]
+    if token_dim == 1:
+        shape[1], shape[2] = shape[2], shape[1]
+    return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+
+
+def packed_copy(cache: Tensor, role: str, token_dim: int) -> PackedTensor:
+    return PackedTensor.from_dense(cache.clone(), PackedLayout(POLICY, role, HEAD_DIM), token_dim)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("token_dim", [2, 1], ids=["BHSD", "BSHD"])
+@pytest.mark.parametrize("write", FORMS, ids=lambda write: write.__name__)
+def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(write: Write, token_dim: int) -> None:
+    if write is setitem_negative_positions and token_dim == 1:
+        pytest.skip("needs the token dimension of the cache itself")
+    n = 1 if write in (select_assignment, masked_update) else 2
+    step = attention_step(write, token_dim)
+    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    k_cache, v_cache = caches(token_dim)
+    k_expected, v_expected = packed_copy(k_cache, "key", token_dim), packed_copy(v_cache, "value", token_dim)
+    plain_k, plain_v = k_cache.clone(), v_cache.clone()
+    with torch.no_grad():
+        for start in (3, 64, 130):
+            q = torch.randn(BATCH, NUM_HEADS, n, HEAD_DIM)
+            k, v = torch.randn(2, BATCH, NUM_KV_HEADS, n, HEAD_DIM).unbind()
+            pos = torch.arange(start, start + n)
+            mask = torch.arange(MAX_LEN)[None, :] <= pos[:, None]
+            out = compiled(q, k, v, k_cache, v_cache, pos, mask)
+            # The meaning, with writes in their simplest form: eager code on packed caches.
+            step(q, k, v, plain_k, plain_v, pos, mask)
+            written = [3] if write is select_assignment else [3, 4] if write in (slice_assignment, slice_copy) else pos
+            for packed, plain in ((k_expected, plain_k), (v_expected, plain_v)):
+                index = torch.as_tensor(written)
+                packed.index_copy_(token_dim, index, plain.index_select(token_dim, index))
+            keys, values = k_expected.dequantize(), v_expected.dequantize()
+            if token_dim == 1:
+                keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+            expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert isinstance(k_cache, PackedTensor)
+    assert isinstance(v_cache, PackedTensor)
+    torch.testing.assert_close(k_cache.dequantize(), k_expected.dequantize(), rtol=0, atol=0)
+    torch.testing.assert_close(v_cache.dequantize(), v_expected.dequantize(), rtol=0, atol=0)
+    (site,) = last_report().sites
+    assert [cache.write_form for cache in site.caches] == [FORMS[write]] * 2
+    assert [cache.kind for cache in site.caches] == ["static", "static"]
