@@ -17,13 +17,91 @@ The scale, close to the root mean square of the channels, is fp16: it saturates 
 from __future__ import annotations
 
 import itertools
+import struct
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format
 
 HALF_MAX = 65504.0
+
+
+@jit
+def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
+    if OPERAND.fast:
+        low, high = tl.inline_asm_elementwise(
+            OPERAND.codec.constants.unpack_asm,
+            "=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = _levels_tile(packed & 0xF, OPERAND).to(DTYPE)
+        high = _levels_tile(packed >> 4, OPERAND).to(DTYPE)
+    return low, high
+
+
+@jit
+def _levels_tile(codes, OPERAND: tl.constexpr):
+    u = codes.to(tl.float32) - OPERAND.codec.constants.middle
+    square = u * u
+    return u * (OPERAND.codec.constants.a + square * (OPERAND.codec.constants.b + square * OPERAND.codec.constants.c))
+
+
+@jit
+def _encode(x, in_head, OPERAND: tl.constexpr):
+    head_dim = tl.sum(in_head.to(tl.float32), 1)
+    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), head_dim))
+    direction = tl.div_rn(x, tl.where(rms > 0, rms, 1.0)[:, None])
+    codes = tl.zeros(x.shape, tl.int32)
+    NUM_THRESHOLDS: tl.constexpr = OPERAND.codec.constants.num_thresholds
+    for i in tl.static_range(NUM_THRESHOLDS):
+        codes += (direction > OPERAND.codec.constants.thresholds[i]).to(tl.int32)
+    levels = tl.where(in_head, _levels_tile(codes, OPERAND), 0.0)
+    decoded_rms = tl.sqrt_rn(tl.div_rn(tl.sum(levels * levels, 1), head_dim))
+    scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
+    return codes, scale, scale
+
+
+def _unpack_asm(a: float, b: float, c: float) -> str:
+    """PTX that turns four packed bytes into eight levels of a 4-bit format.
+
+    ``0x6400 | 16 * code`` is 1024 + 16 * code in fp16, and ``v = u / 8`` of it is exact. The coefficients for ``v`` are
+    near 1, where those for ``u`` are subnormal.
+    """
+
+    def pair(x: float) -> str:
+        return "0x" + 2 * struct.pack(">e", x).hex()
+
+    level = """
+        fma.rn.f16x2 v, {bits}, eighth, center;
+        mul.rn.f16x2 square, v, v;
+        fma.rn.f16x2 t, square, c, b;
+        fma.rn.f16x2 t, t, square, a;
+        mul.rn.f16x2 {out}, t, v;"""
+    outputs = [level.format(bits=bits, out=f"${i}") for i, bits in enumerate(("low0", "low1", "high0", "high1"))]
+    return f"""{{
+        .reg .b32 first, second, low0, low1, high0, high1, eighth, center, a, b, c, v, square, t;
+        mov.b32 eighth, {pair(1 / 128)};
+        mov.b32 center, {pair(-8 - 15 / 16)};
+        mov.b32 a, {pair(8 * a)};
+        mov.b32 b, {pair(8**3 * b)};
+        mov.b32 c, {pair(8**5 * c)};
+        prmt.b32 first, $4, 0x64646464, 0x4140;
+        prmt.b32 second, $4, 0x64646464, 0x4342;
+        and.b32 high0, first, 0xfff0fff0;
+        and.b32 high1, second, 0xfff0fff0;
+        shl.b32 low0, first, 4;
+        shl.b32 low1, second, 4;
+        lop3.b32 low0, low0, 0x00f000f0, 0x64006400, 0xea;
+        lop3.b32 low1, low1, 0x00f000f0, 0x64006400, 0xea;
+        {"".join(outputs)}
+        }}"""
 
 
 class TurboQuant(Format):
@@ -45,6 +123,12 @@ class TurboQuant(Format):
         self.coefficients = coefficients
         centroids = self.levels(torch.arange(2**bits, dtype=torch.uint8)).tolist()
         self.thresholds = [(low + high) / 2 for low, high in itertools.pairwise(centroids)]
+        a, b, c = coefficients
+        constants = SimpleNamespace(
+            a=a, b=b, c=c, middle=(2**bits - 1) / 2, half_max=HALF_MAX,
+            thresholds=self.thresholds, num_thresholds=len(self.thresholds), unpack_asm=_unpack_asm(a, b, c),
+        )  # fmt: skip
+        self.codec = Codec(_unpack, _encode, constants=constants)
 
     def encode_levels(self, x: Tensor) -> dict[str, Tensor]:
         rms = x.square().mean(-1, keepdim=True).sqrt()

@@ -1,0 +1,350 @@
+"""Attention on packed caches in Triton: one kernel for every format, and the merge of its splits.
+
+Flash decoding in transposed form. A program owns a tile of query rows of one KV head (all its query heads together, so
+that the cache is read once) and a share of the tokens, and computes for tiles of tokens
+
+    S^T = K q^T   [tokens, rows]         O^T += V^T P^T   [channels, rows]
+
+With K row-major and V column-major in memory, both packed operands are the *first* operand of their product: they are
+unpacked in registers and never written to shared memory in 16 bits.
+
+The law of formats, ``x = scale * level + zero``, keeps scales out of the products. In units of log2 a score is
+
+    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])
+
+and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The running maximum is taken over
+``y = x + log2(v_scale)``: weights then lie in [0, 1] whatever the magnitude of the values, and after a shift by 2**15
+fp16 holds them with full precision down to 2**-29 of the largest and never worse than 2**-40 of it. The sums of
+``p = weight / v_scale`` and of ``p * v_zero`` are kept in float32.
+
+Splits take tiles in turn (split s: tiles s, s + num_splits, ...), so that a cache of which only a prefix is visible
+still occupies all of them. *Own* tokens and tiles are those of one split, counted without gaps.
+
+Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
+scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.codec import hadamard, halves, jit, log2, tl
+
+
+@jit
+def attention_kernel(
+    query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, lse_ptr,
+    query_strides, key_strides, value_strides, mask_strides,
+    num_kv_heads, q_len, kv_len, num_splits, score_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
+
+    Args:
+        query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
+        key_ptr, value_ptr: packed data, strides (block, batch, head), bytes.
+        mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 when MASK is "bool", any
+            float when it is "float", unused when it is "none".
+        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
+        lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, batch, num_heads, q_len].
+        score_scale: factor of the scores times log2(e).
+        MASK_PER_ROW: whether the mask differs between the rows of a KV head.
+    """
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    split = tl.program_id(2)
+    # Rows are query heads within query positions, so that a tile of rows spans few positions.
+    first_row = tl.program_id(1) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    position = (row // GROUP_SIZE).to(tl.int64)
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    in_query = position < q_len
+
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale, KEY, DTYPE)
+    key_ptr += batch * key_strides[1] + kv_head * key_strides[2]
+    value_ptr += batch * value_strides[1] + kv_head * value_strides[2]
+    mask_ptr += batch * mask_strides[0]
+    mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
+    mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
+
+    # Own tiles [begin, end) are visited.
+    visible_len = kv_len
+    if IS_CAUSAL:
+        visible_len = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
+    begin = 0
+    end = (tl.cdiv(visible_len, TOKENS) - split + num_splits - 1) // num_splits
+    if MASK == "bool":
+        first, last, all_between = _live_own_tokens(
+            mask_ptr, mask_row_ptrs, in_query, mask_strides[3], visible_len, split, num_splits, end,
+            TOKENS, MASK_PER_ROW,
+        )  # fmt: skip
+        begin, end = first // TOKENS, (last + TOKENS) // TOKENS
+
+    acc = tl.full([VALUE.padded_width, ROWS], 0.0, tl.float32)
+    sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
+    state = (tl.full([ROWS], float("-inf"), tl.float32), sums, sums, acc, acc)
+    for own_tile in tl.range(begin, end, num_stages=NUM_STAGES):
+        tile = own_tile * num_splits + split
+        tokens_left = kv_len - tile * TOKENS
+        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        keys = _load_packed(key_ptr + first_block * key_strides[0], key_strides[0], tokens_left, KEY, TOKENS)
+        values = _load_packed(value_ptr + first_block * value_strides[0], value_strides[0], tokens_left, VALUE, TOKENS)
+        scores = _scores(keys, query, KEY, DTYPE, PRECISION)
+
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        in_cache = token < visible_len
+        visible = in_cache
+        if MASK == "bool" and not MASK_PER_ROW:
+            own_token = own_tile * TOKENS + tl.arange(0, TOKENS)
+            visible = visible & (own_token >= first) & (own_token <= last)
+            if not all_between:
+                mask = tl.load(mask_ptr + token.to(tl.int64) * mask_strides[3], mask=in_cache, other=0)
+                visible = visible & (mask != 0)
+        elif MASK == "float" and not MASK_PER_ROW:
+            mask = tl.load(mask_ptr + token.to(tl.int64) * mask_strides[3], mask=in_cache, other=0.0)
+            scores += (mask.to(tl.float32) * 1.4426950408889634)[:, None]
+        scores = tl.where(visible[:, None], scores, float("-inf"))
+        if IS_CAUSAL:
+            scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
+        if MASK_PER_ROW:
+            mask = _load_mask_rows(mask_row_ptrs, token, mask_strides[3], in_cache, in_query)
+            if MASK == "bool":
+                scores = tl.where(mask != 0, scores, float("-inf"))
+            else:
+                scores += mask.to(tl.float32) * 1.4426950408889634
+        state = _attend_tile(state, scores, values, in_cache, VALUE, DTYPE, PRECISION, NUM_WARPS)
+
+    out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
+    if PARTIAL:
+        out_row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
+    _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE, PARTIAL)
+
+
+@jit
+def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """The query as the second operand of the scores: (low, high, factor, q_sum).
+
+    ``low`` and ``high`` are [bytes, rows], for the low and the high channels of a byte (the same with one channel in a
+    byte). Rows are scaled by a power of two to a largest channel in [64, 128), so that a bf16 query is exact in fp16
+    except for channels below 2**-23 of the largest. ``factor`` [rows] takes it back and includes the scale of the
+    scores; ``q_sum`` [rows] is the sum over channels as the products see them, in the units of the scores.
+    """
+    channel = tl.arange(0, KEY.padded_head_dim)[None, :]
+    in_bounds = in_query[:, None] & (channel < KEY.head_dim)
+    q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
+    if KEY.rotated:
+        q = hadamard(q, KEY.head_dim)
+    # Exponents as the bits of float32 have them: 260 - exponent is that of 2**(133 - exponent), exponent - 6 that of its
+    # inverse.
+    exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), 254)
+    q = (q * ((260 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
+    factor = ((exponent - 6) << 23).to(tl.float32, bitcast=True) * score_scale
+    q_sum = tl.sum(q.to(tl.float32), 1) * factor
+    if KEY.channels_per_byte == 2:
+        low, high = halves(q, KEY.head_dim, KEY.padded_width)
+    else:
+        low, high = q, q
+    return tl.trans(low), tl.trans(high), factor * KEY.codec.gain, q_sum
+
+
+@jit
+def _load_mask_rows(row_ptrs, token, stride_token, in_cache, in_query):
+    """Mask of a tile, [tokens, rows]; 0 outside the cache and the query."""
+    ptrs = row_ptrs[None, :] + token.to(tl.int64)[:, None] * stride_token
+    return tl.load(ptrs, mask=in_cache[:, None] & in_query[None, :], other=0)
+
+
+@jit
+def _live_own_tokens(
+    mask_ptr, mask_row_ptrs, in_query, stride_token, visible_len, split, num_splits, num_own_tiles,
+    TOKENS: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    """First and last own token that a bool mask shows to any row, and whether it shows all between them to all rows.
+
+    Without any: (2**30, -1, False). This reads the whole mask of the split once, a byte a token, and saves reading
+    tiles that nobody sees: a static cache is mostly not yet filled.
+    """
+    CHUNK: tl.constexpr = TOKENS if PER_ROW else 4 * TOKENS
+    first = tl.full([CHUNK], 1 << 30, tl.int32)
+    last = tl.full([CHUNK], -1, tl.int32)
+    count = tl.full([CHUNK], 0, tl.int32)
+    for start in range(0, num_own_tiles * TOKENS, CHUNK):
+        own_token = start + tl.arange(0, CHUNK)
+        token = (own_token // TOKENS * num_splits + split) * TOKENS + own_token % TOKENS
+        in_cache = token < visible_len
+        if PER_ROW:
+            mask = tl.max(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query).to(tl.int32), 1)
+        else:
+            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0)
+        live = mask != 0
+        first = tl.minimum(first, tl.where(live, own_token, 1 << 30))
+        last = tl.maximum(last, tl.where(live, own_token, -1))
+        count += live.to(tl.int32)
+    first, last = tl.min(first, 0), tl.max(last, 0)
+    return first, last, (tl.sum(count, 0) == last + 1 - first) & (not PER_ROW)
+
+
+@jit
+def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of a tile in units of log2, float32 [tokens, rows]."""
+    packed, scale, zero = keys
+    q_low, q_high, factor, q_sum = query
+    if KEY.channels_per_byte == 2:
+        low, high = KEY.codec.unpack(packed, DTYPE, KEY)
+        products = tl.dot(low, q_low, input_precision=PRECISION)
+        products = tl.dot(high, q_high, products, input_precision=PRECISION)
+    else:
+        products = tl.dot(KEY.codec.unpack(packed, DTYPE, KEY), q_low, input_precision=PRECISION)
+    scores = scale[:, None] * (products * factor[None, :])
+    if KEY.has_zero:
+        scores += zero[:, None] * q_sum[None, :]
+    return scores
+
+
+@jit
+def _attend_tile(
+    state, scores, values, in_cache,
+    VALUE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state (maximum, p_sum, zero_sum, acc_low, acc_high) after one more tile.
+
+    Tokens with a score of -inf take no part; what lies beyond the cache has one, and harmless scales and zeros.
+    """
+    maximum, p_sum, zero_sum, acc_low, acc_high = state
+    codes, scale, zero = values
+    # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
+    scale = tl.where(in_cache, scale, 1.0)
+    scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
+    scale_inverse = tl.exp2(-scale_log2)
+    y = scores + scale_log2[:, None]
+
+    new_maximum = tl.maximum(maximum, tl.max(y, 0))
+    finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight = tl.exp2(y - (finite_maximum - 15.0)[None, :])
+    decay = tl.exp2(maximum - finite_maximum)
+    p_sum = p_sum * decay[None, None, :] + _sum_in_thread(weight * scale_inverse[:, None], NUM_WARPS)
+    if VALUE.has_zero:
+        zero_per_weight = (tl.where(in_cache, zero, 0.0) * scale_inverse)[:, None]
+        zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, NUM_WARPS)
+    weight = weight.to(DTYPE)
+    acc_low *= decay[None, :]
+    if VALUE.channels_per_byte == 2:
+        low, high = VALUE.codec.unpack(codes, DTYPE, VALUE)
+        acc_low = tl.dot(low, weight, acc_low, input_precision=PRECISION)
+        acc_high = tl.dot(high, weight, acc_high * decay[None, :], input_precision=PRECISION)
+    else:
+        acc_low = tl.dot(VALUE.codec.unpack(codes, DTYPE, VALUE), weight, acc_low, input_precision=PRECISION)
+    return new_maximum, p_sum, zero_sum, acc_low, acc_high
+
+
+@jit
+def _sum_in_thread(x, NUM_WARPS: tl.constexpr):
+    """[tokens, rows] -> [NUM_WARPS, 8, rows]: partial sums over tokens.
+
+    In the accumulator of a tensor core product token ``n`` lies with warp ``n // 16 % NUM_WARPS`` and lanes ``n % 8``.
+    Summing only over the rest keeps the sum in a thread, without shuffles and barriers.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [TOKENS // (16 * NUM_WARPS), NUM_WARPS, 2, 8, ROWS])
+    return tl.sum(tl.sum(x, 2), 0)
+
+
+@jit
+def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """A tile of packed tokens: codes, float32 scales [tokens] and zeros [tokens] (the scales, where there are none).
+
+    Codes are uint8 [tokens, bytes] of a key and [bytes, tokens] of a value. The center of the codec's levels is moved
+    into the zeros. Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
+    """
+    token = tl.arange(0, TOKENS)
+    block, slot = token // OPERAND.block_tokens, token % OPERAND.block_tokens
+    exists = block * OPERAND.block_tokens < tokens_left
+    block_offset = block.to(tl.int64) * stride_block
+    byte = tl.arange(0, OPERAND.padded_width)
+    if OPERAND.column_major:
+        ptrs = ptr + (block_offset + slot)[None, :] + (byte * OPERAND.block_tokens)[:, None]
+        in_bounds, in_vector = exists[None, :], (byte < OPERAND.width)[:, None]
+    else:
+        ptrs = ptr + (block_offset + slot * OPERAND.width)[:, None] + byte[None, :]
+        in_bounds, in_vector = exists[:, None], (byte < OPERAND.width)[None, :]
+    if OPERAND.width != OPERAND.padded_width:
+        in_bounds = in_bounds & in_vector
+    codes = tl.load(ptrs, mask=in_bounds, other=0)
+    scale = _load_section(ptr + OPERAND.scale_offset, stride_block, block, slot, exists, OPERAND.scale_dtype)
+    zero = scale
+    if OPERAND.has_zero:
+        zero = _load_section(ptr + OPERAND.zero_offset, stride_block, block, slot, exists, OPERAND.zero_dtype)
+        zero += OPERAND.codec.center * scale
+    return codes, scale, zero
+
+
+@jit
+def _load_section(ptr, stride_block, block, slot, exists, DTYPE: tl.constexpr):
+    """One number a token, float32 [tokens]. Strides of packed data are multiples of 64 bytes: they divide evenly."""
+    stride = stride_block * 8 // DTYPE.primitive_bitwidth
+    return tl.load(ptr.to(tl.pointer_type(DTYPE)) + block.to(tl.int64) * stride + slot, mask=exists, other=0.0).to(
+        tl.float32
+    )
+
+
+@jit
+def _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr, PARTIAL: tl.constexpr):
+    """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
+    maximum, p_sum, zero_sum, acc_low, acc_high = state
+    total = tl.sum(tl.sum(p_sum, 0), 0)
+    seen = total > 0
+    inverse = tl.where(seen, 1.0 / total, 0.0)
+    if PARTIAL:
+        tl.store(lse_ptr + out_row, tl.where(seen, maximum - 15.0 + tl.log2(total), float("-inf")), mask=in_query)
+    zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
+    byte = tl.arange(0, VALUE.padded_width)[:, None]
+    in_bounds = in_query[None, :] & (byte < VALUE.width)
+    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + byte
+    tl.store(out_ptrs, (acc_low * VALUE.codec.gain + zero) * inverse[None, :], mask=in_bounds)
+    if VALUE.channels_per_byte == 2:
+        out = (acc_high * VALUE.codec.gain + zero) * inverse[None, :]
+        tl.store(out_ptrs + VALUE.width, out, mask=in_bounds)
+
+
+@jit
+def combine_kernel(
+    partial_ptr, lse_ptr, out_ptr, num_rows, num_splits,
+    VALUE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
+
+    Args:
+        partial_ptr: float32 [num_splits, num_rows, head_dim].
+        lse_ptr: float32 [num_splits, num_rows], log2 of the sum of exponentials; -inf for a split that saw nothing.
+        out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
+        SPLITS: splits that are read at once.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, VALUE.padded_head_dim)
+    in_head = (channel < VALUE.head_dim)[None, :]
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
+    for first_split in range(0, num_splits, SPLITS):
+        split = first_split + tl.arange(0, SPLITS)[None, :]
+        in_bounds = (split < num_splits) & (row < num_rows)[:, None]
+        index = split.to(tl.int64) * num_rows + row[:, None]
+        lse = tl.load(lse_ptr + index, mask=in_bounds, other=float("-inf"))
+        partial_ptrs = partial_ptr + index[:, :, None] * VALUE.head_dim + channel[None, None, :]
+        partial = tl.load(partial_ptrs, mask=in_bounds[:, :, None] & in_head[None, :, :], other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(lse, 1))
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2(lse - finite_maximum[:, None])
+        decay = tl.exp2(maximum - finite_maximum)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], 1)
+        maximum = new_maximum
+    out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    if VALUE.rotated:
+        out = hadamard(out, VALUE.head_dim)
+    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel[None, :]
+    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & in_head)
