@@ -39,8 +39,9 @@ def refuse_aliased_inputs(cache_type: type) -> None:
     fake_mode = torch._guards.detect_fake_mode()
     if fake_mode is None:
         return
-    memo: dict[Any, Any] = dict(fake_mode.fake_tensor_converter.meta_converter.tensor_memo)
-    storages = [cache.packed.untyped_storage()._cdata for cache in memo.values() if isinstance(cache, cache_type)]
+    memo = fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+    caches: list[Any] = [tensor for tensor in list(memo.values()) if isinstance(tensor, cache_type)]
+    storages = [cache.packed.untyped_storage()._cdata for cache in caches]
     if len(set(storages)) < len(storages):
         raise NotImplementedError(
             "a compiled graph writes to a packed cache and takes two views of one packed cache as inputs; pass the "

@@ -1,0 +1,56 @@
+"""What the tests of packed caches share: layouts of every format, and the plain tensor a packed cache must equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_tensor import PackedTensor
+
+HEAD_DIM = (
+    16  # its rotation matrix has entries of 1/4: with `values` below, rotating is exact in any order of summation
+)
+LAYOUTS = [PackedLayout(name, role, HEAD_DIM) for name in FORMATS for role in ("key", "value")]
+INT8 = PackedLayout("int8_per_token_head", "key", HEAD_DIM)
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format_name}-{layout.role}")
+both_token_dims = pytest.mark.parametrize("token_dim", [1, 2])
+
+
+def values(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    """Random multiples of 1/64 in (-4, 4)."""
+    return (torch.randn(shape, generator=generator).clamp(-3.98, 3.98) * 64).round() / 64
+
+
+def quantized(x: Tensor, layout: PackedLayout) -> Tensor:
+    """What is read after ``x`` was written: dequantize(quantize(x)), in the dtype of ``x``."""
+    return layout.format.decode(layout.format.encode(x)).to(x.dtype)
+
+
+def shape_of(token_dim: int, tokens: int, batch: int = 2, heads: int = 3) -> tuple[int, ...]:
+    return (batch, heads, tokens, HEAD_DIM) if token_dim == 2 else (batch, tokens, heads, HEAD_DIM)
+
+
+def pair(
+    layout: PackedLayout,
+    token_dim: int = 2,
+    tokens: int = 70,
+    *,
+    growing: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PackedTensor, Tensor]:
+    """A packed cache of random values, and the plain cache that it must be indistinguishable from."""
+    x = values(*shape_of(token_dim, tokens)).to(dtype)
+    return PackedTensor.from_dense(x, layout, token_dim, growing=growing), quantized(x, layout)
+
+
+def assert_same(cache: Tensor, plain: Tensor) -> None:
+    """Equal; but undoing a rotation sums in an order that depends on the shape, so there up to rounding."""
+    assert isinstance(cache, PackedTensor)
+    assert cache.shape == plain.shape
+    assert cache.dtype == plain.dtype
+    tolerance = 4 * torch.finfo(plain.dtype).eps if cache.packed_layout.format.rotated else 0
+    torch.testing.assert_close(cache.dequantize(), plain, rtol=tolerance, atol=tolerance)

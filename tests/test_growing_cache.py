@@ -1,0 +1,161 @@
+"""A cache that grows by concatenation appends in place, and nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_caches import HEAD_DIM, INT8, assert_same, both_token_dims, pair, quantized, shape_of, values
+
+from kvcompile.growing_buffer import capacity_blocks
+from kvcompile.kernels.layout import BLOCK_TOKENS
+from kvcompile.packed_tensor import PackedTensor
+
+
+@pytest.fixture(autouse=True)
+def _seed_without_grad():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def storage_of(cache):
+    return cache.packed.untyped_storage().data_ptr()
+
+
+def append(cache, plain, tokens=1, dim=2):
+    x = values(*shape_of(dim, tokens))
+    return torch.cat([cache, x], dim), torch.cat([plain, quantized(x, INT8)], dim)
+
+
+@both_token_dims
+def test_appending_copies_the_cache_only_when_its_storage_is_full(token_dim):
+    cache = PackedTensor.empty_growing(2, 3, INT8, torch.float32, token_dim)
+    plain = torch.zeros(shape_of(token_dim, 0))
+    storages = []
+    for _ in range(400):
+        cache, plain = append(cache, plain, dim=token_dim)
+        storages.append(storage_of(cache))
+    assert_same(cache, plain)
+    assert len(set(storages)) <= 5
+
+
+def test_the_storage_of_a_cache_is_at_most_one_and_a_half_times_its_length():
+    for length in range(1025, 40000, 7):
+        assert capacity_blocks(length) * BLOCK_TOKENS <= 1.5 * length
+    cache, plain = pair(INT8, tokens=1025, growing=True)
+    for tokens in (1, 63, 64, 300, 1):
+        cache, plain = append(cache, plain, tokens)
+        assert cache.nbytes_packed <= 1.5 * plain.shape[2] * 2 * 3 * INT8.bytes_per_token
+    assert_same(cache, plain)
+
+
+def test_the_packed_data_is_the_prefix_that_holds_the_cache_and_at_least_two_blocks():
+    cache, _ = pair(INT8, tokens=7, growing=True)
+    blocks = []
+    for _ in range(130):
+        cache = torch.cat([cache, values(*shape_of(2, 1))], 2)
+        blocks.append(cache.packed.shape[0])
+    assert blocks == [2] * 121 + [3] * 9
+
+
+def test_a_shorter_cache_keeps_its_values_while_a_longer_one_shares_its_storage():
+    short = pair(INT8, growing=True)
+    long = append(*short, tokens=20)
+    assert storage_of(short[0]) == storage_of(long[0])
+    assert_same(*short)
+    assert_same(*long)
+
+
+def test_a_second_append_to_the_same_cache_forks_it():
+    prompt = pair(INT8, growing=True)
+    beams = [append(*prompt), append(*prompt), append(*prompt)]
+    assert len({storage_of(cache) for cache, _ in beams}) == 3
+    beams = [append(*beam) for beam in beams]
+    for cache, plain in [*beams, prompt]:
+        assert_same(cache, plain)
+
+
+def test_a_rejected_draft_is_cropped_and_overwritten_by_the_next_tokens():
+    cache, plain = append(*pair(INT8, growing=True), tokens=5)
+    draft, plain_draft = cache, plain
+    cache, plain = append(cache[..., :-3, :], plain[..., :-3, :], tokens=2)
+    assert_same(cache, plain)
+    assert_same(draft, plain_draft)
+
+
+def test_a_write_to_one_cache_is_seen_by_its_views_and_by_no_other_cache():
+    short = pair(INT8, growing=True)
+    views = short[0][:, :, 3:66], short[1][:, :, 3:66]
+    beams = short[0][1], short[1][1]
+    long = append(*short)
+    for cache in short:
+        cache[:, :, 5:65].zero_()
+    assert_same(*views)
+    assert_same(*beams)
+    assert_same(*short)
+    assert_same(*long)
+    for cache in long:
+        cache.zero_()
+    assert_same(*short)
+    assert_same(*long)
+    assert_same(*append(*short))
+
+
+def test_a_write_copies_nothing_once_the_shorter_caches_are_gone():
+    cache, plain = pair(INT8, growing=True)
+    cache, plain = append(cache, plain)
+    before = storage_of(cache)
+    cache.zero_()
+    assert storage_of(cache) == before
+
+
+def test_a_sliding_window_does_not_keep_the_tokens_that_left_it():
+    cache, plain = pair(INT8, tokens=50, growing=True)
+    for _ in range(300):
+        cache, plain = append(cache[:, :, -49:], plain[:, :, -49:])
+    assert_same(cache, plain)
+    assert cache.nbytes_packed == 2 * BLOCK_TOKENS * 2 * 3 * INT8.bytes_per_token
+
+
+def test_a_cache_of_fixed_size_becomes_a_growing_one_by_concatenation():
+    cache, plain = pair(INT8)
+    longer, plain_longer = append(cache, plain)
+    assert longer.growing
+    assert_same(longer, plain_longer)
+    cache.zero_()
+    assert_same(longer, plain_longer)
+
+
+def test_extended_reserves_space_for_the_caller_to_store_to():
+    cache, plain = pair(INT8, tokens=60, growing=True)
+    longer = cache.extended(9)
+    assert longer.shape == (2, 3, 69, HEAD_DIM)
+    assert storage_of(longer) == storage_of(cache)
+    x = values(*shape_of(2, 9))
+    longer[:, :, 60:] = x
+    assert_same(longer, torch.cat([plain, quantized(x, INT8)], 2))
+    assert_same(cache, plain)
+    assert storage_of(cache.extended(9)) != storage_of(cache)
+
+
+def test_a_part_of_the_heads_does_not_grow_into_the_storage_of_the_others():
+    cache, plain = pair(INT8, growing=True)
+    part, plain_part = cache[:, 1:], plain[:, 1:]
+    x = values(2, 2, 3, HEAD_DIM)
+    assert_same(torch.cat([part, x], 2), torch.cat([plain_part, quantized(x, INT8)], 2))
+    assert_same(cache, plain)
+
+
+def test_unused_room_is_zero_so_that_nothing_ever_decodes_to_nan():
+    cache, _ = pair(INT8, tokens=70, growing=True)
+    longer = torch.cat([cache, values(*shape_of(2, 60))], 2).extended(200)
+    assert longer.isfinite().all()
+
+
+def test_concatenating_other_shapes_or_dtypes_is_what_it_is_for_plain_caches():
+    cache, plain = pair(INT8, growing=True)
+    with pytest.raises(RuntimeError, match="does not extend a packed cache"):
+        torch.cat([cache, torch.zeros(2, 2, 1, HEAD_DIM)], 2)
+    x = torch.zeros(2, 3, 1, HEAD_DIM, dtype=torch.float64)
+    assert torch.equal(torch.cat([cache, x], 2), torch.cat([plain, x], 2))
+    assert_same(torch.cat([cache, torch.tensor([])], 2), plain)
