@@ -134,7 +134,7 @@ class CacheFinder:
     def _prove(self, read: Read, role: str) -> Cache:
         states, writes = self._history(read, role)
         base = states[0]
-        swapped = sum(map(_swaps_axes, states)) % 2 == 1
+        swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
         kind, write_back = self._kind(read, states, writes, swapped, role)
         token_axis = 3 - read.token_axis if swapped else read.token_axis
         cache = Cache(read.root, role, kind, base, writes, token_axis, write_back)
