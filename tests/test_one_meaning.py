@@ -1,0 +1,145 @@
+"""One meaning: a compiled model equals the same model run in eager mode on packed caches, step by step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_tensor import PackedTensor
+from kvcompile.policy import Policy
+
+transformers = pytest.importorskip("transformers")
+
+MAX_LEN = 200
+PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+
+
+def fresh_cache(model: Any, kind: str) -> Any:
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
+    return transformers.DynamicCache(config=model.config)
+
+
+def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
+    """A cache that is packed from the start, for eager code."""
+    cache = fresh_cache(model, kind)
+    config, formats = model.config, Policy.load(preset).formats_for("", 0, 1)
+    for index in range(config.num_hidden_layers):
+        if kind == "dynamic" and len(cache.layers) <= index:
+            cache.layers.append(transformers.cache_utils.DynamicLayer())
+        layer = cache.layers[index]
+        example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype).to(model.device)
+        layer.lazy_initialization(example, example)
+        for name, role, format_name in (("keys", "key", formats.key), ("values", "value", formats.value)):
+            layout = PackedLayout(format_name, role, config.head_dim)
+            if kind == "static":
+                packed = PackedTensor.from_dense(getattr(layer, name), layout, 2)
+            else:
+                heads = config.num_key_value_heads
+                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, 2, model.device)
+            setattr(layer, name, packed)
+    return cache
+
+
+def token_chunks(model: Any, batch: int = 2) -> list[Tensor]:
+    """A prefill of 100 tokens, a chunk of 7, then 50 single tokens: across the block boundaries at 64 and 128."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [100, 7, *[1] * 50]
+    ids = torch.randint(0, model.config.vocab_size, (batch, sum(sizes)), generator=generator)
+    return list(ids.to(model.device).split(sizes, dim=1))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compiled_logits_equal_eager_logits_on_packed_caches(
+    preset: str, kind: str, device: str, dtype: torch.dtype
+) -> None:
+    if dtype is torch.bfloat16 and device == "cpu" and (preset, kind) != ("int4_per_token_head", "static"):
+        pytest.skip("one bfloat16 combination is enough on a CPU")
+    model = tiny_llama(dtype, device, num_layers=1)
+    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    cache, expected_cache = fresh_cache(model, kind), eager_packed_cache(model, kind, preset, batch=2)
+    with torch.no_grad():
+        for ids in token_chunks(model):
+            logits = compiled(input_ids=ids, past_key_values=cache).logits
+            expected = model(input_ids=ids, past_key_values=expected_cache).logits
+            assert relative_error(logits, expected) < TOLERANCE[dtype]
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    assert counters["kvquant"]["refused"] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_from_an_eager_prefill_is_adopted(kind: str, device: str) -> None:
+    preset = "int8_per_token_head"
+    model = tiny_llama(device=device, num_layers=1)
+    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    cache = fresh_cache(model, kind)
+    prompt, *chunks = token_chunks(model)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=cache)
+        expected_cache = copy.deepcopy(cache)
+        for layer in expected_cache.layers:
+            for name, role in (("keys", "key"), ("values", "value")):
+                plain, layout = getattr(layer, name), PackedLayout(preset, role, model.config.head_dim)
+                setattr(layer, name, PackedTensor.from_dense(plain, layout, 2, growing=kind == "dynamic"))
+        for ids in chunks[:10]:
+            logits = compiled(input_ids=ids, past_key_values=cache).logits
+            expected = model(input_ids=ids, past_key_values=expected_cache).logits
+            assert relative_error(logits, expected) < TOLERANCE[torch.float32]
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_cache_not_at_all(kind: str) -> None:
+    model = tiny_llama(num_layers=1)
+    compiled = torch.compile(model, backend="kvquant")
+    prompt = torch.randint(0, 97, (2, 100))
+
+    def generate() -> None:
+        cache = fresh_cache(model, kind)
+        compiled(input_ids=prompt, past_key_values=cache)
+        for _ in range(64):
+            compiled(input_ids=prompt[:, :1], past_key_values=cache)
+
+    with torch.no_grad():
+        generate()
+        first = counters["stats"]["unique_graphs"]
+        generate()
+    assert first <= 3
+    assert counters["stats"]["unique_graphs"] == first
