@@ -44,10 +44,11 @@ def attend(
     Args:
         query: [batch, num_heads, q_len, k_layout.head_dim], any float dtype.
         k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
-        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks.
         k_layout: layout of ``k_data``.
         v_layout: layout of ``v_data``.
-        mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len].
+        mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
+            excludes ``is_causal``.
         kv_len: tokens in the cache, at most ``BLOCK_TOKENS * num_blocks``; slots beyond it have no influence, whatever
             their bytes.
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
@@ -55,11 +56,20 @@ def attend(
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros where a query sees no key.
+
+    Raises:
+        ValueError: the query heads do not divide into groups, ``kv_len`` exceeds the cache, or both ``mask`` and
+            ``is_causal`` are given.
     """
     num_heads, q_len, head_dim = query.shape[1:]
     group_size, rest = divmod(num_heads, k_data.shape[2])
     if rest:
         raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
+    if mask is not None and is_causal:
+        raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")
+    capacity = BLOCK_TOKENS * k_data.shape[0]
+    if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
+        raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
     if k_layout.format.rotated:
         q = rotate(q)
@@ -82,8 +92,8 @@ def _attend_dequantized(
     is_causal: bool,
 ) -> Tensor:
     """Attention of scaled queries in the stored bases, on dequantized keys and values."""
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.float()
+    if mask is not None:
+        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
     k = read_stored_tokens(k_data, k_layout, kv_len)
     v = read_stored_tokens(v_data, v_layout, kv_len)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)

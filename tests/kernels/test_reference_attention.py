@@ -1,0 +1,255 @@
+"""Attention on packed caches equals attention on the dequantized ones, and compiles to fused C++."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed, read_tokens, write_tokens_
+from kvcompile.kernels.reference_attention import attend
+
+CPU = torch.device("cpu")
+PAIRS = [(name, name) for name in FORMATS] + [
+    ("turboquant_4bit", "int4_unrotated"),
+    ("fp8_e4m3", "int4_per_token_head"),
+]
+
+every_pair = pytest.mark.parametrize(("key", "value"), PAIRS)
+decode_and_prefill = pytest.mark.parametrize("q_len", [1, 3, 40])
+
+
+class Case:
+    """A random query and packed caches of random tokens."""
+
+    def __init__(self, key="int8_per_token_head", value="int8_per_token_head", *, q_len=1, kv_len=130, num_slots=0,
+                 batch=2, heads=(4, 2), head_dims=(64, 64), dtype=torch.float32, fill=0):  # fmt: skip
+        generator = torch.Generator().manual_seed(q_len + 7 * kv_len)
+        num_heads, num_kv_heads = heads
+        self.kv_len = kv_len
+        self.query = torch.randn(batch, num_heads, q_len, head_dims[0], generator=generator).to(dtype)
+        self.layouts = (PackedLayout(key, "key", head_dims[0]), PackedLayout(value, "value", head_dims[1]))
+        self.data = []
+        for layout in self.layouts:
+            x = torch.randn(batch, num_kv_heads, kv_len, layout.head_dim, generator=generator)
+            data = empty_packed(layout, max(kv_len, num_slots), batch, num_kv_heads, CPU).fill_(fill)
+            write_tokens_(data, layout, x, torch.arange(kv_len))
+            self.data.append(data)
+
+    def attend(self, fn=attend, **kwargs):
+        return fn(self.query, *self.data, *self.layouts, kv_len=self.kv_len, **kwargs)
+
+    def expected(self, mask=None, **kwargs):
+        """``F.scaled_dot_product_attention`` on the dequantized caches, in float64."""
+        k, v = (read_tokens(d, layout, self.kv_len).double() for d, layout in zip(self.data, self.layouts, strict=True))
+        if mask is not None:
+            mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.double())
+        return F.scaled_dot_product_attention(self.query.double(), k, v, mask, enable_gqa=True, **kwargs)
+
+    def check(self, **kwargs):
+        assert_near(self.attend(**kwargs), self.expected(**kwargs))
+
+
+def assert_near(actual, expected, tolerance=1e-4):
+    assert actual.shape == expected.shape
+    expected = expected.double()
+    assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@every_pair
+@decode_and_prefill
+def test_every_pair_of_formats_equals_sdpa_on_dequantized_caches(key, value, q_len):
+    Case(key, value, q_len=q_len).check()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 2), (4, 1), (16, 1), (1, 1)])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 5, 16, 17, 100])
+def test_query_heads_may_share_a_kv_head(heads, q_len):
+    Case(heads=heads, q_len=q_len).check()
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64), (64, 128)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("int4_per_token_head", "int4_per_token_head"), ("fp8_e4m3", "turboquant_4bit")]
+)
+@decode_and_prefill
+def test_every_head_dim_works_and_those_of_keys_and_values_may_differ(head_dims, key, value, q_len):
+    Case(key, value, head_dims=head_dims, q_len=q_len).check()
+
+
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 127, 128, 130, 600, 1025])
+@decode_and_prefill
+def test_the_cache_may_have_any_length(kv_len, q_len):
+    Case(kv_len=kv_len, q_len=q_len).check()
+    Case("int4_per_token_head", "turboquant_4bit", kv_len=kv_len, q_len=q_len, num_slots=kv_len + 70).check()
+
+
+def random_masks(batch, num_heads, q_len, kv_len):
+    """Bool masks of every broadcast shape; the full one has a row and a column in which nothing is visible."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(kv_len,), (q_len, kv_len), (1, 1, 1, kv_len), (batch, 1, 1, kv_len), (1, num_heads, q_len, 1)]
+    masks = [torch.rand(shape, generator=generator) < 0.7 for shape in shapes]
+    full = torch.rand(batch, num_heads, q_len, kv_len, generator=generator) < 0.7
+    full[0, 1, 0] = False
+    full[..., 5] = False
+    return [*masks, full]
+
+
+@pytest.mark.parametrize("index", range(6))
+@decode_and_prefill
+def test_bool_masks_of_any_broadcast_shape(index, q_len):
+    Case(q_len=q_len).check(mask=random_masks(2, 4, q_len, 130)[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index", range(6))
+@decode_and_prefill
+def test_float_masks_are_added_to_the_scores(index, q_len, dtype):
+    visible = random_masks(2, 4, q_len, 130)[index]
+    bias = torch.randn(visible.shape, generator=torch.Generator().manual_seed(1))
+    Case(q_len=q_len).check(mask=torch.where(visible, bias, -torch.inf).to(dtype))
+
+
+@every_pair
+@decode_and_prefill
+def test_a_row_that_sees_no_key_is_zero(key, value, q_len):
+    mask = torch.ones(q_len, 130, dtype=torch.bool)
+    mask[0] = False
+    out = Case(key, value, q_len=q_len).attend(mask=mask)
+    assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kv_len", [1, 3, 65, 130])
+@pytest.mark.parametrize("q_len", [1, 2, 8, 16, 100])
+def test_causal_means_the_top_left_triangle(q_len, kv_len):
+    Case(q_len=q_len, kv_len=kv_len, heads=(2, 2)).check(is_causal=True)
+
+
+@decode_and_prefill
+def test_the_scale_can_be_given(q_len):
+    Case(q_len=q_len).check(scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@decode_and_prefill
+def test_the_output_has_the_dtype_of_the_query(dtype, q_len):
+    case = Case(q_len=q_len, dtype=dtype)
+    out = case.attend()
+    assert out.dtype == dtype
+    assert_near(out, case.expected(), tolerance=5e-3)
+
+
+@every_pair
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 130])
+@decode_and_prefill
+def test_bytes_beyond_kv_len_have_no_influence(key, value, kv_len, q_len):
+    mask = torch.rand(kv_len, generator=torch.Generator().manual_seed(0)) < 0.9
+    clean = Case(key, value, kv_len=kv_len, num_slots=200, q_len=q_len)
+    poisoned = Case(key, value, kv_len=kv_len, num_slots=200, q_len=q_len, fill=0xFF)
+    assert not torch.equal(clean.data[0], poisoned.data[0])
+    for options in ({}, {"mask": mask}, {"is_causal": True}):
+        assert torch.equal(poisoned.attend(**options), clean.attend(**options))
+
+
+def test_what_cannot_be_computed_is_an_error():
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 KV heads"):
+        Case(heads=(3, 2)).attend()
+    with pytest.raises(ValueError, match="is_causal excludes a mask"):
+        Case().attend(mask=torch.ones(130, dtype=torch.bool), is_causal=True)
+    case = Case(kv_len=64)
+    case.kv_len = 65
+    with pytest.raises(ValueError, match="kv_len 65 is more than the 64 slots"):
+        case.attend()
+
+
+@every_pair
+@torch.no_grad()
+def test_compiled_decode_agrees_with_eager_and_buffers_nothing_larger_than_the_scores(key, value):
+    case = Case(key, value, kv_len=1000, heads=(4, 2), head_dims=(128, 128), batch=1)
+    mask = torch.rand(1, 1, 1, 1000, generator=torch.Generator().manual_seed(0)) < 0.9
+    out, (code,) = run_and_get_code(case.attend, torch.compile(attend), mask=mask)
+    assert_near(out, case.attend(mask=mask), tolerance=1e-5)
+    buffers = re.findall(r"empty_strided_cpu\(\(([^)]*)\), \([^)]*\), torch\.(\w+)\)", code)
+    sizes = {dtype: 0 for _, dtype in buffers}
+    for shape, dtype in buffers:
+        sizes[dtype] = max(sizes[dtype], math.prod(int(size) for size in re.findall(r"\d+", shape)))
+    scores = 1024 * 4  # slots times query heads; dequantized keys would be 64 times as many numbers
+    rotated = any(layout.format.rotated for layout in case.layouts)
+    assert sizes == {"float32": max(scores, 128 * 128 * rotated)}  # 128 * 128: a rotation matrix
+
+
+@torch.no_grad()
+def test_compiled_prefill_agrees_with_eager():
+    case = Case("int4_per_token_head", "turboquant_4bit", q_len=70, kv_len=70)
+    assert_near(case.attend(torch.compile(attend), is_causal=True), case.attend(is_causal=True), tolerance=1e-5)
+
+
+def symbolic(mode, tensor, *dims):
+    """A fake of ``tensor`` in which ``dims`` have symbolic sizes."""
+    sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, source=ConstantSource(f"input{id(tensor)}"), symbolic_context=context)
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@torch.no_grad()
+def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
+    def fn(query, k_data, v_data, mask):
+        return attend(query, k_data, v_data, *layouts, mask=mask, kv_len=mask.shape[-1])
+
+    def inputs(kv_len, num_slots, batch=2):
+        case = Case("int4_per_token_head", "fp8_e4m3", q_len=q_len, kv_len=kv_len, num_slots=num_slots, batch=batch)
+        mask = torch.rand(q_len, kv_len, generator=torch.Generator().manual_seed(0)) < 0.9
+        return case, (case.query, *case.data, mask)
+
+    case, examples = inputs(130, 200)
+    layouts = case.layouts
+    dynamic_dims = [(0,), (0, 1), (0, 1), (1,)]
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env) as mode:
+        fakes = [symbolic(mode, tensor, *dims) for tensor, dims in zip(examples, dynamic_dims, strict=True)]
+        graph = make_fx(fn)(*fakes)
+    assert all(isinstance(guard.expr, sympy.Eq) for guard in shape_env.guards)  # equal batches, equal capacities
+
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(graph, backend=counter, fullgraph=True)
+    for sizes in [(130, 200), (128, 128, 3), (127, 128), (129, 640), (190, 192, 5), (600, 1000), (1024, 1024)]:
+        case, tensors = inputs(*sizes)
+        for tensor, dims in zip(tensors, dynamic_dims, strict=True):
+            torch._dynamo.mark_dynamic(tensor, dims)
+        assert_near(compiled(*tensors), case.expected(mask=tensors[-1]))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("int8_per_token_head", "fp8_e4m3"), ("turboquant_4bit", "int4_unrotated")])
+@torch.no_grad()
+def test_a_compiled_step_writes_in_place_and_sees_what_it_wrote(key, value):
+    def step(query, k_data, v_data, k, v, position):
+        write_tokens_(k_data, k_layout, k, position)
+        write_tokens_(v_data, v_layout, v, position)
+        return attend(query, k_data, v_data, k_layout, v_layout, kv_len=130)
+
+    case = Case(key, value)
+    k_layout, v_layout = case.layouts
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randint(-9, 10, (2, 2, 1, 64), generator=generator).float() for _ in range(2))
+    eager = [data.clone() for data in case.data]
+    expected = step(case.query, *eager, k, v, torch.tensor([64]))
+    compiled = [data.clone() for data in case.data]
+    assert_near(torch.compile(step)(case.query, *compiled, k, v, torch.tensor([64])), expected, tolerance=1e-4)
+    for actual, wanted, original in zip(compiled, eager, case.data, strict=True):
+        assert torch.equal(actual, wanted)
+        assert not torch.equal(actual, original)
