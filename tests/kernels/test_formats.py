@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.kernels.formats import FORMATS, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM
+from kvcompile.kernels.formats.int4 import _nearest_half
 from kvcompile.kernels.rotation import rotate
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -177,6 +178,13 @@ def test_encode_and_decode_trace_with_symbolic_sizes_and_without_constants(fmt):
 
 
 @every_format
+def test_compiled_and_eager_bytes_are_equal(fmt):
+    x = (torch.cat([vectors(64, 64) * 50, vectors(64, 64) + 90]) * 64).round() / 64  # their rotation is exact
+    for name, part in torch.compile(fmt.encode)(x).items():
+        assert torch.equal(part, fmt.encode(x)[name]), name
+
+
+@every_format
 def test_compiled_and_eager_decode_agree(fmt):
     parts = fmt.encode(vectors(64, 64))
     torch.testing.assert_close(torch.compile(fmt.decode)(parts), fmt.decode(parts), rtol=1e-5, atol=1e-5)
@@ -235,6 +243,13 @@ def test_int4_saturates_at_65472_in_the_stored_basis(name):
     decoded = fmt.decode_levels(fmt.encode(x))
     step = fmt.encode(x)["scale"].float()
     assert torch.all((decoded - stored.clamp(-65472, 65472)).abs() <= step * 0.51)
+
+
+def test_int4_rounds_its_metadata_to_fp16_without_a_cast():
+    every_half = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+    x = torch.cat([every_half, (every_half[1:] + every_half[:-1]) / 2, vectors(1000, 64).flatten() * 1e-6])
+    for value in (x, -x):
+        assert torch.equal(_nearest_half(value), value.half().float())
 
 
 def test_int4_keeps_a_constant_vector():
