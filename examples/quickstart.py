@@ -55,7 +55,7 @@ class Text:
 
     windows: Tensor
     num_bytes: int
-    decode: Callable[[Tensor], str]
+    decode: Callable[[Tensor], bytes]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Runner:
             tokens_per_second=len(tokens) / seconds,
             cache_bytes=kvcompile.cache_nbytes(cache),
             bits_per_byte=self.bits_per_byte(text),
-            text=text.decode(torch.cat([prompt, tokens])),
+            text=text.decode(torch.cat([prompt, tokens])).decode(errors="replace"),
         )
 
     def generate(self, prompt: Tensor, num_tokens: int, what: str) -> tuple[Tensor, float, StaticCache]:
@@ -149,23 +149,24 @@ def trained_byte_model(recipe: Recipe, corpus: Tensor) -> str:
 
 
 def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, num_windows: int, new_tokens: int) -> Text:
-    """Windows from all over the held-out bytes, in the model's tokens: its tokenizer's, or bytes if there are 256."""
+    """Windows from all over the held-out bytes, in the model's tokens."""
+    encode, decode = codec(model_name, vocab_size)
+    tokens = torch.tensor(encode(bytes(held_out.tolist())))
     length = PROMPT_TOKENS + new_tokens // CHUNK_TOKENS * CHUNK_TOKENS + 1
-    if vocab_size == 256:
-        tokens = held_out.long()
-
-        def decode(window: Tensor) -> str:
-            return bytes(window.tolist()).decode(errors="replace")
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
-        text = bytes(held_out.tolist()).decode(errors="replace")
-        tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        decode = tokenizer.decode
     starts = torch.linspace(0, len(tokens) - length, num_windows).long()
     windows = tokens[starts[:, None] + torch.arange(length)]
+    return Text(windows, sum(len(decode(window[1:])) for window in windows), decode)
+
+
+def codec(model_name: str, vocab_size: int) -> tuple[Callable[[bytes], list[int]], Callable[[Tensor], bytes]]:
+    """Text to tokens and back, by the model's tokenizer; a vocabulary of 256 means bytes."""
     if vocab_size == 256:
-        return Text(windows, windows[:, 1:].numel(), decode)
-    return Text(windows, sum(len(decode(window[1:]).encode()) for window in windows), decode)
+        return list, lambda tokens: bytes(tokens.tolist())
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    return (
+        lambda text: tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"],
+        lambda tokens: str(tokenizer.decode(tokens)).encode(),
+    )
 
 
 def printable(text: str) -> str:

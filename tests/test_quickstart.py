@@ -83,11 +83,11 @@ def test_cache_bytes_are_those_of_the_storages_and_the_text_continues_the_prompt
     measurement = Runner("eager", tiny_model(), 32, 0, backend="eager").measure(text)
     keys_and_values = 2 * (1 * 2 * (PROMPT_TOKENS + 32) * 64) * 4
     assert 0 <= measurement.cache_bytes - keys_and_values < 64, "the rest is the cache's count of tokens"
-    assert measurement.text.startswith(text.decode(text.windows[0, :PROMPT_TOKENS]))
+    assert measurement.text.startswith(text.decode(text.windows[0, :PROMPT_TOKENS]).decode())
 
 
 def run_script(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True)
 
 
