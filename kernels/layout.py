@@ -94,12 +94,7 @@ class PackedLayout:
 
     def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
         """Sections [..., width] of tokens -> their bytes, uint8 [..., bytes_per_token], in section order."""
-        columns = []
-        for section in self.sections:
-            part = parts[section.name].to(section.dtype)
-            # A new last dimension has stride 1, which a byte view needs and which the part itself may not have.
-            columns.append(part.unsqueeze(-1).view(torch.uint8).flatten(-2))
-        return torch.cat(columns, dim=-1)
+        return torch.cat([_bytes_of(parts[section.name].to(section.dtype)) for section in self.sections], dim=-1)
 
     def byte_offsets(self, token_in_block: Tensor) -> Tensor:
         """Where the bytes of :meth:`token_bytes` lie in a block: int64 [...] -> int64 [..., bytes_per_token]."""
@@ -116,3 +111,16 @@ class PackedLayout:
 def num_blocks(num_tokens: int) -> int:
     """Blocks that hold ``num_tokens`` tokens; also for symbolic sizes."""
     return (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Little-endian bytes of ``x`` [..., width]: uint8 [..., width * itemsize].
+
+    By arithmetic on the bits, which Inductor fuses; ``view(torch.uint8)`` is a kernel of its own, and Inductor of torch
+    2.11 computes wrong strides for it.
+    """
+    if x.dtype.itemsize == 1:
+        return x
+    bits = x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).int()
+    shifts = 8 * torch.arange(x.dtype.itemsize, device=x.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(-2)
