@@ -54,15 +54,9 @@ def enumerate_modules(modules: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What became of one compiled graph.
-
-    Attributes:
-        sites: its attention sites, in the order of the graph.
-        notes: remarks on the graph as a whole, one line each.
-    """
+    """What became of one compiled graph: its attention sites, in the order of the graph."""
 
     sites: tuple[Site, ...]
-    notes: tuple[str, ...] = ()
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
         """Raise on or warn of the refused sites; one warning for every reason.
@@ -104,9 +98,15 @@ class Totals:
 
 @dataclass
 class Report:
-    """What became of every attention site of some compiled graphs; ``print`` it for a table."""
+    """What became of every attention site of some compiled graphs; ``print`` it for a table.
+
+    Attributes:
+        graphs: in the order of their compilation.
+        notes: what happened when compiled graphs ran, one line each, e.g. that a cache could not be adopted.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -147,16 +147,13 @@ class Report:
         return list(caches.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "notes": [...]}, ...]}``."""
+        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...]}, ...], "notes": [...]}``."""
         totals = {**dataclasses.asdict(self.totals), "ratio": self.totals.ratio}
         graphs = [
-            {
-                "sites": [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites],
-                "notes": list(graph.notes),
-            }
+            {"sites": [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]}
             for graph in self.graphs
         ]
-        return {"totals": totals, "graphs": graphs}
+        return {"totals": totals, "graphs": graphs, "notes": list(self.notes)}
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""
@@ -173,10 +170,10 @@ _last = Report()
 _collecting: list[Report] = []
 
 
-def record(sites: Iterable[Site], notes: Iterable[str] = ()) -> GraphReport:
+def record(sites: Iterable[Site]) -> GraphReport:
     """Count, log and keep what became of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(notes))
+    graph = GraphReport(tuple(sites))
     with _lock:
         _last = Report([graph])
         for report in _collecting:
@@ -184,9 +181,17 @@ def record(sites: Iterable[Site], notes: Iterable[str] = ()) -> GraphReport:
         _count(graph)
     for site in graph.sites:
         _log_site(site)
-    for note in graph.notes:
-        log.info("%s", note)
     return graph
+
+
+def note(text: str) -> None:
+    """Warn of, count and keep something that happened when a compiled graph ran. Any thread may call this."""
+    with _lock:
+        for report in (_last, *_collecting):
+            if text not in report.notes:
+                report.notes.append(text)
+        counters["kvquant"]["notes"] += 1
+    log.warning("%s", text)
 
 
 def last_report() -> Report:

@@ -31,12 +31,12 @@ def render(report: Report) -> str:
         console.print(title if twin == number else f"{title}, as in graph {twin}")
         if rows and twin == number:
             console.print(_table(rows))
-        for note in graph.notes:
-            console.print(f"  note: {note}")
     for kind in ("refused", "left alone"):
         sites = [site for site in report.sites if outcome(site) == kind]
         for reason, modules in modules_by_reason(sites).items():
             console.print(f"{kind}: {enumerate_modules(modules)}: {reason}")
+    for note in report.notes:
+        console.print(f"note: {note}")
     console.print(_totals(report.totals))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

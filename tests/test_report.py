@@ -20,7 +20,7 @@ import kvcompile
 from kvcompile.errors import UnsupportedSiteError
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report import GraphReport, Report, collect_reports, last_report, record
+from kvcompile.report import GraphReport, Report, collect_reports, last_report, note, record
 
 
 def cache(role: str, format: str = "int8_per_token_head", source: str = "keys", after: int = 132) -> CacheSummary:
@@ -51,8 +51,8 @@ def _fresh_counters() -> Iterator[None]:
 
 def test_the_last_report_is_that_of_the_graph_compiled_last() -> None:
     record([rewritten(0)])
-    record([refused(1)], notes=["a remark"])
-    assert last_report().graphs == [GraphReport((refused(1),), ("a remark",))]
+    record([refused(1)])
+    assert last_report() == Report([GraphReport((refused(1),))])
 
 
 def test_collect_reports_gathers_the_graphs_of_all_threads_and_only_of_its_block() -> None:
@@ -104,6 +104,16 @@ def test_torch_logs_shows_our_log() -> None:
     environment = {**os.environ, "TORCH_LOGS": "+kvcompile"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "refused: layers.0: sdpa: because" in done.stderr
+
+
+def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: pytest.LogCaptureFixture) -> None:
+    with collect_reports() as report:
+        record([rewritten(0)])
+        note("a remark")
+        note("a remark")
+    assert report.notes == last_report().notes == ["a remark"]
+    assert counters["kvquant"]["notes"] == 2
+    assert caplog.messages == ["a remark", "a remark"]
 
 
 # Policy about refusals
@@ -164,7 +174,7 @@ def test_two_caches_of_one_module_count_twice() -> None:
 
 
 def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
-    text = str(Report([GraphReport((rewritten(0), refused(1)), ("a remark",))]))
+    text = str(Report([GraphReport((rewritten(0), refused(1)))], ["a remark"]))
     assert text.splitlines() == [
         "graph 1: 2 attention sites",
         "",
@@ -175,8 +185,8 @@ def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
         "| model.layers.1.cross_attn |                | sdpa           | refused:              |            |",
         "|                           |                |                | used_elsewhere        |            |",
         "",
-        "  note: a remark",
         "refused: model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum",
+        "note: a remark",
         "2 attention sites: 1 rewritten, 1 refused, 0 left alone",
         "512 -> 200 bytes per token and KV head over all packed caches: 2.56 times smaller",
     ]
@@ -202,7 +212,7 @@ def test_a_report_without_graphs_says_so() -> None:
 
 
 def test_json_holds_everything() -> None:
-    report = Report([GraphReport((rewritten(0), refused(1)), ("a remark",))])
+    report = Report([GraphReport((rewritten(0), refused(1)))], ["a remark"])
     data = json.loads(report.to_json())
     assert data == json.loads(json.dumps(report.to_dict()))
     assert data["totals"]["rewritten"] == 1
@@ -211,7 +221,7 @@ def test_json_holds_everything() -> None:
     assert first["caches"][0]["format"] == "int8_per_token_head"
     assert second["outcome"] == "refused"
     assert second["reason_code"] == "used_elsewhere"
-    assert data["graphs"][0]["notes"] == ["a remark"]
+    assert data["notes"] == ["a remark"]
 
 
 # explain
