@@ -36,7 +36,9 @@ def rotation_matrix(head_dim: int, device: torch.device | str = "cpu") -> Tensor
 
 def rotate(x: Tensor) -> Tensor:
     """``x @ R`` for float32 ``x`` [..., head_dim]."""
-    return x @ rotation_matrix(x.shape[-1], x.device)
+    head_dim = x.shape[-1]
+    # A plain mm, because torch 2.11 cannot trace matmul on symbolic sizes without its Python dispatcher.
+    return torch.mm(x.reshape(-1, head_dim), rotation_matrix(head_dim, x.device)).reshape(x.shape)
 
 
 def unrotate(x: Tensor) -> Tensor:
