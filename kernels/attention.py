@@ -29,7 +29,7 @@ from __future__ import annotations
 from kvcompile.kernels.codec import hadamard, halves, jit, log2, tl
 
 
-@jit
+@jit(do_not_specialize=["q_len", "kv_len", "num_splits"])
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
@@ -84,7 +84,8 @@ def attention_kernel(
 
     acc = tl.full([VALUE.padded_width, ROWS], 0.0, tl.float32)
     sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
-    state = (tl.full([ROWS], float("-inf"), tl.float32), sums, sums, acc, acc)
+    lowest = tl.full([ROWS], float("-inf"), tl.float32)
+    state = (lowest, tl.max(lowest, 0), sums, sums, acc, acc)
     for own_tile in tl.range(begin, end, num_stages=NUM_STAGES):
         tile = own_tile * num_splits + split
         tokens_left = kv_len - tile * TOKENS
@@ -104,7 +105,7 @@ def attention_kernel(
                 visible = visible & (mask != 0)
         elif MASK == "float" and not MASK_PER_ROW:
             mask = tl.load(mask_ptr + token.to(tl.int64) * mask_strides[3], mask=in_cache, other=0.0)
-            scores += (mask.to(tl.float32) * 1.4426950408889634)[:, None]
+            scores += _log2_bias(mask)[:, None]
         scores = tl.where(visible[:, None], scores, float("-inf"))
         if IS_CAUSAL:
             scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
@@ -113,13 +114,13 @@ def attention_kernel(
             if MASK == "bool":
                 scores = tl.where(mask != 0, scores, float("-inf"))
             else:
-                scores += mask.to(tl.float32) * 1.4426950408889634
-        state = _attend_tile(state, scores, values, in_cache, VALUE, DTYPE, PRECISION, NUM_WARPS)
+                scores += _log2_bias(mask)
+        state = _attend_tile(state, scores, values, in_cache, VALUE, MASK == "float", DTYPE, PRECISION, NUM_WARPS)
 
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         out_row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
-    _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE, PARTIAL)
+    _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE, MASK == "float", PARTIAL)
 
 
 @jit
@@ -136,8 +137,7 @@ def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constex
     q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
     if KEY.rotated:
         q = hadamard(q, KEY.head_dim)
-    # Exponents as the bits of float32 have them: 260 - exponent is that of 2**(133 - exponent), exponent - 6 that of its
-    # inverse.
+    # Exponents are as float32 has them: 260 - exponent means 2**(133 - exponent), and exponent - 6 its inverse.
     exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 20), 254)
     q = (q * ((260 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
@@ -188,6 +188,13 @@ def _live_own_tokens(
 
 
 @jit
+def _log2_bias(mask):
+    """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
+    mask = mask.to(tl.float32)
+    return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
+
+
+@jit
 def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of a tile in units of log2, float32 [tokens, rows]."""
     packed, scale, zero = keys
@@ -207,24 +214,38 @@ def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.c
 @jit
 def _attend_tile(
     state, scores, values, in_cache,
-    VALUE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state (maximum, p_sum, zero_sum, acc_low, acc_high) after one more tile.
+    """The state (maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high) after one more tile.
 
     Tokens with a score of -inf take no part; what lies beyond the cache has one, and harmless scales and zeros.
+    A score of -1e9 swallows the log2 of a scale: with WIDE_SCORES the two have separate maxima, at the price of one
+    more reduction a tile. Otherwise ``scale_maximum`` has no meaning.
     """
-    maximum, p_sum, zero_sum, acc_low, acc_high = state
+    maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high = state
     codes, scale, zero = values
-    # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
     scale = tl.where(in_cache, scale, 1.0)
+    # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
     scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
     scale_inverse = tl.exp2(-scale_log2)
-    y = scores + scale_log2[:, None]
+    if WIDE_SCORES:
+        new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
+        relative_scale = scale_log2 - new_scale_maximum + 15.0
+        scale_decay = scale_maximum - new_scale_maximum
+        scale_maximum = new_scale_maximum
+    else:
+        scores += scale_log2[:, None]
 
-    new_maximum = tl.maximum(maximum, tl.max(y, 0))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 0))
     finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weight = tl.exp2(y - (finite_maximum - 15.0)[None, :])
-    decay = tl.exp2(maximum - finite_maximum)
+    if WIDE_SCORES:
+        weight = tl.exp2((scores - finite_maximum[None, :]) + relative_scale[:, None])
+        decay = tl.exp2(maximum - finite_maximum + scale_decay)
+    else:
+        weight = tl.exp2(scores - (finite_maximum - 15.0)[None, :])
+        decay = tl.exp2(maximum - finite_maximum)
+    maximum = new_maximum
     p_sum = p_sum * decay[None, None, :] + _sum_in_thread(weight * scale_inverse[:, None], NUM_WARPS)
     if VALUE.has_zero:
         zero_per_weight = (tl.where(in_cache, zero, 0.0) * scale_inverse)[:, None]
@@ -237,7 +258,7 @@ def _attend_tile(
         acc_high = tl.dot(high, weight, acc_high * decay[None, :], input_precision=PRECISION)
     else:
         acc_low = tl.dot(VALUE.codec.unpack(codes, DTYPE, VALUE), weight, acc_low, input_precision=PRECISION)
-    return new_maximum, p_sum, zero_sum, acc_low, acc_high
+    return maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high
 
 
 @jit
@@ -292,13 +313,17 @@ def _load_section(ptr, stride_block, block, slot, exists, DTYPE: tl.constexpr):
 
 
 @jit
-def _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr, PARTIAL: tl.constexpr):
+def _store_output(
+    state, out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr
+):
     """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
-    maximum, p_sum, zero_sum, acc_low, acc_high = state
+    maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high = state
     total = tl.sum(tl.sum(p_sum, 0), 0)
     seen = total > 0
     inverse = tl.where(seen, 1.0 / total, 0.0)
     if PARTIAL:
+        if WIDE_SCORES:
+            maximum += scale_maximum
         tl.store(lse_ptr + out_row, tl.where(seen, maximum - 15.0 + tl.log2(total), float("-inf")), mask=in_query)
     zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
     byte = tl.arange(0, VALUE.padded_width)[:, None]
@@ -310,7 +335,7 @@ def _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexp
         tl.store(out_ptrs + VALUE.width, out, mask=in_bounds)
 
 
-@jit
+@jit(do_not_specialize=["num_rows", "num_splits"])
 def combine_kernel(
     partial_ptr, lse_ptr, out_ptr, num_rows, num_splits,
     VALUE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,

@@ -38,9 +38,14 @@ except ImportError:
     triton = tl = None
 
 
-def jit(fn: Callable) -> Any:
-    """``triton.jit``, or ``fn`` itself where there is no Triton to run it."""
-    return fn if triton is None else triton.jit(fn)
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+
+
+def jit(fn: Callable | None = None, **options: Any) -> Any:
+    """``triton.jit``, or the function itself where there is no Triton to run it."""
+    if fn is None:
+        return functools.partial(jit, **options)
+    return fn if triton is None else triton.jit(fn, **options)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Codec:
     Attributes:
         unpack: packed bytes -> levels.
         encode: vectors -> codes, scales and zeros.
-        gain: the spec's level is ``gain * level + center``; a power of two.
+        gain: the spec's level is ``gain * level + center``.
         center: not 0 only in formats that keep a zero point.
         constants: numbers of the spec class that the functions use.
     """

@@ -1,16 +1,154 @@
-"""The operators ``kvcompile::*`` that graphs are rewritten to."""
+"""The operators ``kvcompile::*`` that graphs are rewritten to.
+
+``store`` and ``attention`` mean what :func:`kvcompile.kernels.packing.write_tokens_` and
+:func:`kvcompile.kernels.reference_attention.attend` mean: that is their implementation on a CPU, and Triton kernels
+agree with it on a GPU. ``sdpa`` marks a call of ``F.scaled_dot_product_attention``, which would not survive AOTAutograd
+in one piece. None of them is differentiable.
+
+Importing this module needs neither Triton nor a GPU.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
+from kvcompile.kernels.packing import write_tokens_
+from kvcompile.kernels.reference_attention import attend
+
 _library = torch.library.Library("kvcompile", "DEF")
 _library.define(
-    "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
-    "bool enable_gqa, str module) -> Tensor"
+    "store(Tensor(a!) data, Tensor x, Tensor positions, Tensor? valid, str format, str role) -> ()",
+    tags=torch.Tag.pt2_compliant_tag,
 )
+_library.define(
+    "attention(Tensor query, Tensor k_data, Tensor v_data, Tensor? mask, SymInt kv_len, bool is_causal, float scale, "
+    "str k_format, str v_format, SymInt v_head_dim) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
+    "bool enable_gqa, str module) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+_layout = functools.cache(PackedLayout)
+
+
+def _check_data(op: str, name: str, data: Tensor, layout: PackedLayout) -> None:
+    """Raise ValueError unless ``data`` can be packed data of ``layout``: kernels trust it."""
+    if data.dtype != torch.uint8 or data.dim() != 4:
+        raise ValueError(
+            f"kvcompile::{op}: {name} must be uint8 [num_blocks, batch, num_kv_heads, block_bytes], "
+            f"but is {data.dtype} {list(data.shape)}"
+        )
+    if data.shape[3] != layout.block_bytes:
+        raise ValueError(
+            f"kvcompile::{op}: {name} has blocks of {data.shape[3]} bytes, but {layout.format_name} with head_dim "
+            f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim that it was written with"
+        )
+    if any(stride % BLOCK_TOKENS for stride in data.stride()[:3]) or data.stride(3) != 1:
+        raise ValueError(
+            f"kvcompile::{op}: {name} has strides {data.stride()}; blocks must be contiguous and start at multiples "
+            f"of {BLOCK_TOKENS} bytes"
+        )
+
+
+def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, layout: PackedLayout) -> None:
+    _check_data("store", "data", data, layout)
+    batch, num_kv_heads, num_tokens, _ = x.shape
+    if data.shape[1:3] != x.shape[:2]:
+        raise ValueError(
+            f"kvcompile::store: data is for batch and KV heads {list(data.shape[1:3])}, x has {[batch, num_kv_heads]}"
+        )
+    for name, tensor in (("positions", positions), ("valid", valid)):
+        if tensor is not None and tensor.shape not in ((num_tokens,), (batch, num_tokens)):
+            raise ValueError(
+                f"kvcompile::store: {name} must be [{num_tokens}] or [{batch}, {num_tokens}], the tokens of x, but is "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
+    layout = _layout(format, cast(Role, role), x.shape[3])
+    _check_store(data, x, positions, valid, layout)
+    write_tokens_(data, layout, x, positions, valid)
+
+
+def _store_cuda(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
+    from kvcompile.kernels import launch
+
+    _check_store(data, x, positions, valid, _layout(format, cast(Role, role), x.shape[3]))
+    launch.store(data, x, positions, valid, format, role)
+
+
+def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
+    return None
+
+
+def _check_attention(
+    query: Tensor, k_data: Tensor, v_data: Tensor, kv_len: int, key: PackedLayout, value: PackedLayout
+) -> None:
+    _check_data("attention", "k_data", k_data, key)
+    _check_data("attention", "v_data", v_data, value)
+    batch, num_heads = query.shape[:2]
+    if k_data.shape[:3] != v_data.shape[:3] or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
+        raise ValueError(
+            f"kvcompile::attention: query {list(query.shape)}, k_data {list(k_data.shape)} and v_data "
+            f"{list(v_data.shape)} do not match: they need the same batch, k_data and v_data the same blocks and KV "
+            f"heads, and query a multiple of the KV heads"
+        )
+    if not 0 <= kv_len <= k_data.shape[0] * BLOCK_TOKENS:
+        raise ValueError(
+            f"kvcompile::attention: kv_len {kv_len} is not within the {k_data.shape[0] * BLOCK_TOKENS} tokens of the "
+            f"cache"
+        )
+
+
+def _attention(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+) -> Tensor:
+    key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
+    _check_attention(query, k_data, v_data, kv_len, key, value)
+    out = attend(query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
+    return out.contiguous()
+
+
+def _attention_cuda(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+) -> Tensor:
+    from kvcompile.kernels import launch
+
+    key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
+    _check_attention(query, k_data, v_data, kv_len, key, value)
+    return launch.attention(query, k_data, v_data, mask, kv_len, is_causal, scale, k_format, v_format, v_head_dim)
+
+
+def _attention_fake(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty((*query.shape[:3], rest[-1]))
 
 
 def _sdpa(
@@ -29,9 +167,15 @@ def _sdpa(
     )
 
 
-def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
+_library.impl("store", _store, "CPU")
+_library.impl("store", _store_cuda, "CUDA")
+_library.impl("attention", _attention, "CPU")
+_library.impl("attention", _attention_cuda, "CUDA")
 _library.impl("sdpa", _sdpa, "CompositeExplicitAutograd")
+torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
+torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
 torch.library.register_fake("kvcompile::sdpa", _sdpa_fake, lib=_library)

@@ -23,8 +23,8 @@ SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where they are in a float32, 
 
 @jit
 def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
-    # The byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8, subnormals
-    # included, and finite for the NaN patterns 0x7f and 0xff.
+    # The byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8,
+    # subnormals included, and finite for the NaN patterns 0x7f and 0xff.
     if OPERAND.fast:
         level = tl.inline_asm_elementwise(
             """{
@@ -55,8 +55,8 @@ def _encode(x, in_head, OPERAND: tl.constexpr):
     scale = tl.div_rn(tl.max(tl.abs(x), 1), OPERAND.codec.constants.largest)
     level = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
     magnitude = tl.minimum(tl.abs(level), OPERAND.codec.constants.largest)
-    # Round the float32 pattern to 3 mantissa bits, ties to even, and rebase the exponent from 127 to 7. Below 2**-6 codes
-    # are multiples of 2**-9; one that rounds up to 2**-6 gets the code 8, which is the pattern of 2**-6.
+    # Round the float32 pattern to 3 mantissa bits, ties to even, and rebase the exponent from 127 to 7. Levels below
+    # 2**-6 are multiples of 2**-9; one that rounds up to 2**-6 gets the code 8, which is the pattern of 2**-6.
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = round_to_integer(magnitude * 512.0).to(tl.int32)

@@ -1,0 +1,181 @@
+"""Launch the Triton kernels: configurations, grids, and the translation of tensors to kernel arguments.
+
+These functions are called for every layer of every decode step: whatever depends only on formats, dtypes and the device
+is computed once and cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.attention import attention_kernel, combine_kernel
+from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, tl, triton
+from kvcompile.kernels.store import store_kernel
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How to run the attention kernel.
+
+    Attributes:
+        rows: query rows of a program, a power of two from 8; the rows of a KV head are its query heads times q_len.
+        tokens: tokens of a tile, a power of two from 64 and from 16 * num_warps.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+        max_registers: cap on registers a thread, or None.
+        programs_per_sm: programs that a streaming multiprocessor runs at once; splits aim at this.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = None
+    programs_per_sm: int = 2
+
+    @functools.cached_property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+# (compute capability, whether both formats have 8 bits) -> configuration of decoding: up to 8 rows. Three programs of
+# 128 threads with 168 registers fill a register file. In a tile of 128 tokens a thread has one 16-bit scale, too little
+# to copy asynchronously, so that the formats with 16-bit scales need tiles of 256.
+DECODE = {
+    (9, True): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, False): AttentionConfig(8, 256, max_registers=168, programs_per_sm=3),
+    (8, True): AttentionConfig(8, 128, max_registers=168, programs_per_sm=3),
+    (8, False): AttentionConfig(8, 256, max_registers=168, programs_per_sm=3),
+}
+PORTABLE = AttentionConfig(8, 128)
+FLOAT32 = AttentionConfig(16, 64, num_stages=1)
+
+
+@functools.cache
+def attention_config(
+    capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
+) -> AttentionConfig:
+    """The configuration for a device of compute capability ``capability`` (major) and ``rows`` query rows a KV head."""
+    if float32:
+        return FLOAT32
+    padded_head_dim = max(key.padded_head_dim, value.padded_head_dim)
+    if rows > 8:
+        # Tensor core products of 16 rows and more hold a whole unpacked tile in registers on Hopper.
+        most = 32 if mask_per_row or padded_head_dim > 128 else 64
+        return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
+    config = DECODE.get((capability, key.channels_per_byte == value.channels_per_byte == 1), PORTABLE)
+    if padded_head_dim > 128:
+        return AttentionConfig(8, 128)
+    return config
+
+
+def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
+    """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
+    tiles = max(1, triton.cdiv(kv_len, config.tokens))
+    splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
+    return triton.cdiv(tiles, triton.cdiv(tiles, splits))
+
+
+def attention(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+) -> Tensor:
+    """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous."""
+    batch, num_heads, q_len, head_dim = query.shape
+    num_kv_heads = k_data.shape[2]
+    group_size = num_heads // num_kv_heads
+    out = query.new_empty((batch, num_heads, q_len, v_head_dim))
+    if out.numel() == 0:
+        return out
+    capability, num_sms, has_ptx = _device(query.device)
+    float32 = query.dtype == torch.float32
+    key = packed_operand(k_format, "key", head_dim, has_ptx and not float32)
+    value = packed_operand(v_format, "value", v_head_dim, has_ptx and not float32)
+
+    mask_kind, mask_per_row, mask_data = "none", False, query
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if mask is not None:
+        mask_data = mask.expand(batch, num_heads, q_len, kv_len)
+        mask_strides = mask_data.stride()
+        mask_per_row = (q_len > 1 and mask_strides[2] != 0) or (group_size > 1 and mask_strides[1] != 0)
+        mask_kind = "float"
+        if mask.dtype == torch.bool:
+            mask_kind, mask_data = "bool", mask_data.view(torch.uint8)
+
+    rows = group_size * q_len
+    config = attention_config(capability, key, value, rows, mask_per_row, float32)
+    row_tiles = triton.cdiv(rows, config.rows)
+    splits = num_splits(config, batch * num_kv_heads * row_tiles, kv_len, num_sms)
+    is_partial = splits > 1 or value.rotated
+    if is_partial:
+        partial = query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
+        lse = query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
+    else:
+        partial = lse = out
+    with _on_device(query.device):
+        attention_kernel[batch * num_kv_heads, row_tiles, splits](
+            query, k_data, v_data, mask_data, partial, lse,
+            query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides,
+            num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e),
+            KEY=key, VALUE=value, GROUP_SIZE=group_size,
+            MASK=mask_kind, MASK_PER_ROW=mask_per_row, IS_CAUSAL=is_causal, PARTIAL=is_partial,
+            DTYPE=tl.float32 if float32 else tl.float16, PRECISION="tf32x3" if float32 and has_ptx else "ieee",
+            ROWS=config.rows, TOKENS=config.tokens, NUM_WARPS=config.num_warps, NUM_STAGES=config.num_stages,
+            **config.options,
+        )  # fmt: skip
+        if is_partial:
+            num_rows = batch * num_heads * q_len
+            rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
+            combine_kernel[(triton.cdiv(num_rows, rows_at_once),)](
+                partial, lse, out, num_rows, splits,
+                VALUE=value, ROWS=rows_at_once, SPLITS=splits_at_once, num_warps=4 if splits > 1 else 1,
+            )  # fmt: skip
+    return out
+
+
+def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format_name: str, role: str) -> None:
+    """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is not written."""
+    batch, num_kv_heads, num_tokens, head_dim = x.shape
+    if x.numel() == 0:
+        return
+    operand = packed_operand(format_name, role, head_dim, False)
+    positions = positions.expand(batch, num_tokens)
+    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    tokens, num_warps = (1, 1) if num_tokens == 1 else (32, 4)
+    with _on_device(x.device):
+        store_kernel[(triton.cdiv(num_tokens, tokens) * batch * num_kv_heads,)](
+            data, x, positions, written, data.stride()[:3], x.stride(), positions.stride(), written.stride(),
+            num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens,
+            OPERAND=operand, HAS_VALID=valid is not None, TOKENS=tokens, num_warps=num_warps,
+        )  # fmt: skip
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int, bool]:
+    """Major compute capability, streaming multiprocessors, whether inline PTX can run. The interpreter has two SMs."""
+    if INTERPRETED:
+        return 0, 2, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count, torch.version.hip is None
+
+
+def _on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device: make it the one of the tensors."""
+    return contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device)
