@@ -15,32 +15,9 @@ from kvcompile.packed_tensor import PackedTensor
 from kvcompile.policy import Policy
 
 transformers = pytest.importorskip("transformers")
+from tiny_llama import DEVICES, PRESETS, fresh_cache, tiny_llama  # noqa: E402
 
-MAX_LEN = 200
-PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
-
-
-def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-    )
-    return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
-
-
-def fresh_cache(model: Any, kind: str) -> Any:
-    if kind == "static":
-        return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
-    return transformers.DynamicCache(config=model.config)
 
 
 def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:

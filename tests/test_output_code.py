@@ -1,0 +1,109 @@
+"""What Inductor generates for a decode step: stores in place, nothing of the cache's size in the model's dtype."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvcompile.memory import cache_nbytes
+from kvcompile.packed_tensor import PackedTensor
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import DEVICES, PRESETS, fresh_cache, tiny_llama  # noqa: E402
+
+MAX_LEN = 4096
+
+
+def decode_step_code(preset: str, kind: str, device: str) -> tuple[str, Any, Any]:
+    """The output code of a steady decode step, the model and its cache."""
+    torch._dynamo.reset()
+    model = tiny_llama(torch.bfloat16, device, num_layers=1)
+    cache = fresh_cache(model, kind)
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
+    ids = torch.randint(0, 97, (2, 30), device=device)
+    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "fx_graph_cache": False})
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        compiled(input_ids=ids[:, :1], past_key_values=cache)
+        _, codes = run_and_get_code(compiled, input_ids=ids[:, :1], past_key_values=cache)
+    return codes[-1], model, cache
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_decode_step_stores_in_place_and_buffers_no_dequantized_cache(preset: str, device: str) -> None:
+    code, model, cache = decode_step_code(preset, "static", device)
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    body = code[code.index("def call") :]
+    assert not re.search(r"clone\(|\.copy_\(", body)
+    config = model.config
+    cache_numel = 2 * config.num_key_value_heads * MAX_LEN * config.head_dim
+    allocations = re.findall(r"empty_strided_\w+\(\(([^)]*)\)[^)]*\)[^)]*?torch\.(\w+)\)", body)
+    assert allocations
+    for shape, dtype in allocations:
+        numel = 1
+        for size in filter(None, shape.replace(" ", "").split(",")):
+            numel *= int(size)
+        assert numel < cache_numel // 4, f"a buffer of shape {shape} and dtype {dtype}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packed_bytes_are_those_of_the_formats_arithmetic(preset: str, device: str) -> None:
+    torch._dynamo.reset()
+    model = tiny_llama(torch.bfloat16, device, num_layers=2)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
+    ids = torch.randint(0, 97, (2, 30), device=device)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        plain = [StorageWeakRef(layer.keys.untyped_storage()) for layer in cache.layers]
+        before = cache_nbytes(cache)
+        compiled = torch.compile(model, backend="kvquant", options={"policy": preset})
+        compiled(input_ids=ids[:, :1], past_key_values=cache)
+    gc.collect()
+    assert all(storage.expired() for storage in plain), "a plain cache is still alive"
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    expected = 0
+    for tensor in tensors:
+        layout = tensor.packed_layout
+        symbols = {"num_tokens": MAX_LEN, "batch": 2, "num_kv_heads": model.config.num_key_value_heads}
+        expected += int(layout.nbytes().subs({s: symbols[s.name] for s in layout.nbytes().free_symbols}))
+    assert sum(tensor.nbytes_packed for tensor in tensors) == expected
+    assert cache_nbytes(cache) <= 1.02 * expected
+    assert cache_nbytes(cache) < 0.55 * before
+
+
+def test_a_growing_cache_has_at_most_half_its_length_to_spare() -> None:
+    torch._dynamo.reset()
+    model = tiny_llama(num_layers=1)
+    cache = fresh_cache(model, "dynamic")
+    compiled = torch.compile(model, backend="kvquant")
+    with torch.no_grad():
+        compiled(input_ids=torch.randint(0, 97, (1, 1100)), past_key_values=cache)
+        for _ in range(3):
+            compiled(input_ids=torch.randint(0, 97, (1, 1)), past_key_values=cache)
+    keys = cache.layers[0].keys
+    assert keys.shape[2] == 1103
+    used = keys.packed_layout.bytes_per_token * keys.shape[2] * model.config.num_key_value_heads
+    assert keys.nbytes_packed <= 1.5 * used
+
+
+def test_the_cache_is_freed_with_its_owner() -> None:
+    torch._dynamo.reset()
+    model = tiny_llama(num_layers=1)
+    compiled = torch.compile(model, backend="kvquant")
+    cache = fresh_cache(model, "static")
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(input_ids=torch.randint(0, 97, (1, 1)), past_key_values=cache)
+    storage = StorageWeakRef(cache.layers[0].keys.packed.untyped_storage())
+    del cache
+    gc.collect()
+    assert storage.expired()

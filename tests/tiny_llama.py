@@ -1,0 +1,34 @@
+"""A Hugging Face Llama small enough to compile in seconds, and its caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+MAX_LEN = 200
+PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+
+
+def fresh_cache(model: Any, kind: str) -> Any:
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
+    return transformers.DynamicCache(config=model.config)
