@@ -6,6 +6,7 @@ All functions are traceable: no data-dependent Python, sizes may be symbolic.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
@@ -36,6 +37,20 @@ def write_tokens_(
 ) -> None:
     """In-place :func:`write_tokens`."""
     data.index_put_(*_byte_update(data, layout, x, positions, valid))
+
+
+def pack_tokens(layout: PackedLayout, x: Tensor) -> Tensor:
+    """Packed data of a cache that holds just the tokens ``x`` [batch, num_kv_heads, n, head_dim].
+
+    The bytes are those of :func:`write_tokens` to a cache of zeros, written block by block.
+    """
+    batch, heads, n, _ = x.shape
+    data = empty_packed(layout, n, batch, heads, x.device)
+    parts = layout.format.encode(x)
+    for name, blocks in layout.split(data).items():
+        part = F.pad(parts[name], (0, 0, 0, -n % BLOCK_TOKENS))
+        blocks.copy_(part.unflatten(2, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4))
+    return data
 
 
 def _byte_update(

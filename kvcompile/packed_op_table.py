@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
+
+import torch
 
 Handler = Callable[..., Any]
 _H = TypeVar("_H", bound=Handler)
@@ -29,6 +32,13 @@ def is_view_op(func: Any) -> bool:
     """Whether results of the operator alias an argument that it does not write."""
     returns = func._schema.returns
     return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in returns)
+
+
+def views_of_normal_tensors(func: Any, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """The mode to run a view operator in: under ``inference_mode`` a view of a normal tensor is a normal tensor."""
+    if torch.is_inference_mode_enabled() and is_view_op(func) and not args[0].is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

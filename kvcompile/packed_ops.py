@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 import kvcompile.packed_copies
 import kvcompile.packed_views
 import kvcompile.packed_writes  # noqa: F401  (these three fill the table)
-from kvcompile.packed_op_table import HANDLERS, is_view_op, written_arguments
+from kvcompile.packed_op_table import HANDLERS, is_view_op, views_of_normal_tensors, written_arguments
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.read_only_view import ReadOnlyView
 
@@ -26,20 +26,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: the operator would write to a packed cache and is not a write of whole token vectors.
     """
-    handler = HANDLERS.get(func)
-    if handler is not None:
-        result = handler(*args, **kwargs)
+    with views_of_normal_tensors(func, args):
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    result = func.decompose(*args, **kwargs)
-    if result is not NotImplemented:
-        return result
-    if any(isinstance(argument, PackedTensor) for argument in written_arguments(func, args, kwargs)):
-        raise NotImplementedError(
-            f"{func} would change a packed KV cache in place, but only whole token vectors can be written to it "
-            "(index_copy_, index_put_ or an assignment that covers head_dim, copy_, fill_, zero_, cat); compute the "
-            "new vectors first and assign them, or work on cache.dequantize()"
-        )
-    args, kwargs = tree_map_only(PackedTensor, PackedTensor.dequantize, (args, kwargs))
-    result = func(*args, **kwargs)
-    return tree_map_only(Tensor, ReadOnlyView, result) if is_view_op(func) else result
+        if any(isinstance(argument, PackedTensor) for argument in written_arguments(func, args, kwargs)):
+            raise NotImplementedError(
+                f"{func} would change a packed KV cache in place, but only whole token vectors can be written to it "
+                "(index_copy_, index_put_ or an assignment that covers head_dim, copy_, fill_, zero_, cat); compute "
+                "the new vectors first and assign them, or work on cache.dequantize()"
+            )
+        args, kwargs = tree_map_only(PackedTensor, PackedTensor.dequantize, (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map_only(Tensor, ReadOnlyView, result) if is_view_op(func) else result

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcompile.growing_buffer import MIN_BLOCKS, GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import read_tokens
+from kvcompile.kernels.packing import pack_tokens, read_tokens
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
 STORED_AXES = "bhtd"
@@ -129,12 +129,13 @@ class PackedTensor(torch.Tensor):
             growing: whether the cache grows by concatenation.
         """
         result = cls.zeros(x.shape, x.dtype, layout, token_dim, x.device, growing=growing)
-        num_tokens = x.shape[token_dim]
-        # Encoding makes float32 temporaries; in chunks they stay small beside the cache.
-        chunk = max(BLOCK_TOKENS, _CHUNK_BYTES * num_tokens // max(4 * x.numel(), 1) // BLOCK_TOKENS * BLOCK_TOKENS)
-        for begin in range(0, num_tokens, chunk):
-            size = min(chunk, num_tokens - begin)
-            result.narrow(token_dim, begin, size).copy_(x.detach().narrow(token_dim, begin, size))
+        x = result.to_stored_axes(x.detach())
+        # Encoding makes float32 temporaries; in chunks of blocks they stay small beside the cache.
+        chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
+        for block in range(0, num_blocks(x.shape[2]), chunk_blocks):
+            chunk = x[:, :, block * BLOCK_TOKENS : (block + chunk_blocks) * BLOCK_TOKENS]
+            data = pack_tokens(layout, chunk)
+            result.packed[block : block + data.shape[0]].copy_(data)
         return result
 
     @classmethod
@@ -282,7 +283,7 @@ class PackedTensor(torch.Tensor):
         size = list(self.shape)
         size[self.token_dim] += num_new
         end = self.start + size[self.token_dim]
-        cache_meta = replace(self.cache_meta, growing=True)
+        cache_meta = self.cache_meta if self.growing else replace(self.cache_meta, growing=True)
         if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: torch.sym_max(num_blocks(end), MIN_BLOCKS)]
@@ -356,7 +357,17 @@ class PackedTensor(torch.Tensor):
         return self.dequantize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.dequantize().numpy(force=force)
+        """The values; read-only, since a write to the array would not reach the cache."""
+        array = self.dequantize().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def _refuse_plain_memory(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "a packed KV cache has no plain memory to share; share the bytes in cache.packed, or cache.dequantize()"
+        )
+
+    __dlpack__ = share_memory_ = _refuse_plain_memory  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         facts = (
@@ -366,6 +377,9 @@ class PackedTensor(torch.Tensor):
         if is_traced(self._packed):  # there are no values, and sizes may be symbolic
             return f"PackedTensor({facts})"
         return f"PackedTensor({self.dequantize()}, {facts}, packed_bytes={self.packed.nbytes})"
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:

@@ -79,6 +79,16 @@ def plain(x: Any) -> Any:
     return x.dequantize() if isinstance(x, PackedTensor) else x
 
 
+@handles(aten.detach_.default)
+def _detach_(cache: PackedTensor) -> PackedTensor:
+    return cache
+
+
+@handles(aten.record_stream.default)
+def _record_stream(cache: PackedTensor, stream: Any) -> None:
+    cache.packed.record_stream(stream)
+
+
 @handles(aten.copy_.default)
 def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(cache, PackedTensor):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kvcompile.packed_op_table import is_view_op, written_arguments
+from kvcompile.packed_op_table import is_view_op, views_of_normal_tensors, written_arguments
 
 
 class ReadOnlyView(torch.Tensor):
@@ -46,9 +46,13 @@ class ReadOnlyView(torch.Tensor):
                 f"{func} writes to a view of a packed KV cache that has no packed form, so the write would be lost; "
                 "write whole token vectors to the cache itself (cache[:, :, positions] = x), or clone() the view first"
             )
-        args, kwargs = tree_map_only(ReadOnlyView, lambda view: view.value, (args, kwargs))
-        result = func(*args, **kwargs)
-        return tree_map_only(Tensor, ReadOnlyView, result) if is_view_op(func) else result
+        with views_of_normal_tensors(func, args):
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            args, kwargs = tree_map_only(ReadOnlyView, lambda view: view.value, (args, kwargs))
+            result = func(*args, **kwargs)
+            return tree_map_only(Tensor, ReadOnlyView, result) if is_view_op(func) else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReadOnlyView({self.value!r})"

@@ -24,6 +24,7 @@ from packed_caches import (
 from torch import Tensor
 
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed, pack_tokens, write_tokens
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.read_only_view import ReadOnlyView
 
@@ -41,6 +42,14 @@ def _seed_without_grad():
 def test_a_cache_reads_as_its_quantized_values(layout, token_dim, tokens):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_same(*pair(layout, token_dim, tokens, dtype=dtype))
+
+
+@every_layout
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+def test_packing_a_whole_cache_gives_the_bytes_of_writing_its_tokens(layout, tokens):
+    x = values(2, 3, tokens, HEAD_DIM)
+    empty = empty_packed(layout, tokens, 2, 3, x.device)
+    assert torch.equal(pack_tokens(layout, x), write_tokens(empty, layout, x, torch.arange(tokens)))
 
 
 def test_a_large_cache_is_quantized_in_chunks(monkeypatch):
@@ -79,6 +88,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "positions": lambda c, x: c.__setitem__((slice(None), slice(None), torch.tensor([5, 66])), x[:, :, :2]),
     "positions from the end": lambda c, x: c.__setitem__((..., torch.tensor([-1, -64]), slice(None)), x[:, :, :2]),
     "a position": lambda c, x: c.__setitem__((slice(None), slice(None), torch.tensor(65)), x[:, :, 0]),
+    "a number": lambda c, x: c.__setitem__((slice(None), slice(None), torch.tensor([5, 66])), 0.0),
     "a value for all": lambda c, x: c.__setitem__((slice(None), slice(None), torch.tensor([5, 66])), x[0, 0, 0]),
     "positions of one sequence": lambda c, x: c.__setitem__((1, slice(None), torch.tensor([1, 68])), x[0, :, :2]),
     "a position per sequence": lambda c, x: c.__setitem__(
@@ -133,6 +143,19 @@ def test_writes_mean_the_same_in_every_mode_and_for_both_dimension_orders(write,
         write(cache.transpose(1, 2), x)
         write(plain.transpose(1, 2), quantized(x, INT8))
         assert_same(cache, plain)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_made_in_one_mode_is_used_in_another(mode):
+    other = torch.inference_mode if mode is torch.no_grad else torch.no_grad
+    with mode():
+        cache, plain = pair(INT8)
+    with other():
+        assert_same(cache[:, :, 3:66], plain[:, :, 3:66])
+        assert_same(cache.narrow(2, 3, 63).split(10, 2)[1], plain[:, :, 13:23])
+        assert torch.equal(cache.squeeze(0).unsqueeze(2).clone(), plain.squeeze(0).unsqueeze(2))
+        x = values(*shape_of(2, 3))
+        assert_same(torch.cat([cache, x], 2), torch.cat([plain, quantized(x, INT8)], 2))
 
 
 def test_fill_writes_quantized_vectors():
@@ -330,6 +353,21 @@ def test_printing_shows_values_and_what_the_cache_is():
     assert f"packed_bytes={cache.nbytes_packed}" in text
     assert cache.tolist() == plain.tolist()
     assert (cache.numpy() == plain.numpy()).all()
+
+
+def test_memory_that_the_cache_does_not_have_is_not_handed_out():
+    cache, _ = pair(INT8)
+    with pytest.raises(ValueError, match="read-only"):
+        cache.numpy()[0] = 0
+    for share in (torch.from_dlpack, lambda c: c.share_memory_()):
+        with pytest.raises(NotImplementedError, match="no plain memory to share"):
+            share(cache)
+
+
+def test_a_shallow_copy_is_the_same_cache():
+    cache, plain = pair(INT8)
+    copy.copy(cache).zero_()
+    assert_same(cache, torch.zeros_like(plain))
 
 
 def test_a_module_keeps_its_packed_buffer_through_its_state_dict():
