@@ -62,8 +62,8 @@ def attend(
             ``is_causal`` are given.
     """
     num_heads, q_len, head_dim = query.shape[1:]
-    group_size, rest = divmod(num_heads, k_data.shape[2])
-    if rest:
+    group_size = num_heads // k_data.shape[2]
+    if num_heads % k_data.shape[2]:
         raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
     if mask is not None and is_causal:
         raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")

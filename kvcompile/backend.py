@@ -60,6 +60,7 @@ class _GraphCompiler:
         self.original = gm
         self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
         self.rewritten: Rewritten | None = None
+        self.sources = _source_names(gm)
         self.sites: list[Site] = []
 
     def compile(self) -> Callable[..., Any]:
@@ -76,17 +77,19 @@ class _GraphCompiler:
         except _NothingRewrittenError:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
+        assert self.rewritten is not None, "otherwise _NothingRewrittenError"
         return AdoptingCall(compiled, self.rewritten.inputs, fallback)
 
     def release(self) -> None:
-        """Forget the graph and its inputs: the compiled code refers to ``_inner_compile``, and must not keep them alive."""
-        self.example_inputs, self.original, self.marked = [], None, None
+        """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
+        self.example_inputs = []
+        del self.original, self.marked
 
     def _records_gradients(self) -> bool:
         tensors = [value for value in self.example_inputs if isinstance(value, torch.Tensor)]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def _compile_packed(self) -> Callable[..., Any]:
+    def _compile_packed(self) -> Any:
         # AOTAutograd's cache must stay out: its key does not cover inner_compile, so that a hit would skip our passes.
         # Inductor's own cache is keyed by the rewritten graph, which shows everything that the policy decided.
         with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -116,29 +119,36 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             return
         self.sites, self.rewritten = quantize_kv_cache(
-            gm, example_inputs, self.options.policy.formats_for, self._packed_inputs(), _source_names(self.original)
+            gm, example_inputs, self.options.policy.formats_for, self._packed_inputs(), self.sources
         )
-        packed = set(self._packed_inputs())
-        if self.rewritten is not None and not packed <= {action.index for action in self.rewritten.inputs}:
-            # A packed cache whose site was refused works through its own dispatch only, in the graph as it was.
-            self.rewritten = None
+        if self.rewritten is not None:
+            packed = {index for index, value in enumerate(self.example_inputs) if isinstance(value, PackedTensor)}
+            left = sorted(packed - {action.index for action in self.rewritten.inputs})
+            if left:
+                # A packed tensor that is no proven cache works through its own dispatch, in the graph as it was.
+                for site in filter(lambda site: site.rewritten, self.sites):
+                    refuse(site, Refusal(Reason.packed_elsewhere, source=self.sources[left[0]]))
+                self.rewritten = None
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
+        """The inputs that are packed caches as a whole; views of packed caches are not among them."""
         return {
-            index: PackedInput(value.packed_layout, value.token_dim)
+            index: PackedInput(value.packed_layout, value.token_dim, value.growing)
             for index, value in enumerate(self.example_inputs)
-            if isinstance(value, PackedTensor)
+            if isinstance(value, PackedTensor) and value.is_whole_cache
         }
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
         fake_mode = torch._guards.detect_fake_mode(self.example_inputs)
+        assert fake_mode is not None, "Dynamo traces in a fake mode"
         placeholders = self.marked.graph.find_nodes(op="placeholder")
         inputs = list(self.example_inputs)
-        for index in self._packed_inputs():
-            logical = placeholders[index].meta["example_value"]
-            with fake_mode:
-                inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
+        for index, value in enumerate(inputs):
+            if isinstance(value, PackedTensor):
+                logical = placeholders[index].meta["example_value"]
+                with fake_mode:
+                    inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
         return inputs
 
     def _report(self) -> None:
@@ -147,7 +157,7 @@ class _GraphCompiler:
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
 
 
-def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
     """What plain Inductor gives; ``gm`` stays as it is."""
     return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
 

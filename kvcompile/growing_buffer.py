@@ -39,36 +39,39 @@ class GrowingBuffer:
         self.lineages: weakref.WeakSet[Lineage] = weakref.WeakSet()
 
     @classmethod
-    def copy_of(cls, data: Tensor, fill: int, capacity: int) -> GrowingBuffer:
-        """A new buffer that starts with a copy of the blocks ``data``; the rest is zeros (which decode to zeros).
+    def copy_of(cls, data: Tensor, fill: int) -> GrowingBuffer:
+        """A new buffer with room for ``fill`` tokens and more, which starts with a copy of ``data``.
 
-        Args:
-            data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; at most ``capacity`` blocks are copied.
-            fill: the new buffer's fill mark in tokens.
-            capacity: its size in blocks.
+        ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. What it does not cover is zeros: they decode to
+        zeros in every format, so that nothing in a buffer ever decodes to NaN.
         """
-        storage = torch.empty((capacity, *data.shape[1:]), dtype=data.dtype, device=data.device)
-        copied = min(data.shape[0], capacity)
+        storage = torch.empty((capacity_blocks(fill), *data.shape[1:]), dtype=data.dtype, device=data.device)
+        copied = min(data.shape[0], storage.shape[0])
         storage[:copied].copy_(data[:copied])
         storage[copied:].zero_()
         return cls(storage, fill)
 
     def has_room(self, num_tokens: int) -> bool:
+        """Whether the storage holds ``num_tokens`` tokens, counted from its first block."""
         return num_tokens <= self.storage.shape[0] * BLOCK_TOKENS
 
 
 class Lineage:
-    """One logical cache in a growing buffer: the tensor that ``cat`` returned and every view of it."""
+    """One logical cache in a growing buffer: the tensor that ``cat`` returned and every view of it.
 
-    def __init__(self, buffer: GrowingBuffer) -> None:
+    Attributes:
+        buffer: where its tokens lie now.
+        end: where they end in the buffer.
+    """
+
+    def __init__(self, buffer: GrowingBuffer, end: int) -> None:
         self.buffer = buffer
+        self.end = end
         buffer.lineages.add(self)
 
     def make_exclusive(self) -> None:
         """Moves this cache to a storage of its own if another cache shares it, so that a write is seen by no other."""
         if len(self.buffer.lineages) > 1:
             self.buffer.lineages.discard(self)
-            self.buffer = GrowingBuffer.copy_of(
-                self.buffer.storage, self.buffer.fill, capacity_blocks(self.buffer.fill)
-            )
+            self.buffer = GrowingBuffer.copy_of(self.buffer.storage, self.end)
             self.buffer.lineages.add(self)

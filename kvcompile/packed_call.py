@@ -12,18 +12,16 @@ growing ones, and wraps new packed data that the graph returns.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, check_adoptable
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.sizes import SizeReader
-
-log = logging.getLogger(__name__)
 
 
 class PackedCall:
@@ -52,8 +50,8 @@ class PackedCall:
         outputs = list(self._compiled(args))
         for index, cache in grown:
             outputs[index] = cache
-        for action, shape in shapes:
-            outputs[action.index] = _wrap(outputs[action.index], action, shape)
+        for made, shape in shapes:
+            outputs[made.index] = _wrap(outputs[made.index], made, shape)
         return outputs
 
 
@@ -80,7 +78,7 @@ class AdoptingCall:
             try:
                 _adopt_all([(args[action.index], action) for action in plain])
             except AdoptionError as error:
-                log.warning("a KV cache stays as it is for this call: %s", error)
+                report.note(f"a call ran as plain Inductor would: {error}")
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)

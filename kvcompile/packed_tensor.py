@@ -5,6 +5,10 @@
 on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and transposes are views of
 the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes; everything else
 reads dequantized values. :mod:`kvcompile.packed_ops` says what each operator does.
+
+A write that cannot be carried out raises; none is lost silently, with one exception that no subclass can see: code that
+takes the address of the tensor (``data_ptr()`` is 0) instead of calling an operator. Outside of ``no_grad``, gradients
+pass straight through the quantization.
 """
 
 from __future__ import annotations
@@ -199,10 +203,11 @@ class PackedTensor(torch.Tensor):
     @classmethod
     def owning(cls, data: Tensor, cache_meta: CacheMeta, size: Sequence[int]) -> PackedTensor:
         """As :meth:`over`, for any ``cache_meta``."""
-        if not cache_meta.growing or is_traced(data) or "t" not in cache_meta.axes:
+        can_be_buffer = not is_traced(data) and data.is_contiguous() and data.storage_offset() == 0
+        if not cache_meta.growing or not can_be_buffer or "t" not in cache_meta.axes:
             return cls(data, cache_meta, size)
         end = cache_meta.start + size[cache_meta.axes.index("t")]
-        lineage = Lineage(GrowingBuffer(data, end))
+        lineage = Lineage(GrowingBuffer(data, end), end)
         return cls(data[: max(MIN_BLOCKS, num_blocks(end))], cache_meta, size, lineage=lineage)
 
     def view_as_part(
@@ -215,10 +220,11 @@ class PackedTensor(torch.Tensor):
     @property
     def packed(self) -> Tensor:
         if self._lineage is not None and self._packed_from is not self._lineage.buffer:
-            # The lineage moved to another storage, of the same geometry.
+            # The lineage moved to another storage: the same blocks there, with the same strides.
             self._packed_from = self._lineage.buffer
-            old = self._packed
-            self._packed = self._packed_from.storage.as_strided(old.shape, old.stride(), old.storage_offset())
+            storage, old = self._packed_from.storage, self._packed
+            blocks = min(old.shape[0], storage.shape[0] - old.storage_offset() // storage.stride(0))
+            self._packed = storage.as_strided((blocks, *old.shape[1:]), old.stride(), old.storage_offset())
             _mark_weakly_dynamic(self._packed, 0)
         return self._packed
 
@@ -236,9 +242,22 @@ class PackedTensor(torch.Tensor):
         return self.packed
 
     @property
+    def is_whole(self) -> bool:
+        """Whether ``packed`` is laid out as a cache of its own: four axes, from a first token on, contiguous.
+
+        Kernels that know only the layout may use ``packed`` of such a tensor; of another view they may not.
+        """
+        return self.axes in ("bhtd", "bthd") and self.start == 0 and self.packed.is_contiguous()
+
+    @property
     def token_dim(self) -> int:
         """The logical dimension of tokens (1 or 2 for a whole cache)."""
         return self.axes.index("t")
+
+    @property
+    def is_whole_cache(self) -> bool:
+        """Whether this is a cache, rather than a view of a part of one."""
+        return self.start == 0 and len(self.axes) == 4 and self.axes[::3] == "bd" and self.packed.is_contiguous()
 
     @property
     def num_tokens(self) -> int:
@@ -290,12 +309,12 @@ class PackedTensor(torch.Tensor):
             return PackedTensor(data, cache_meta, size)
         first_block = self._first_block_to_append(num_new)
         if self._lineage is None or first_block is None:
-            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end, capacity_blocks(end))
+            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end)
         else:
             buffer = self._lineage.buffer
             buffer.fill += num_new
         packed = buffer.storage[first_block : first_block + max(MIN_BLOCKS, num_blocks(end))]
-        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer))
+        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, buffer.fill))
 
     def _first_block_to_append(self, num_new: int) -> int | None:
         """Where this cache begins in its growing buffer if it can be extended in place, else None."""

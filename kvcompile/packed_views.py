@@ -100,8 +100,8 @@ def _transpose(cache: PackedTensor, dim0: int, dim1: int) -> PackedTensor:
 
 @handles(aten.split.Tensor)
 def _split(cache: PackedTensor, split_size: int, dim: int = 0) -> Any:
-    extent = cache.shape[dim]
-    return [aten.slice.Tensor(cache, dim, begin, begin + split_size) for begin in range(0, extent, split_size)]
+    begins = range(0, cache.shape[dim], split_size) if cache.shape[dim] else (0,)
+    return [aten.slice.Tensor(cache, dim, begin, begin + split_size) for begin in begins]
 
 
 @handles(aten.split_with_sizes.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +22,10 @@ class SizeReader:
         self._sources: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
         for index, value in enumerate(example_inputs):
             if isinstance(value, torch.SymInt):
-                self._add(value, lambda args, index=index: int(args[index]))
+                self._add(value, functools.partial(_argument, index))
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    self._add(size, lambda args, index=index, dim=dim: int(args[index].shape[dim]))
+                    self._add(size, functools.partial(_dimension, index, dim))
 
     def _add(self, size: Size, read: Callable[[Sequence[Any]], int]) -> None:
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -41,3 +42,11 @@ class SizeReader:
         # The text comes from sympy's own printer, over symbols that the shape environment named.
         evaluate = eval(f"lambda {names}: {PythonPrinter().doprint(expr)}", {"math": math})
         return lambda args: evaluate(*(source(args) for source in sources))
+
+
+def _argument(index: int, args: Sequence[Any]) -> int:
+    return int(args[index])
+
+
+def _dimension(index: int, dim: int, args: Sequence[Any]) -> int:
+    return int(args[index].shape[dim])

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.kernels.layout import Role
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, VIEW_OPS, Read, trace_read, view_chain
@@ -43,7 +43,7 @@ class Cache:
     """
 
     root: Node
-    role: str
+    role: Role
     kind: Kind
     base: Node
     writes: list[CacheWrite]
@@ -62,11 +62,11 @@ class Cache:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.shape[3 - self.token_axis]
+        return int(self.shape[3 - self.token_axis])
 
     @property
     def head_dim(self) -> int:
-        return self.shape[3]
+        return int(self.shape[3])
 
     @property
     def num_tokens(self) -> Any:
@@ -113,7 +113,7 @@ class CacheFinder:
             cache.reads.append(read)
         return attention
 
-    def _read(self, operand: Node, role: str) -> Read:
+    def _read(self, operand: Node, role: Role) -> Read:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, frozenset())
         if root.op == "placeholder" or root.target in WRITE_OPS:
@@ -123,7 +123,7 @@ class CacheFinder:
                 return read
         return trace_read(operand, self.outputs, role)
 
-    def _cache(self, read: Read, role: str) -> Cache:
+    def _cache(self, read: Read, role: Role) -> Cache:
         known = self.caches.get(read.root)
         if known is None:
             known = self.caches[read.root] = self._prove(read, role)
@@ -131,7 +131,7 @@ class CacheFinder:
             raise Refusal(Reason.shared_key_value)
         return known
 
-    def _prove(self, read: Read, role: str) -> Cache:
+    def _prove(self, read: Read, role: Role) -> Cache:
         states, writes = self._history(read, role)
         base = states[0]
         swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
@@ -144,13 +144,14 @@ class CacheFinder:
             self._check_earlier_states(cache, states[:-1])
         return cache
 
-    def _history(self, read: Read, role: str) -> tuple[list[Node], list[CacheWrite]]:
+    def _history(self, read: Read, role: Role) -> tuple[list[Node], list[CacheWrite]]:
         """The states of the cache from before its writes to the value read, and the writes that led there.
 
         A write through ``cache.transpose(1, 2)`` becomes one between two transposes, which are states as well.
         """
         node, axis = read.root, read.token_axis
-        states, writes = [node], []
+        states: list[Node] = [node]
+        writes: list[CacheWrite] = []
         while True:
             if _keeps_values(node) and node not in self.outputs:
                 node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
@@ -165,7 +166,7 @@ class CacheFinder:
             states.insert(0, node)
 
     def _kind(
-        self, read: Read, states: list[Node], writes: list[CacheWrite], swapped: bool, role: str
+        self, read: Read, states: list[Node], writes: list[CacheWrite], swapped: bool, role: Role
     ) -> tuple[Kind, Node | None]:
         root, base = read.root, states[0]
         if writes and writes[-1].form == "cat":
@@ -270,22 +271,22 @@ def _is_new_rows(node: Node) -> bool:
 
 
 def _check_heads(marker: Node, attention: Attention) -> None:
+    """Grouped-query attention over the same tokens; raises Refusal.
+
+    Comparing symbolic sizes here guards on the answer. That is wanted: head counts and head_dim are constants of a
+    model even under ``dynamic=True``, and a key and a value cache of distinct symbolic lengths grow together.
+    """
     query = shape_of(marker.args[0])
-    for cache in (attention.key, attention.value):
-        batch, heads, head_dim = cache.shape[0], cache.num_kv_heads, cache.head_dim
-        fits = len(query) == 4 and isinstance(heads, int) and isinstance(head_dim, int) and isinstance(query[1], int)
-        fits = fits and query[1] % heads == 0 and statically_known_true(query[0] == batch)
-        fits = fits and (cache.role == "value" or query[3] == head_dim)
+    key, value = attention.key, attention.value
+    for cache in (key, value):
+        fits = len(query) == 4 and bool(query[0] == cache.shape[0])
+        fits = fits and int(query[1]) % cache.num_kv_heads == 0 and (cache is value or int(query[3]) == cache.head_dim)
         if not fits:
-            raise Refusal(
-                Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape)
-            )
-    # Lengths of growing key and value caches can be distinct symbols; comparing them guards on their equality.
+            raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))
     same_length = bool(attention.key_read.num_tokens == attention.value_read.num_tokens)
-    if attention.key.num_kv_heads != attention.value.num_kv_heads or not same_length:
-        raise Refusal(
-            Reason.unsupported_shape, query=list(query), role="key and value", cache=list(attention.value.shape)
-        )
+    if key.num_kv_heads != value.num_kv_heads or not same_length:
+        shapes = [list(key.shape), list(value.shape)]
+        raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

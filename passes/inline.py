@@ -36,7 +36,8 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     Returns:
         what ``fn`` returns, with nodes in place of tensors.
     """
-    nodes = [arg for arg in args if isinstance(arg, Node)]
+    # All symbols of the graph are inputs of the trace: it can then express any size that ``fn`` meets or closes over.
+    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbol_nodes(graph).values()]
 
     def call(*values: Any) -> Any:
         remaining = iter(values)

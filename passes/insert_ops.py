@@ -20,9 +20,7 @@ from kvcompile.kernels.reference_attention import attend
 from kvcompile.passes.inline import fake_mode_of, inline
 
 
-def insert_store(
-    graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None
-) -> Node:
+def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None) -> Node:
     """Insert a store at the graph's insertion point; returns the packed data after it.
 
     The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
@@ -70,9 +68,7 @@ def insert_attention(
     if not _uses_kernels(k_data):
 
         def attention(query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, kv_len: Any) -> Tensor:
-            return attend(
-                query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale
-            )
+            return attend(query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
 
         return inline(graph, attention, query, k_data, v_data, mask, kv_len)
     args = (

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.trace_read import with_defaults
 
 aten = torch.ops.aten
 
@@ -170,7 +171,7 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
-    base, _, axis, start, _, step = (*node.args, *(None, None, 0, None, None, 1)[len(node.args) :])
+    base, _, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
     if axis != token_axis or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
     value, own = _source(node)
@@ -247,7 +248,7 @@ def _match_where(node: Node, token_axis: int, role: str) -> CacheWrite | None:
 
 
 def _match_cat(node: Node, token_axis: int, role: str) -> CacheWrite | None:
-    tensors, axis = (*node.args, 0)[:2]
+    tensors, axis = with_defaults(node, None, 0)
     if len(shape_of(node)) != 4 or axis % 4 != token_axis:
         return None
     if len(tensors) != 2:

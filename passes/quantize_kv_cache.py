@@ -1,16 +1,16 @@
 """Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
 
-    find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
-    choose   ask the policy for formats and check that they fit       (here)
-    settle   a cache is packed only if all its readers are            (here)
-    rewrite  placeholders, stores, attention, outputs                 (rewrite_caches, insert_ops)
-    expand   give the remaining markers back to Inductor              (expand_markers)
+find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
+choose   ask the policy for formats and check that they fit       (here)
+settle   a cache is packed only if all its readers are            (here)
+rewrite  placeholders, stores, attention, outputs                 (rewrite_caches, insert_ops)
+expand   give the remaining markers back to Inductor              (expand_markers)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,17 +31,18 @@ ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 
 @dataclass(frozen=True)
 class PackedInput:
-    """A graph input that is packed already: its layout and token axis."""
+    """A graph input that is packed already: its layout, its token axis, and whether it grows by concatenation."""
 
     layout: PackedLayout
     token_axis: int
+    growing: bool
 
 
 @dataclass
 class _Candidate:
     site: Site
     attention: Attention | None = None
-    layouts: dict[str, PackedLayout] | None = None
+    layouts: dict[str, PackedLayout] = field(default_factory=dict)
 
 
 def quantize_kv_cache(
@@ -78,13 +79,12 @@ def quantize_kv_cache(
     for candidate in accepted:
         for cache in _caches(candidate):
             layouts.setdefault(cache.root, (cache, candidate.layouts[cache.role]))
-        candidate.site.caches = tuple(
-            _summary(cache, layouts[cache.root][1], sources) for cache in _caches(candidate)
-        )
+        candidate.site.caches = tuple(_summary(cache, layouts[cache.root][1], sources) for cache in _caches(candidate))
     for cache, layout in layouts.values():
         rewriter.rewrite_cache(cache, layout)
     for candidate in accepted:
         attention = candidate.attention
+        assert attention is not None, "an accepted site has its caches proven"
         rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
     rewriter.erase_logical([cache for cache, _ in layouts.values()])
     expand_markers(gm.graph)
@@ -99,8 +99,7 @@ def sites_of(gm: GraphModule) -> list[Site]:
     if all(layer is None for layer in layers):
         layers = list(range(len(markers)))
     return [
-        Site(module, layer, _describe(marker))
-        for module, layer, marker in zip(modules, layers, markers, strict=True)
+        Site(module, layer, _describe(marker)) for module, layer, marker in zip(modules, layers, markers, strict=True)
     ]
 
 
@@ -164,13 +163,16 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         if packed.layout.role != cache.role or packed.token_axis != cache.token_axis:
             detail = f"it was packed as a {packed.layout.role} with its tokens on axis {packed.token_axis}"
             raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
+        if packed.growing and cache.kind != "growing":
+            verb = "writes" if cache.writes else "only reads"
+            raise Refusal(Reason.growing_written, role=cache.role, verb=verb)
         return packed.layout
     if formats is None:
         raise Refusal(Reason.policy_auto)
     layout = PackedLayout(formats.key if cache.role == "key" else formats.value, cache.role, cache.head_dim)
-    detail = layout.format.unsupported_head_dim(cache.head_dim)
-    if detail is not None:
-        raise Refusal(Reason.unsupported_head_dim, format=layout.format_name, detail=detail)
+    unsupported = layout.format.unsupported_head_dim(cache.head_dim)
+    if unsupported is not None:
+        raise Refusal(Reason.unsupported_head_dim, format=layout.format_name, detail=unsupported)
     return layout
 
 
@@ -218,7 +220,7 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
 
 
 def _describe(marker: Node) -> str:
-    query, key, _, mask, _, is_causal, scale, *_ = marker.args
+    query, _, _, mask, _, is_causal, scale, *_ = marker.args
     parts = ["sdpa"]
     if mask is not None:
         parts.append("bool mask" if mask.meta["val"].dtype == torch.bool else "float mask")

@@ -24,11 +24,13 @@ class Reason(enum.Enum):
     unsupported_shape = "the shapes of query {query} and {role} {cache} do not form grouped-query attention"
     unknown_mask = "its mask {mask} does not broadcast to [batch, heads, q_len, kv_len]"
     mask_and_causal = "it has both a mask and is_causal"
+    packed_elsewhere = "the graph also uses the packed tensor {source} in a way that is not understood"
+    growing_written = "its {role} cache is growing (made by cat), but this graph {verb} it without extending it"
     partner_refused = "its {role} cache cannot be packed, because site {site} shares it: {detail}"
     input_mismatch = "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified"
 
 
-class Refusal(Exception):  # noqa: N818 - it is a verdict, not an error
+class Refusal(Exception):
     """Raised by a checker to leave a site alone."""
 
     def __init__(self, reason: Reason, **particulars: object) -> None:

@@ -166,23 +166,21 @@ class CacheRewriter:
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)
         with self.fake_mode:
-            fake = torch.empty(
-                self._data_shape(cache, layout), dtype=torch.uint8, device=cache.base.meta["val"].device
-            )
+            fake = torch.empty(self._data_shape(cache, layout), dtype=torch.uint8, device=cache.base.meta["val"].device)
         with self.graph.inserting_before(cache.base):
             data = self.graph.placeholder(f"{cache.base.name}_packed")
         data.meta["val"] = fake
         self.example_inputs[index] = fake
-        action = InputAction(
-            index,
-            cache.kind,
-            layout,
-            cache.token_axis,
-            new_tokens=cache.num_tokens - shape_of(cache.base)[cache.token_axis] if cache.kind == "growing" else 0,
-            output=self._output_index(cache.root) if cache.kind == "growing" else None,
-        )
-        self.input_actions.append(action)
+        self.input_actions.append(self._input_action(cache, layout, index))
         return data
+
+    def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
+        if cache.kind != "growing":
+            kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
+            return InputAction(index, kind, layout, cache.token_axis)
+        new_tokens = cache.num_tokens - shape_of(cache.base)[cache.token_axis]
+        output = list(self.output.args[0]).index(cache.root)
+        return InputAction(index, "growing", layout, cache.token_axis, new_tokens, output)
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
         """Packed zeros, for a cache that the graph makes."""
@@ -201,20 +199,17 @@ class CacheRewriter:
             copy = self.graph.call_function(aten.copy_.default, (data, state))
         copy.meta["val"] = data.meta["val"]
 
-    def _output_index(self, node: Node) -> int:
-        return list(self.output.args[0]).index(node)
-
     def _replace_outputs(self, cache: Cache, layout: PackedLayout, state: Node) -> None:
         outputs = list(self.output.args[0])
-        for index, node in enumerate(outputs):
-            if node is not cache.root:
-                continue
+        replaced = [index for index, node in enumerate(outputs) if node is cache.root]
+        for index in replaced:
             if cache.kind == "growing":
                 outputs[index] = None
                 continue
             outputs[index] = state
             growing = cache.kind == "fresh"
-            self.output_actions.append(
-                OutputAction(index, growing, cache.shape, cache.dtype, layout, cache.token_axis)
-            )
+            self.output_actions.append(OutputAction(index, growing, cache.shape, cache.dtype, layout, cache.token_axis))
         self.output.args = (tuple(outputs),)
+        # Inductor keeps the strides of these outputs; a packed one has strides of its own, and None has none.
+        visible = self.output.meta.get("user_visible_output_idxs", ())
+        self.output.meta["user_visible_output_idxs"] = [index for index in visible if index not in replaced]

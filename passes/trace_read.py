@@ -8,6 +8,7 @@ such chains one by one, every dimension of every intermediate tensor is tracked 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -116,8 +117,14 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     return _regroup(node, dims, role)
 
 
+def with_defaults(node: Node, *defaults: Any) -> list[Any]:
+    """The positional arguments of ``node``, those that are missing taken from ``defaults``."""
+    given = list(node.args)
+    return [*given, *defaults[len(given) :]]
+
+
 def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
-    axis, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    _, axis, start, _, step = with_defaults(node, None, 0, None, None, 1)
     size, full = node.meta["val"].shape[axis], node.args[0].meta["val"].shape[axis]
     if statically_known_true(size == full):
         return dims
