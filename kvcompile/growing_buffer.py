@@ -42,8 +42,8 @@ class GrowingBuffer:
     def copy_of(cls, data: Tensor, fill: int) -> GrowingBuffer:
         """A new buffer with room for ``fill`` tokens and more, which starts with a copy of ``data``.
 
-        ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. What it does not cover is zeros: they decode to
-        zeros in every format, so that nothing in a buffer ever decodes to NaN.
+        ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. What it does not cover is zeros: they decode
+        to zeros in every format, so that nothing in a buffer ever decodes to NaN.
         """
         storage = torch.empty((capacity_blocks(fill), *data.shape[1:]), dtype=data.dtype, device=data.device)
         copied = min(data.shape[0], storage.shape[0])

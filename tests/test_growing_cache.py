@@ -109,6 +109,28 @@ def test_a_write_copies_nothing_once_the_shorter_caches_are_gone():
     assert storage_of(cache) == before
 
 
+def test_a_cache_that_moved_to_be_written_goes_on_growing_in_place():
+    short = pair(INT8, growing=True)
+    long = append(*short, tokens=40)
+    for cache in short:
+        cache.zero_()
+    longer = append(*short)
+    assert storage_of(longer[0]) == storage_of(short[0]) != storage_of(long[0])
+    assert_same(*longer)
+    assert_same(*long)
+
+
+def test_a_window_that_shares_its_storage_moves_with_its_views():
+    prompt = pair(INT8, tokens=300, growing=True)
+    window = append(prompt[0][:, :, 250:], prompt[1][:, :, 250:], tokens=1)
+    views = window[0][:, :, 40:], window[1][:, :, 40:]
+    longer = append(*window)
+    for cache in window:
+        cache[:, :, 3:45].zero_()
+    for cache, plain in (prompt, window, views, longer, append(*window)):
+        assert_same(cache, plain)
+
+
 def test_a_sliding_window_does_not_keep_the_tokens_that_left_it():
     cache, plain = pair(INT8, tokens=50, growing=True)
     for _ in range(300):

@@ -393,6 +393,14 @@ def test_views_see_each_others_writes():
     assert_same(cache, plain)
 
 
+def test_only_a_cache_from_its_first_token_with_all_axes_and_heads_is_whole():
+    cache, _ = pair(INT8)
+    for whole in (cache, cache[:, :, :65], cache.clone(), cache[:1].clone(), cache.transpose(1, 2)):
+        assert whole.is_whole
+    for part in (cache[:, :, 1:], cache[0], cache[:, 1:], cache[:1], cache.mT):
+        assert not part.is_whole
+
+
 def random_step(rng: torch.Generator, layout: PackedLayout, caches: list[tuple[Tensor, Tensor]]) -> None:
     """One random operation on one of the ``caches``, done to the packed and to the plain one."""
 
