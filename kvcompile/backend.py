@@ -135,7 +135,7 @@ class _GraphCompiler:
         return {
             index: PackedInput(value.packed_layout, value.token_dim, value.growing)
             for index, value in enumerate(self.example_inputs)
-            if isinstance(value, PackedTensor) and value.is_whole_cache
+            if isinstance(value, PackedTensor) and value.is_whole
         }
 
     def _logical_inputs(self) -> list[Any]:

@@ -255,11 +255,6 @@ class PackedTensor(torch.Tensor):
         return self.axes.index("t")
 
     @property
-    def is_whole_cache(self) -> bool:
-        """Whether this is a cache, rather than a view of a part of one."""
-        return self.start == 0 and len(self.axes) == 4 and self.axes[::3] == "bd" and self.packed.is_contiguous()
-
-    @property
     def num_tokens(self) -> int:
         """Tokens along the token axis; 1 if a single token was selected."""
         return self.shape[self.token_dim] if "t" in self.axes else 1
