@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
@@ -64,7 +65,9 @@ class _GraphCompiler:
         self.sites: list[Site] = []
 
     def compile(self) -> Callable[..., Any]:
-        if not mark_attention(self.marked):
+        with dynamo_timed("kvquant_mark_attention"):
+            marked = mark_attention(self.marked)
+        if not marked:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         if self._records_gradients():
             self.sites = sites_of(self.marked)
@@ -101,7 +104,8 @@ class _GraphCompiler:
             )
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        self._rewrite(gm, list(example_inputs))
+        with dynamo_timed("kvquant_quantize_kv_cache"):
+            self._rewrite(gm, list(example_inputs))
         self._report()
         if self.rewritten is None:
             raise _NothingRewrittenError
