@@ -17,6 +17,12 @@ LAYOUTS = [PackedLayout(name, role, HEAD_DIM) for name in FORMATS for role in ("
 INT8 = PackedLayout("int8_per_token_head", "key", HEAD_DIM)
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format_name}-{layout.role}")
+# One byte and two codes a byte, with and without zero point and rotation, row-major and column-major codes.
+varied_layouts = pytest.mark.parametrize(
+    "layout",
+    [INT8, PackedLayout("int4_per_token_head", "value", HEAD_DIM), PackedLayout("turboquant_4bit", "key", HEAD_DIM)],
+    ids=lambda layout: f"{layout.format_name}-{layout.role}",
+)
 both_token_dims = pytest.mark.parametrize("token_dim", [1, 2])
 
 

@@ -20,6 +20,7 @@ from packed_caches import (
     quantized,
     shape_of,
     values,
+    varied_layouts,
 )
 from torch import Tensor
 
@@ -125,7 +126,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-@every_layout
+@varied_layouts
 def test_a_write_of_token_vectors_quantizes_them(layout, write):
     cache, plain = pair(layout)
     x = values(2, 3, 70, HEAD_DIM)
@@ -295,7 +296,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("take", COPIES.values(), ids=COPIES.keys())
-@every_layout
+@varied_layouts
 def test_copies_of_token_vectors_stay_packed_and_are_not_quantized_again(layout, take):
     cache, plain = pair(layout)
     assert_same(take(cache), take(plain))
