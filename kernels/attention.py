@@ -29,7 +29,7 @@ from __future__ import annotations
 from kvcompile.kernels.codec import hadamard, halves, jit, log2, tl
 
 
-@jit(do_not_specialize=["q_len", "kv_len", "num_splits"])
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
@@ -306,7 +306,7 @@ def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: 
 @jit
 def _load_section(ptr, stride_block, block, slot, exists, DTYPE: tl.constexpr):
     """One number a token, float32 [tokens]. Strides of packed data are multiples of 64 bytes: they divide evenly."""
-    stride = stride_block * 8 // DTYPE.primitive_bitwidth
+    stride = stride_block // (DTYPE.primitive_bitwidth // 8)
     return tl.load(ptr.to(tl.pointer_type(DTYPE)) + block.to(tl.int64) * stride + slot, mask=exists, other=0.0).to(
         tl.float32
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,9 +80,59 @@ def attention_config(
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
     """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
-    tiles = max(1, triton.cdiv(kv_len, config.tokens))
+    tiles = max(1, _ceil_div(kv_len, config.tokens))
     splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
-    return triton.cdiv(tiles, triton.cdiv(tiles, splits))
+    return _ceil_div(tiles, _ceil_div(tiles, splits))
+
+
+class Launcher:
+    """Launches one Triton kernel, and remembers its compiled versions.
+
+    Triton looks for the compiled version anew at every launch, with some 15 us of Python. The key here is shorter: the
+    kernels name every integer that is no stride as ``do_not_specialize``, so that a version depends only on constants,
+    on the dtypes and the alignment of tensors, and on which strides are 1 or divisible by 16.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        strides: tuple[tuple[int, ...], ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> None:
+        """Run the kernel; its parameters are ``tensors``, ``strides``, ``numbers`` and ``constants``, in this order."""
+        device = tensors[0].device
+        key = (
+            device,
+            *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+            *[_stride_classes(stride) for stride in strides],
+            constants,
+        )
+        arguments = (*tensors, *strides, *numbers, *constants)
+        # Triton launches on the current device: make it the one of the tensors.
+        with contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device):
+            compiled = self.compiled.get(key)
+            if compiled is None:
+                self.compiled[key] = self.kernel[grid](*arguments, **options)
+            else:
+                compiled[grid](*arguments)
+
+
+launch_attention = Launcher(attention_kernel)
+launch_combine = Launcher(combine_kernel)
+launch_store = Launcher(store_kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stride_classes(strides: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
+    """What Triton specializes a kernel for, of every stride: whether it is 1, divisible by 16, and wider than int32."""
+    return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
 
 
 def attention(
@@ -121,7 +171,7 @@ def attention(
 
     rows = group_size * q_len
     config = attention_config(capability, key, value, rows, mask_per_row, float32)
-    row_tiles = triton.cdiv(rows, config.rows)
+    row_tiles = _ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, kv_len, num_sms)
     is_partial = splits > 1 or value.rotated
     if is_partial:
@@ -129,24 +179,29 @@ def attention(
         lse = query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
     else:
         partial = lse = out
-    with _on_device(query.device):
-        attention_kernel[batch * num_kv_heads, row_tiles, splits](
-            query, k_data, v_data, mask_data, partial, lse,
-            query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides,
-            num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e),
-            KEY=key, VALUE=value, GROUP_SIZE=group_size,
-            MASK=mask_kind, MASK_PER_ROW=mask_per_row, IS_CAUSAL=is_causal, PARTIAL=is_partial,
-            DTYPE=tl.float32 if float32 else tl.float16, PRECISION="tf32x3" if float32 and has_ptx else "ieee",
-            ROWS=config.rows, TOKENS=config.tokens, NUM_WARPS=config.num_warps, NUM_STAGES=config.num_stages,
-            **config.options,
-        )  # fmt: skip
-        if is_partial:
-            num_rows = batch * num_heads * q_len
-            rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
-            combine_kernel[(triton.cdiv(num_rows, rows_at_once),)](
-                partial, lse, out, num_rows, splits,
-                VALUE=value, ROWS=rows_at_once, SPLITS=splits_at_once, num_warps=4 if splits > 1 else 1,
-            )  # fmt: skip
+    launch_attention(
+        (batch * num_kv_heads, row_tiles, splits),
+        (query, k_data, v_data, mask_data, partial, lse),
+        (query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides),
+        (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e)),
+        (
+            key, value, group_size, mask_kind, mask_per_row, is_causal, is_partial,
+            tl.float32 if float32 else tl.float16, "tf32x3" if float32 and has_ptx else "ieee",
+            config.rows, config.tokens, config.num_warps, config.num_stages,
+        ),
+        config.options,
+    )  # fmt: skip
+    if is_partial:
+        num_rows = batch * num_heads * q_len
+        rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
+        launch_combine(
+            (_ceil_div(num_rows, rows_at_once), 1, 1),
+            (partial, lse, out),
+            (),
+            (num_rows, splits),
+            (value, rows_at_once, splits_at_once),
+            {"num_warps": 4 if splits > 1 else 1},
+        )
     return out
 
 
@@ -159,12 +214,18 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     tokens, num_warps = (1, 1) if num_tokens == 1 else (32, 4)
-    with _on_device(x.device):
-        store_kernel[(triton.cdiv(num_tokens, tokens) * batch * num_kv_heads,)](
-            data, x, positions, written, data.stride()[:3], x.stride(), positions.stride(), written.stride(),
-            num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens,
-            OPERAND=operand, HAS_VALID=valid is not None, TOKENS=tokens, num_warps=num_warps,
-        )  # fmt: skip
+    launch_store(
+        (_ceil_div(num_tokens, tokens) * batch * num_kv_heads, 1, 1),
+        (data, x, positions, written),
+        (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
+        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens),
+        (operand, valid is not None, tokens),
+        {"num_warps": num_warps},
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @functools.cache
@@ -174,8 +235,3 @@ def _device(device: torch.device) -> tuple[int, int, bool]:
         return 0, 2, False
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count, torch.version.hip is None
-
-
-def _on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device: make it the one of the tensors."""
-    return contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcompile.kernels.codec import hadamard, halves, jit, tl
 
 
-@jit(do_not_specialize=["num_tokens", "num_slots"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
     num_kv_heads, num_tokens, num_slots,

@@ -1,0 +1,43 @@
+"""Where the tests of Triton kernels run: compiled on a GPU, or interpreted on a CPU.
+
+``TRITON_INTERPRET`` must be set before Triton is imported, and must not be set for Inductor: test_interpreter.py runs
+the same tests in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A device that runs Triton kernels."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; test_interpreter.py runs this on a CPU")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def poisoned_outputs():
+    """Fresh tensors are full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    # Triton 3.6 turns an array of one element into an index, which NumPy refuses since 2.4.
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor_with_index(tensor, scope):
+        _patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor_with_index

@@ -1,0 +1,158 @@
+"""The kernels compile for sm_80 and sm_90 with Triton's own compiler; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvcompile.kernels import launch
+from kvcompile.kernels.codec import INTERPRETED
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
+
+CPU = torch.device("cpu")
+INT8 = "int8_per_token_head"
+
+
+class CompileOnly:
+    """Stands in for a kernel: compiles what would be launched."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def compile_kernel(*arguments, **options):
+            self.compiled.append(self.kernel.warmup(*arguments, grid=grid, **options))
+
+        return compile_kernel
+
+
+class NoDriver:
+    """What Triton asks a driver before it compiles, for a GPU that is not there."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return f"sm_{self.capability}"
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def capability(request):
+    return getattr(request, "param", 90)
+
+
+@pytest.fixture
+def compiled(capability, monkeypatch):
+    """Kernels that the launchers have compiled, by name."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
+    monkeypatch.setattr(launch, "_device", lambda device: (capability // 10, 108, True))
+    monkeypatch.setattr(launch, "INTERPRETED", True)  # there is no device to switch to
+    kernels = {}
+    for name in ("attention", "combine", "store"):
+        kernel = CompileOnly(getattr(launch, f"{name}_kernel"))
+        monkeypatch.setattr(launch, f"launch_{name}", launch.Launcher(kernel))
+        kernels[name] = kernel.compiled
+    return kernels
+
+
+both_capabilities = pytest.mark.parametrize("capability", [80, 90], indirect=True)
+
+
+def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
+           is_causal=False):  # fmt: skip
+    """Compile attention for these arguments."""
+    layouts = PackedLayout(key, "key", head_dim), PackedLayout(value, "value", head_dim)
+    data = [empty_packed(layout, kv_len, 1, 2, CPU) for layout in layouts]
+    query = torch.zeros(1, 2 * group_size, q_len, head_dim, dtype=dtype)
+    launch.attention(query, *data, mask, kv_len, is_causal, 0.1, key, value, head_dim)
+
+
+def main_loop(kernel):
+    """Machine instructions of the loop with the tensor core products."""
+    lines = [line.split("\t")[-1] for line in kernel.asm["sass"].splitlines()]
+    labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\w+:", line)}
+    for end, line in enumerate(lines):
+        branch = re.search(r"BRA (\w+);", line)
+        if branch and labels[branch[1]] < end:
+            loop = lines[labels[branch[1]] : end]
+            if any("MMA" in instruction for instruction in loop):
+                return loop
+    raise AssertionError("no loop with tensor core products")
+
+
+def uses(instructions, name):
+    return any(re.search(rf"\b{name}\b", instruction) for instruction in instructions)
+
+
+@both_capabilities
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_decoding_compiles_for_every_format_to_a_loop_without_spills_and_stalling_loads(format_name, compiled):
+    attend(format_name, format_name)
+    (kernel,) = compiled["attention"]
+    loop = main_loop(kernel)
+    assert not uses(loop, "LDL")
+    assert not uses(loop, "STL")
+    assert uses(loop, "LDGSTS")  # asynchronous copies
+    assert not uses(loop, "LDG")
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_three_programs_that_decode_fit_a_multiprocessor_of_a_hopper_gpu(format_name, compiled):
+    attend(format_name, format_name)
+    (kernel,) = compiled["attention"]
+    assert 3 * kernel.metadata.shared <= 227 * 1024
+    assert 3 * 128 * kernel.metadata.maxnreg <= 64 * 1024
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("capability", "role", "tokens"), [(80, "key", 1), (90, "value", 64)], indirect=["capability"])
+def test_storing_compiles_for_every_format(format_name, role, tokens, compiled):
+    data = empty_packed(PackedLayout(format_name, role, 128), 64, 1, 2, CPU)
+    x = torch.zeros(1, tokens, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
+    launch.store(data, x, torch.arange(tokens), None, format_name, role)
+    (kernel,) = compiled["store"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+VARIANTS = {
+    "prefill": {"q_len": 100, "is_causal": True},
+    "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
+    "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
+    "float mask": {"mask": torch.ones(1, 1000)},
+    "float32": {"dtype": torch.float32},
+    "padded head": {"head_dim": 80, "dtype": torch.float16},
+    "wide head": {"head_dim": 256},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_attention_compiles(variant, compiled):
+    attend("turboquant_4bit", INT8, **VARIANTS[variant])
+    assert len(compiled["attention"]) == 1
+
+
+def test_longer_caches_and_more_queries_do_not_recompile(compiled):
+    for kv_len in (1000, 1001, 1024, 5000):
+        attend(INT8, INT8, kv_len=kv_len)
+    assert len(launch.launch_attention.compiled) == 1
+    for q_len in (20, 21, 32, 100):
+        attend(INT8, INT8, q_len=q_len, is_causal=True)
+    assert len(launch.launch_attention.compiled) == 2

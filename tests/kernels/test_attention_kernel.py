@@ -1,0 +1,255 @@
+"""The attention kernel computes what the specification computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvcompile.kernels import launch
+from kvcompile.kernels.codec import packed_operand
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import write_tokens_
+from kvcompile.kernels.reference_attention import attend
+
+every_format = pytest.mark.parametrize("format_name", FORMATS)
+INT8 = "int8_per_token_head"
+NAN_BYTES = 0xFF  # NaN as fp32, fp16 and e4m3
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+
+@dataclasses.dataclass
+class Case:
+    """Random queries, keys and values, packed in a buffer that is full of NaN elsewhere.
+
+    ``spread`` is the standard deviation of keys and values.
+    """
+
+    device: torch.device
+    key: str = INT8
+    value: str = INT8
+    batch: int = 2
+    num_kv_heads: int = 2
+    group_size: int = 2
+    q_len: int = 1
+    kv_len: int = 130
+    head_dim: int = 64
+    v_head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    spread: float = 1.0
+    scale: float = 0.2
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(0)
+        num_heads = self.num_kv_heads * self.group_size
+        self.query = torch.randn(self.batch, num_heads, self.q_len, self.head_dim, generator=generator).to(self.dtype)
+        self.layouts = (
+            PackedLayout(self.key, "key", self.head_dim),
+            PackedLayout(self.value, "value", self.v_head_dim),
+        )
+        self.data = []
+        for layout in self.layouts:
+            x = torch.randn(self.batch, self.num_kv_heads, self.kv_len, layout.head_dim, generator=generator)
+            shape = layout.shape(self.kv_len + 64, self.batch, self.num_kv_heads)
+            data = torch.full(shape, NAN_BYTES, dtype=torch.uint8)
+            write_tokens_(data, layout, x * self.spread, torch.arange(self.kv_len))
+            self.data.append(data)
+
+    def kernel(self, mask=None, is_causal=False):
+        return launch.attention(
+            self.query.to(self.device), *[data.to(self.device) for data in self.data],
+            None if mask is None else mask.to(self.device), self.kv_len, is_causal, self.scale,
+            self.key, self.value, self.v_head_dim,
+        ).cpu()  # fmt: skip
+
+    def expected(self, mask=None, is_causal=False):
+        return attend(
+            self.query.float(), *self.data, *self.layouts,
+            mask=mask, kv_len=self.kv_len, is_causal=is_causal, scale=self.scale,
+        )  # fmt: skip
+
+    def check(self, mask=None, is_causal=False):
+        out, expected = self.kernel(mask, is_causal), self.expected(mask, is_causal)
+        assert out.is_contiguous()
+        assert out.dtype == self.dtype
+        relative_error = (out.float() - expected).norm() / expected.norm()
+        assert relative_error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
+
+
+@every_format
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_decoding_agrees_with_the_specification(format_name, head_dim, device):
+    Case(device, format_name, format_name, batch=1, head_dim=head_dim, v_head_dim=head_dim).check()
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_queries_may_be_of_any_float_dtype(format_name, dtype, device):
+    Case(device, format_name, format_name, batch=1, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("key", FORMATS)
+def test_keys_and_values_have_formats_and_head_dims_of_their_own(key, device):
+    value = {"turboquant_4bit": "int4_unrotated", "int8_per_token_head": "turboquant_4bit"}.get(key, INT8)
+    Case(device, key, value, head_dim=128, v_head_dim=80, batch=1).check()
+
+
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 127, 128, 129, 600])
+@pytest.mark.parametrize("format_name", [INT8, "int4_per_token_head"])
+def test_every_length_of_the_cache_agrees_and_nothing_beyond_it_is_seen(kv_len, format_name, device):
+    Case(device, format_name, format_name, kv_len=kv_len, batch=1).check()
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8])
+@pytest.mark.parametrize("q_len", [1, 3, 16])
+def test_query_heads_share_a_kv_head_at_every_q_len(group_size, q_len, device):
+    Case(device, group_size=group_size, q_len=q_len, batch=1).check()
+
+
+@pytest.mark.parametrize("format_name", [INT8, "turboquant_4bit"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_prefill_agrees_with_the_specification(format_name, is_causal, device):
+    Case(device, format_name, format_name, q_len=100, kv_len=100, batch=1).check(is_causal=is_causal)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 200])
+def test_a_causal_query_sees_the_keys_up_to_its_own_position(q_len, device):
+    Case(device, q_len=q_len, group_size=1, batch=1).check(is_causal=True)
+
+
+MASKS = {
+    "a prefix": lambda b, h, q, n: (torch.arange(n) < n // 2).expand(b, 1, 1, n),
+    "a range of each sequence": lambda b, h, q, n: (
+        (torch.arange(n) >= torch.arange(b)[:, None] * 70) & (torch.arange(n) < n - 5)
+    ).reshape(b, 1, 1, n),
+    "holes": lambda b, h, q, n: (torch.arange(n) % 3 > 0).expand(1, 1, 1, n),
+    "one key": lambda b, h, q, n: (torch.arange(n) == n - 1).expand(b, 1, 1, n),
+    "causal, aligned to the end": lambda b, h, q, n: torch.ones(q, n, dtype=torch.bool).tril(n - q).expand(b, 1, q, n),
+    "different heads": lambda b, h, q, n: torch.arange(b * h * q * n).reshape(b, h, q, n) % 5 > 0,
+    "float, for all rows": lambda b, h, q, n: torch.sin(torch.arange(float(n))).expand(b, 1, 1, n),
+    "float, different rows": lambda b, h, q, n: torch.sin(torch.arange(float(b * h * q * n))).reshape(b, h, q, n),
+    "float, half of it -inf": lambda b, h, q, n: torch.zeros(n).index_fill(0, torch.arange(n // 2), -torch.inf),
+    "float, half of it as small as floats get": lambda b, h, q, n: (
+        torch.zeros(n).index_fill(0, torch.arange(n // 2), torch.finfo(torch.float32).min).expand(1, 1, q, n)
+    ),
+    "float in 16 bits": lambda b, h, q, n: torch.cos(torch.arange(float(n))).bfloat16().expand(b, 1, 1, n),
+}
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_mean_what_they_mean_to_the_specification(mask, q_len, device):
+    case = Case(device, "int8_per_token_head", "int4_per_token_head", q_len=q_len, kv_len=150)
+    case.check(MASKS[mask](case.batch, case.query.shape[1], q_len, case.kv_len))
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("hidden", [torch.tensor(False), torch.tensor(-torch.inf)])
+def test_a_query_that_sees_no_key_gets_zeros(q_len, hidden, device):
+    case = Case(device, q_len=q_len)
+    mask = hidden.expand(2, 1, q_len, case.kv_len).clone()
+    mask[1] = 1
+    out = case.kernel(mask)
+    assert out[0].eq(0).all()
+    torch.testing.assert_close(out.float(), case.expected(mask), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("mask_value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_query_whose_keys_are_all_far_below_zero_weighs_them_as_the_specification_does(mask_value, device):
+    case = Case(device, "int8_per_token_head", "turboquant_4bit", spread=0.01)
+    case.check(torch.full((1, 1, 1, case.kv_len), mask_value))
+
+
+@every_format
+@pytest.mark.parametrize("spread", [1e-3, 1e3])
+def test_small_and_large_values_keep_their_precision(format_name, spread, device):
+    Case(device, format_name, format_name, spread=spread, scale=0.2 / spread, batch=1).check()
+
+
+def test_many_faint_tokens_beside_one_strong_one_are_not_lost(device):
+    """The strong token has half of the weight, and each faint one less than fp16 could hold beside it."""
+    case = Case(device, batch=1, num_kv_heads=1, group_size=1, kv_len=2000, scale=1.0, spread=1e-2)
+    mask = torch.zeros(case.kv_len).index_fill(0, torch.tensor([700]), torch.tensor(2000.0).log().item())
+    case.check(mask.expand(1, 1, 1, -1))
+
+
+@pytest.mark.parametrize("bad", ["key", "value"])
+def test_a_token_that_is_not_finite_spoils_its_own_head_only(bad, device):
+    case = Case(device)
+    x = torch.full((2, 2, 1, 64), torch.nan)
+    x[0] = 0.0
+    x[1, 1] = 0.0
+    index = ["key", "value"].index(bad)
+    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([17]))
+    out = case.kernel()
+    assert out[1, :2].isnan().all()
+    assert not out[0].isnan().any()
+    assert not out[1, 2:].isnan().any()
+
+
+def test_queries_and_data_may_have_any_strides(device):
+    case = Case(device)
+    query = case.query.transpose(1, 2).contiguous().to(device).transpose(1, 2)
+    data = [torch.cat([data, data], 1).to(device)[:, : case.batch] for data in case.data]
+    out = launch.attention(query, *data, None, case.kv_len, False, case.scale, case.key, case.value, case.v_head_dim)
+    assert torch.equal(out.cpu(), case.kernel())
+
+
+def test_nothing_to_attend_to_gives_zeros(device):
+    case = Case(device)
+    case.kv_len = 0
+    assert case.kernel().eq(0).all()
+
+
+@every_format
+def test_every_code_has_the_level_of_the_specification(format_name, device):
+    """With all the weight on one token the output is that token's value; its codes are random."""
+    case = Case(device, format_name, format_name, batch=1, num_kv_heads=1, group_size=1, kv_len=64, dtype=torch.float16)
+    codes = case.layouts[1].split(case.data[1])["codes"]
+    generator = torch.Generator().manual_seed(3)
+    codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=generator))
+    for token in (0, 5, 40, 63):
+        case.check((torch.arange(64) == token).expand(1, 1, 1, -1))
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 64])
+def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
+    capability, _, has_ptx = launch._device(device)
+    monkeypatch.setattr(launch, "_device", lambda device: (capability, num_sms, has_ptx))
+    case = Case(device, batch=1, kv_len=1100)
+    case.check()
+    case.check((torch.arange(case.kv_len) < 300).expand(1, 1, 1, -1))
+
+
+def test_splits_fill_one_wave_and_none_is_without_a_tile():
+    key, value = (packed_operand(INT8, role, 128, False) for role in ("key", "value"))
+    config = launch.attention_config(9, key, value, 4, False, False)
+    for programs in (1, 8, 64, 1000):
+        for kv_len in (1, 64, 1000, 32768, 131072):
+            splits = launch.num_splits(config, programs, kv_len, 132)
+            tiles = -(-kv_len // config.tokens)
+            assert 1 <= splits <= tiles
+            assert splits == 1 or splits * programs <= 132 * config.programs_per_sm
+            assert -(-tiles // splits) * (splits - 1) < tiles
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_gigabytes_are_right():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case = Case(torch.device("cuda"), batch=1, num_kv_heads=1, group_size=1, head_dim=128, v_head_dim=128)
+    plain = case.kernel()
+    wide = []
+    for data in case.data:
+        buffer = torch.full((data.shape[0], 1, 100_000, data.shape[3]), NAN_BYTES, dtype=torch.uint8, device="cuda")
+        assert buffer.numel() > 2**31
+        buffer[:, :, -1:] = data.cuda()
+        wide.append(buffer[:, :, -1:])
+    query = case.query.cuda()
+    out = launch.attention(query, *wide, None, case.kv_len, False, case.scale, case.key, case.value, 128)
+    assert torch.equal(out.cpu(), plain)

@@ -1,0 +1,167 @@
+"""The operators kvcompile::store, kvcompile::attention and kvcompile::sdpa."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed, write_tokens
+from kvcompile.kernels.reference_attention import attend
+
+CPU = torch.device("cpu")
+INT8 = "int8_per_token_head"
+KEY, VALUE = PackedLayout(INT8, "key", 64), PackedLayout(INT8, "value", 64)
+
+store = torch.ops.kvcompile.store.default
+attention = torch.ops.kvcompile.attention.default
+sdpa = torch.ops.kvcompile.sdpa.default
+
+
+def caches(kv_len=70, batch=2, heads=2):
+    """Packed keys and values of random vectors."""
+    torch.manual_seed(0)
+    positions = torch.arange(kv_len)
+    return [
+        write_tokens(
+            empty_packed(layout, kv_len, batch, heads, CPU), layout, torch.randn(batch, heads, kv_len, 64), positions
+        )
+        for layout in (KEY, VALUE)
+    ]
+
+
+def attention_arguments(mask=None):
+    return torch.randn(2, 4, 3, 64), *caches(), mask, 70, False, 0.125, INT8, INT8, 64
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_store_writes_in_place_what_the_specification_writes(format_name):
+    layout = PackedLayout(format_name, "value", 64)
+    data, x, positions = empty_packed(layout, 70, 2, 2, CPU), torch.randn(2, 2, 3, 64), torch.tensor([0, 64, 5])
+    expected = write_tokens(data, layout, x, positions)
+    assert store(data, x, positions, None, format_name, "value") is None
+    assert torch.equal(data, expected)
+
+
+def test_attention_means_attend_and_is_contiguous():
+    query, k_data, v_data, mask, kv_len, is_causal, scale, *_ = arguments = attention_arguments()
+    out = attention(*arguments)
+    expected = attend(query, k_data, v_data, KEY, VALUE, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected)
+
+
+def test_sdpa_means_scaled_dot_product_attention():
+    q, k, v = torch.randn(2, 4, 3, 64), torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64)
+    out = sdpa(q, k, v, None, 0.0, False, 0.5, True, "model.layers.0.self_attn")
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True))
+
+
+@pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True])])
+def test_store_passes_the_checks_of_torch_library(valid):
+    data, x = empty_packed(KEY, 70, 2, 2, CPU), torch.randn(2, 2, 3, 64)
+    torch.library.opcheck(store, (data, x, torch.arange(3), valid, INT8, "key"))
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(70) < 50])
+def test_attention_passes_the_checks_of_torch_library(mask):
+    torch.library.opcheck(attention, attention_arguments(mask))
+
+
+def test_sdpa_passes_the_checks_of_torch_library():
+    q, k, v = torch.randn(2, 4, 3, 64), torch.randn(2, 4, 9, 64), torch.randn(2, 4, 9, 64)
+    torch.library.opcheck(sdpa, (q, k, v, None, 0.0, False, None, False, "attn"))
+
+
+def test_fake_tensors_may_have_symbolic_sizes():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        tokens, kv_len = mode.shape_env.create_unbacked_symint(), mode.shape_env.create_unbacked_symint()
+        blocks = mode.shape_env.create_unbacked_symint()
+        k_data = torch.empty(blocks, 2, 2, KEY.block_bytes, dtype=torch.uint8)
+        v_data = torch.empty(blocks, 2, 2, VALUE.block_bytes, dtype=torch.uint8)
+        store(k_data, torch.empty(2, 2, tokens, 64), torch.empty(tokens, dtype=torch.int64), None, INT8, "key")
+        query = torch.empty(2, 4, tokens, 64, dtype=torch.bfloat16)
+        out = attention(query, k_data, v_data, None, kv_len, True, 0.1, INT8, INT8, 96)
+    assert out.shape[2] is not None
+    assert out.shape[3] == 96
+    assert out.dtype == torch.bfloat16
+
+
+def test_compiled_code_calls_the_operators_and_stores_in_place():
+    def step(data, v_data, x, position, query):
+        store(data, x, position, None, INT8, "key")
+        return attention(query, data, v_data, None, 70, False, 0.125, INT8, INT8, 64)
+
+    k_data, v_data = caches()
+    x, position, query = torch.randn(2, 2, 1, 64), torch.tensor([69]), torch.randn(2, 4, 1, 64)
+    expected_data = k_data.clone()
+    expected = step(expected_data, v_data, x, position, query)
+    address = k_data.data_ptr()
+    out = torch.compile(step, fullgraph=True)(k_data, v_data, x, position, query)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(k_data, expected_data)
+    assert k_data.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {**a, "format": "int4_unrotated"}, r"blocks of 4352 bytes, but int4_unrotated .* has 2304"),
+        (lambda a: {**a, "format": "int5"}, "unknown cache format 'int5'"),
+        (lambda a: {**a, "data": a["data"].float()}, "data must be uint8"),
+        (lambda a: {**a, "data": a["data"][:, :1]}, "data is for batch and KV heads"),
+        (lambda a: {**a, "data": a["data"].transpose(0, 3).contiguous().transpose(0, 3)}, "has strides"),
+        (lambda a: {**a, "positions": torch.arange(4)}, "positions must be"),
+        (lambda a: {**a, "valid": torch.ones(2, dtype=torch.bool)}, "valid must be"),
+    ],
+)
+def test_store_refuses_what_does_not_fit_and_says_what(change, message):
+    arguments = {
+        "data": caches()[0], "x": torch.randn(2, 2, 3, 64), "positions": torch.arange(3), "valid": None,
+        "format": INT8, "role": "key",
+    }  # fmt: skip
+    store(**arguments)
+    with pytest.raises(ValueError, match=message):
+        store(**change(arguments))
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (0, torch.randn(2, 3, 1, 64), "multiple of the KV heads"),
+        (0, torch.randn(1, 4, 1, 64), "the same batch"),
+        (0, torch.randn(2, 4, 1, 80), "k_data has blocks of 4352 bytes, but int8_per_token_head with head_dim 80"),
+        (4, 129, "kv_len 129 is not within the 128 tokens"),
+        (8, "fp8", "unknown cache format 'fp8'"),
+        (9, 80, "v_data has blocks of 4352 bytes"),
+    ],
+)
+def test_attention_refuses_what_does_not_fit_and_says_what(index, value, message):
+    arguments = list(attention_arguments())
+    arguments[index] = value
+    with pytest.raises(ValueError, match=message):
+        attention(*arguments)
+
+
+def test_everything_but_the_kernels_works_without_triton():
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kvcompile.kernels import ops
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed
+layout = PackedLayout("int4_per_token_head", "key", 64)
+data = empty_packed(layout, 64, 1, 1, torch.device("cpu"))
+torch.ops.kvcompile.store(data, torch.ones(1, 1, 1, 64), torch.tensor([3]), None, "int4_per_token_head", "key")
+assert data.any()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,180 @@
+"""The store kernel writes the bytes that the specification writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvcompile.kernels import launch
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import empty_packed, write_tokens_
+
+CPU = torch.device("cpu")
+
+every_format = pytest.mark.parametrize("format_name", FORMATS)
+both_roles = pytest.mark.parametrize("role", ["key", "value"])
+
+
+def random_bytes(layout, num_tokens, batch, heads):
+    """Packed data of nonsense, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, layout.shape(num_tokens, batch, heads), dtype=torch.uint8, generator=generator)
+
+
+def assert_stores_like_the_specification(layout, x, positions, valid=None, *, device, num_slots, restride=None):
+    """Write into nonsense with the kernel and with the specification, and compare every byte of the buffer.
+
+    The specification runs on the CPU: PyTorch divides by a constant differently on a GPU. ``restride`` is applied to
+    the vectors on the device.
+    """
+    on_device = x.to(device)
+    if restride is not None:
+        x, on_device = restride(x), restride(on_device)
+    expected = random_bytes(layout, num_slots, *x.shape[:2])
+    data = expected.to(device)
+    write_tokens_(expected, layout, x, positions, valid)
+    valid_on_device = None if valid is None else valid.to(device)
+    launch.store(data, on_device, positions.to(device), valid_on_device, layout.format_name, layout.role)
+    written, expected = layout.split(data.cpu()), layout.split(expected)
+    for name in written:
+        if name == "codes":
+            planes = zip(layout.format.planes(written[name]), layout.format.planes(expected[name]), strict=True)
+            distance = torch.stack([(a.int() - b.int()).abs() for a, b in planes])
+            if layout.format.rotated:  # another order of summation, so that ties may round the other way
+                assert distance.max() <= 1
+                assert (distance > 0).float().mean() < 1e-3
+            else:
+                assert distance.max() == 0
+        else:
+            tolerance = 2e-3 if layout.format.rotated else 0
+            torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def vectors(batch, heads, tokens, head_dim, dtype=torch.bfloat16, seed=0):
+    """Random vectors, among them some that are hard: zeros, a constant, tiny, large, an outlier."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, heads, tokens, head_dim, generator=generator)
+    x.view(-1, head_dim)[::9] = 0.0
+    x.view(-1, head_dim)[1::9] = 3.0
+    x.view(-1, head_dim)[2::9] *= 1e-6
+    x.view(-1, head_dim)[3::9] *= 1e4
+    x.view(-1, head_dim)[4::9, 3] = 50.0
+    return x.to(dtype)
+
+
+@every_format
+@both_roles
+@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 65), (80, 1), (96, 7), (128, 63), (256, 2)])
+def test_stored_bytes_are_those_of_the_specification(format_name, role, head_dim, tokens, device):
+    layout = PackedLayout(format_name, role, head_dim)
+    x = vectors(2, 2, tokens, head_dim)
+    positions = torch.arange(60, 60 + tokens)
+    assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=130)
+
+
+@both_roles
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+def test_any_number_of_tokens_may_cross_any_number_of_blocks(role, tokens, device):
+    layout = PackedLayout("int8_per_token_head", role, 64)
+    for start in (0, 63):
+        x, positions = vectors(1, 2, tokens, 64), torch.arange(start, start + tokens)
+        assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=200)
+
+
+@every_format
+@both_roles
+def test_tokens_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(format_name, role, device):
+    generator = torch.Generator().manual_seed(2)
+    positions = torch.stack([torch.randperm(150, generator=generator)[:40] for _ in range(2)])
+    valid = torch.rand(2, 40, generator=generator) > 0.3
+    layout = PackedLayout(format_name, role, 64)
+    assert_stores_like_the_specification(layout, vectors(2, 2, 40, 64), positions, valid, device=device, num_slots=150)
+
+
+def test_one_valid_mask_may_serve_all_sequences(device):
+    layout = PackedLayout("int8_per_token_head", "key", 64)
+    valid = torch.arange(9) % 2 == 0
+    positions = torch.arange(9)
+    assert_stores_like_the_specification(layout, vectors(2, 2, 9, 64), positions, valid, device=device, num_slots=70)
+
+
+@pytest.mark.parametrize("format_name", ["int8_per_token_head", "turboquant_4bit"])
+@pytest.mark.parametrize(
+    "restride",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # [batch, tokens, heads, head_dim] in memory
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),  # channels far apart
+        lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],  # part of a fused projection
+        lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),  # one head for all
+    ],
+)
+def test_vectors_may_have_any_strides(format_name, restride, device):
+    layout = PackedLayout(format_name, "value", 64)
+    x, positions = vectors(2, 3, 5, 64), torch.arange(5)
+    assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=64, restride=restride)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_vectors_may_have_any_float_dtype(format_name, dtype, device):
+    layout = PackedLayout(format_name, "key", 64)
+    x = vectors(1, 2, 20, 64, dtype)
+    assert_stores_like_the_specification(layout, x, torch.arange(20), device=device, num_slots=64)
+
+
+@every_format
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_vector_that_is_not_finite_becomes_nan_and_touches_no_other(format_name, bad, device):
+    layout = PackedLayout(format_name, "key", 64)
+    x = vectors(1, 2, 12, 64)
+    x[0, 1, 5, 17] = bad
+    assert_stores_like_the_specification(layout, x, torch.arange(12), device=device, num_slots=64)
+
+
+@both_roles
+def test_data_may_be_part_of_a_larger_buffer(role, device):
+    layout = PackedLayout("int4_per_token_head", role, 64)
+    buffer = random_bytes(layout, 300, 4, 2)
+    x, positions = vectors(2, 2, 70, 64), torch.arange(30, 100)
+    expected = buffer.clone()
+    write_tokens_(expected[:2, 1:3], layout, x, positions)
+    on_device = buffer.to(device)
+    launch.store(on_device[:2, 1:3], x.to(device), positions.to(device), None, layout.format_name, role)
+    different = (on_device.cpu() != expected).sum()
+    assert different <= 4  # rounding ties of the rotation, and nothing outside the part
+
+
+@pytest.mark.parametrize("position", [-1, 64, 2**40])
+def test_a_position_outside_the_cache_reaches_no_memory(position, device):
+    layout = PackedLayout("int8_per_token_head", "key", 64)
+    buffer = random_bytes(layout, 192, 1, 1).to(device)
+    before = buffer.clone()
+    x = vectors(1, 1, 1, 64).to(device)
+    launch.store(buffer[1:2], x, torch.tensor([position], device=device), None, layout.format_name, "key")
+    assert torch.equal(buffer, before)
+
+
+def test_storing_nothing_is_allowed(device):
+    layout = PackedLayout("int8_per_token_head", "key", 64)
+    data = empty_packed(layout, 64, 1, 1, device)
+    positions = torch.zeros(0, dtype=torch.int64, device=device)
+    launch.store(data, torch.zeros(1, 1, 0, 64, device=device), positions, None, layout.format_name, "key")
+    assert data.eq(0).all()
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_gigabytes_are_right():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layout = PackedLayout("int8_per_token_head", "value", 128)
+    data = empty_packed(layout, 300_000, 8, 8, torch.device("cuda"))
+    assert data.numel() > 2**31
+    x = vectors(8, 8, 1, 128)
+    launch.store(data, x.cuda(), torch.tensor([299_999], device="cuda"), None, layout.format_name, "value")
+    expected = empty_packed(layout, 64, 8, 8, CPU)
+    write_tokens_(expected, layout, x, torch.tensor([299_999 % 64]))
+    assert torch.equal(data[-1].cpu(), expected[0])
+    assert not data[:-1].any()
