@@ -18,6 +18,10 @@ class OptionsError(KVCompileError, ValueError):
     """``mode`` or ``options`` of ``torch.compile`` is wrong: the message names it and lists what exists."""
 
 
+class AliasedCacheError(KVCompileError):
+    """Two packed caches that a compiled graph writes are one: their writes would be lost or mixed."""
+
+
 class UnsupportedSiteError(KVCompileError):
     """An attention site cannot use a packed cache, and ``on_unsupported`` is ``error``.
 

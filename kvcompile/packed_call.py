@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, check_adoptable
+from kvcompile.errors import AliasedCacheError
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.sizes import SizeReader
@@ -47,6 +48,7 @@ class PackedCall:
                 if action.output is not None:
                     grown.append((action.output, cache))
             args[action.index] = cache.packed
+        _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
         outputs = list(self._compiled(args))
         for index, cache in grown:
             outputs[index] = cache
@@ -93,10 +95,20 @@ def _adopt_all(caches: list[tuple[Tensor, InputAction]]) -> None:
         adopt(tensor, action.layout, action.token_axis)
 
 
+def _check_distinct(mutated: list[Tensor]) -> None:
+    """The graph was rewritten as if mutated caches were distinct, which AOTAutograd cannot see of packed ones."""
+    addresses = [data.data_ptr() for data in mutated if data.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise AliasedCacheError(
+            "two packed caches that this compiled graph writes share their storage (one is a view of the other); "
+            "pass a clone() of one of them"
+        )
+
+
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
     if isinstance(cache, PackedTensor):
         return cache
-    return PackedTensor.from_dense(cache, action.layout, action.token_axis)
+    return PackedTensor.from_dense(cache, action.layout, action.token_axis, growing=True)
 
 
 def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:

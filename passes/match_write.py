@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import with_defaults
@@ -104,9 +105,15 @@ def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
-    """Positions with Python's meaning of negative ones."""
+    """Positions with Python's meaning of negative ones; those outside the cache point behind its packed data.
+
+    The last block may have room for tokens that the model's cache has not. A write there must not go unnoticed, so it
+    is sent to where the store checks bounds: generated C++ raises, and the Triton store writes nothing.
+    """
     positions = positions.long()
-    return torch.where(positions < 0, positions + num_tokens, positions)
+    positions = torch.where(positions < 0, positions + num_tokens, positions)
+    inside = (positions >= 0) & (positions < num_tokens)
+    return torch.where(inside, positions, num_tokens + BLOCK_TOKENS)
 
 
 def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
@@ -218,9 +225,12 @@ def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
     if not constant or not covers:
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
 
+    num_tokens = shape_of(base)[token_axis]
+    batch = shape[0] if len(shape) == 4 else 1
+
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-        x = x[:, :, :n] if token_axis == 2 else x[:, :n]
-        return heads_first(x, token_axis), pos.reshape(pos.shape[0], -1) if pos.shape[0] > 1 else pos.reshape(-1), None
+        pos = pos.reshape(-1) if batch == 1 else pos.reshape(batch, -1)
+        return heads_first(x, token_axis), _wrapped(pos, num_tokens), None
 
     if not all(statically_known_true(a == b) for a, b in zip(shape_of(value), whole, strict=True)):
         raise _refuse(node, role, "its source has another shape than its index")

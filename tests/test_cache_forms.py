@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from kvcompile import last_report
+from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_tensor import PackedTensor
 
@@ -145,3 +146,28 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(wri
     (site,) = last_report().sites
     assert [cache.write_form for cache in site.caches] == [FORMS[write]] * 2
     assert [cache.kind for cache in site.caches] == ["static", "static"]
+
+
+@pytest.mark.parametrize("position", [MAX_LEN, MAX_LEN + 5, -MAX_LEN - 1])
+def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room(position: int) -> None:
+    step = attention_step(index_copy, 2)
+    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
+    q, k, v = (torch.randn(BATCH, heads, 1, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    mask = torch.ones(1, MAX_LEN, dtype=torch.bool)
+    with torch.no_grad():
+        compiled(q, k, v, *caches(2), torch.tensor([3]), mask)
+        with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
+            compiled(q, k, v, *caches(2), torch.tensor([position]), mask)
+
+
+def test_two_packed_caches_of_one_storage_are_told_apart_at_run_time() -> None:
+    step = attention_step(index_copy, 2)
+    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
+    q, k, v = (torch.randn(BATCH, heads, 1, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    k_cache = packed_copy(caches(2)[0], "key", 2)
+    v_cache = PackedTensor.over(
+        k_cache.packed, PackedLayout(POLICY, "value", HEAD_DIM), k_cache.dtype, "bhtd", k_cache.shape
+    )
+    mask = torch.ones(1, MAX_LEN, dtype=torch.bool)
+    with torch.no_grad(), pytest.raises(AliasedCacheError, match="share their storage"):
+        compiled(q, k, v, k_cache, v_cache, torch.tensor([3]), mask)
