@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Measurement:
     """What one backend gave.
 
     Attributes:
-        tokens_per_second: of decoding one token at a time, compilation left out.
+        tokens_per_second: of decoding one token at a time, in the median step.
         cache_bytes: bytes of the cache's storages.
         bits_per_byte: of held-out text, read through the cache.
         text: what the model wrote.
@@ -89,25 +90,26 @@ class Runner:
     def measure(self, text: Text) -> Measurement:
         prompt = text.windows[0, :PROMPT_TOKENS]
         self.generate(prompt, WARM_UP_TOKENS, "compiling")
-        tokens, seconds, cache = self.generate(prompt, self.new_tokens, "generating")
+        tokens, step_seconds, cache = self.generate(prompt, self.new_tokens, "generating")
         return Measurement(
-            tokens_per_second=len(tokens) / seconds,
+            tokens_per_second=1 / statistics.median(step_seconds),
             cache_bytes=kvcompile.cache_nbytes(cache),
             bits_per_byte=self.bits_per_byte(text),
             text=text.decode(torch.cat([prompt, tokens])).decode(errors="replace"),
         )
 
-    def generate(self, prompt: Tensor, num_tokens: int, what: str) -> tuple[Tensor, float, StaticCache]:
-        """Sample ``num_tokens`` tokens; returns them, the seconds that the decode steps took, and the cache."""
+    def generate(self, prompt: Tensor, num_tokens: int, what: str) -> tuple[Tensor, list[float], StaticCache]:
+        """Sample ``num_tokens`` tokens; returns them, the seconds of each decode step, and the cache."""
         generator = torch.Generator().manual_seed(self.seed)
         cache = self.new_cache()
         logits = self.forward(prompt, cache)
-        tokens = []
-        begin = time.perf_counter()
+        tokens, step_seconds = [], []
         for _ in self.track(range(num_tokens), what):
+            begin = time.perf_counter()
             tokens.append(torch.multinomial((logits[-1] / TEMPERATURE).softmax(-1), 1, generator=generator))
             logits = self.forward(tokens[-1], cache)
-        return torch.cat(tokens), time.perf_counter() - begin, cache
+            step_seconds.append(time.perf_counter() - begin)
+        return torch.cat(tokens), step_seconds, cache
 
     def bits_per_byte(self, text: Text) -> float:
         """Score all tokens of the windows but the first of each: a prefill, then chunks, all through the cache."""
