@@ -132,13 +132,11 @@ def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
 
 
 def _check_call(marker: Node) -> None:
-    query, _, _, mask, dropout_p, is_causal, *_ = marker.args
+    query, _, _, mask, dropout_p, *_ = marker.args
     if dropout_p:
         raise Refusal(Reason.dropout, p=dropout_p)
-    if mask is not None and is_causal:
-        raise Refusal(Reason.mask_and_causal)
-    if mask is not None and (mask.meta["val"].dim() > 4 or len(shape_of(query)) != 4):
-        raise Refusal(Reason.unknown_mask, mask=list(shape_of(mask)))
+    if mask is not None and (len(shape_of(mask)) > 4 or len(shape_of(query)) != 4):
+        raise Refusal(Reason.unknown_mask, mask=list(shape_of(mask)), query=list(shape_of(query)))
 
 
 def _choose(

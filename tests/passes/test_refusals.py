@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile import last_report
+from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_tensor import PackedTensor
 
 B, H, S, D = 2, 2, 70, 64
@@ -123,6 +124,11 @@ def run(fn: Callable[..., Any], args: list[Tensor], backend: str = "kvquant", **
         return compiled(*args)
 
 
+def reasons_after(fn: Callable[..., Any], args: list[Tensor], **options: Any) -> list[str | None]:
+    run(fn, args, on_unsupported="ignore", **options)
+    return [site.reason_code for site in last_report().sites]
+
+
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_inductor(fn: Callable[..., Any]) -> None:
     args, expected_args = inputs(), inputs()
@@ -191,7 +197,7 @@ def test_error_mode_raises_with_the_reason() -> None:
         run(cache_summed_up, inputs(), on_unsupported="error")
 
 
-def test_aliased_inputs_are_refused_or_left_as_they_are() -> None:
+def test_caches_that_are_views_of_one_tensor_stay_as_they_are() -> None:
     args, expected = inputs(), inputs()
     storage, expected_storage = torch.zeros(2, B, H, S, D), torch.zeros(2, B, H, S, D)
     args[3], args[4] = storage[0], storage[1]
@@ -199,6 +205,88 @@ def test_aliased_inputs_are_refused_or_left_as_they_are() -> None:
     out = run(step, args, on_unsupported="ignore")
     torch.testing.assert_close(out, run(step, expected, backend="inductor"), rtol=0, atol=0)
     torch.testing.assert_close(storage, expected_storage, rtol=0, atol=0)
+    assert any("view of another tensor" in note for note in last_report().notes)
+
+
+def test_overlapping_inputs_are_refused() -> None:
+    def overlapping() -> list[Tensor]:
+        args, storage = inputs(), torch.zeros(B, H, S + 1, D)
+        args[3], args[4] = storage[:, :, :S], storage[:, :, 1:]
+        return args
+
+    args, expected = overlapping(), overlapping()
+    out = run(step, args, on_unsupported="ignore")
+    assert [site.reason_code for site in last_report().sites] == ["input_mismatch"]
+    torch.testing.assert_close(out, run(step, expected, backend="inductor"), rtol=0, atol=0)
+    torch.testing.assert_close(args, expected, rtol=0, atol=0)
+
+
+def test_a_mask_of_attention_without_a_head_dimension_is_refused() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        write(kc, k, pos), write(vc, v, pos)
+        mask = torch.ones(1, S, dtype=torch.bool)
+        return sdpa(q.flatten(0, 1), kc.flatten(0, 1), vc.flatten(0, 1), mask)
+
+    assert reasons_after(fn, inputs()) == ["unknown_mask"]
+
+
+def test_a_site_that_shares_its_cache_with_a_refused_one_is_refused_too() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
+            return sdpa(q, kc, vc)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Layer(), Layer()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+            write(kc, k, pos), write(vc, v, pos)
+            return self.first(q, kc, vc) + self.second(q, kc, vc)
+
+    rules = [{"match": {"module": "second"}, "dtype": "auto"}]
+    policy = {"version": 1, "rules": rules, "default": {"dtype": "fp8_e4m3"}}
+    assert reasons_after(Model(), inputs(), policy=policy) == ["partner_refused", "policy_auto"]
+
+
+def packed_caches(growing: bool = False) -> list[Any]:
+    q, k, v, kc, vc, pos = inputs()
+    keys, values = (
+        PackedTensor.from_dense(cache, PackedLayout("fp8_e4m3", role, D), 2, growing=growing)
+        for cache, role in ((kc, "key"), (vc, "value"))
+    )
+    return [q, k, v, keys, values, pos]
+
+
+def test_a_packed_cache_that_is_also_used_otherwise_works_through_its_own_dispatch() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor) -> Any:
+        return step(q, k, v, kc, vc, pos), other.sum()
+
+    args, other = inputs(), packed_caches()[3]
+    expected = run(fn, [*inputs(), other.dequantize()], backend="inductor")
+    torch.testing.assert_close(run(fn, [*args, other], on_unsupported="ignore"), expected)
+    assert [site.reason_code for site in last_report().sites] == ["packed_elsewhere"]
+
+
+def test_a_growing_cache_that_is_only_read_works_through_its_own_dispatch() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        return sdpa(q, kc, vc)
+
+    args = packed_caches(growing=True)
+    expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
+    torch.testing.assert_close(run(fn, args, on_unsupported="ignore"), expected)
+    assert [site.reason_code for site in last_report().sites] == ["growing_written"]
+
+
+def test_a_packed_cache_that_is_only_read_is_read_packed() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        return sdpa(q, kc, vc)
+
+    args = packed_caches()
+    expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
+    torch.testing.assert_close(run(fn, args, on_unsupported="error"), expected, rtol=1e-4, atol=1e-5)
+    (site,) = last_report().sites
+    assert [cache.kind for cache in site.caches] == ["read-only", "read-only"]
 
 
 def test_a_refused_site_beside_a_packed_one_still_gives_plain_results() -> None:
