@@ -54,8 +54,9 @@ def attention_kernel(
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
-    # Rows are query heads within query positions, so that a tile of rows spans few positions.
-    first_row = tl.program_id(1) * ROWS
+    # Rows are query heads within query positions, so that a tile of rows spans few positions. The last tile comes
+    # first: under a causal mask it is the one that takes longest.
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE

@@ -78,7 +78,7 @@ class PackedOperand:
         padded_head_dim: the next power of two.
         channels_per_byte: 1 or 2.
         width: code bytes of a vector.
-        padded_width: the next power of two.
+        padded_width: the next power of two, at least the 16 that a tensor core product sums over.
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
         rotated: whether the stored basis is rotated.
         scale_offset: byte offset of the scales in a block.
@@ -132,7 +132,7 @@ def packed_operand(format_name: str, role: Role, head_dim: int, fast: bool) -> P
         padded_head_dim=triton.next_power_of_2(head_dim),
         channels_per_byte=layout.format.channels_per_byte,
         width=sections["codes"].width,
-        padded_width=triton.next_power_of_2(sections["codes"].width),
+        padded_width=max(16, triton.next_power_of_2(sections["codes"].width)),
         column_major=layout.column_major(sections["codes"]),
         rotated=layout.format.rotated,
         scale_offset=layout.section_offsets["scale"],
@@ -208,8 +208,7 @@ def halves(x, HEAD_DIM: tl.constexpr, PADDED_WIDTH: tl.constexpr):
     """The first and the second HEAD_DIM / 2 channels of a tile [rows, channels], each [rows, PADDED_WIDTH]; padding is
     zero where the tile's is."""
     ROWS: tl.constexpr = x.shape[0]
-    CHANNELS: tl.constexpr = x.shape[1]
-    if HEAD_DIM == CHANNELS:
+    if HEAD_DIM == 2 * PADDED_WIDTH:
         low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PADDED_WIDTH]), (0, 2, 1)))
     else:
         channel = tl.broadcast_to(tl.arange(0, PADDED_WIDTH)[None, :], [ROWS, PADDED_WIDTH])

@@ -47,14 +47,19 @@ class AttentionConfig:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-# (compute capability, whether both formats have 8 bits) -> configuration of decoding: up to 8 rows. Three programs of
-# 128 threads with 168 registers fill a register file. In a tile of 128 tokens a thread has one 16-bit scale, too little
-# to copy asynchronously, so that the formats with 16-bit scales need tiles of 256.
+# Decoding, up to 8 rows: (compute capability, codes in a byte of the key, and of the value) -> configuration. Three
+# programs of 128 threads with 168 registers fill a register file, and three times the tiles in flight fit into shared
+# memory. In a tile of 128 tokens a thread has one 16-bit scale, too little to copy asynchronously, so that the formats
+# with 16-bit scales need tiles of 256.
 DECODE = {
-    (9, True): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
-    (9, False): AttentionConfig(8, 256, max_registers=168, programs_per_sm=3),
-    (8, True): AttentionConfig(8, 128, max_registers=168, programs_per_sm=3),
-    (8, False): AttentionConfig(8, 256, max_registers=168, programs_per_sm=3),
+    (9, 1, 1): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, 1, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 2, 1): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 2, 2): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
+    (8, 1, 1): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
+    (8, 1, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (8, 2, 1): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (8, 2, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
 PORTABLE = AttentionConfig(8, 128)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
@@ -72,10 +77,9 @@ def attention_config(
         # Tensor core products of 16 rows and more hold a whole unpacked tile in registers on Hopper.
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
-    config = DECODE.get((capability, key.channels_per_byte == value.channels_per_byte == 1), PORTABLE)
     if padded_head_dim > 128:
-        return AttentionConfig(8, 128)
-    return config
+        return PORTABLE
+    return DECODE.get((capability, key.channels_per_byte, value.channels_per_byte), PORTABLE)
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:

@@ -40,27 +40,30 @@ _library.define(
 _layout = functools.cache(PackedLayout)
 
 
-def _check_data(op: str, name: str, data: Tensor, layout: PackedLayout) -> None:
-    """Raise ValueError unless ``data`` can be packed data of ``layout``: kernels trust it."""
-    if data.dtype != torch.uint8 or data.dim() != 4:
+@functools.lru_cache(maxsize=4096)
+def _check_data(
+    op: str, name: str, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], layout: PackedLayout
+) -> None:
+    """Raise ValueError unless a tensor can be packed data of ``layout``: kernels trust it."""
+    if dtype != torch.uint8 or len(shape) != 4:
         raise ValueError(
             f"kvcompile::{op}: {name} must be uint8 [num_blocks, batch, num_kv_heads, block_bytes], "
-            f"but is {data.dtype} {list(data.shape)}"
+            f"but is {dtype} {list(shape)}"
         )
-    if data.shape[3] != layout.block_bytes:
+    if shape[3] != layout.block_bytes:
         raise ValueError(
-            f"kvcompile::{op}: {name} has blocks of {data.shape[3]} bytes, but {layout.format_name} with head_dim "
+            f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.format_name} with head_dim "
             f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim that it was written with"
         )
-    if any(stride % BLOCK_TOKENS for stride in data.stride()[:3]) or data.stride(3) != 1:
+    if any(stride % BLOCK_TOKENS for stride in strides[:3]) or strides[3] != 1:
         raise ValueError(
-            f"kvcompile::{op}: {name} has strides {data.stride()}; blocks must be contiguous and start at multiples "
-            f"of {BLOCK_TOKENS} bytes"
+            f"kvcompile::{op}: {name} has strides {strides}; blocks must be contiguous and start at multiples of "
+            f"{BLOCK_TOKENS} bytes"
         )
 
 
 def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, layout: PackedLayout) -> None:
-    _check_data("store", "data", data, layout)
+    _check_data("store", "data", data.dtype, data.shape, data.stride(), layout)
     batch, num_kv_heads, num_tokens, _ = x.shape
     if data.shape[1:3] != x.shape[:2]:
         raise ValueError(
@@ -94,8 +97,8 @@ def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None
 def _check_attention(
     query: Tensor, k_data: Tensor, v_data: Tensor, kv_len: int, key: PackedLayout, value: PackedLayout
 ) -> None:
-    _check_data("attention", "k_data", k_data, key)
-    _check_data("attention", "v_data", v_data, value)
+    _check_data("attention", "k_data", k_data.dtype, k_data.shape, k_data.stride(), key)
+    _check_data("attention", "v_data", v_data.dtype, v_data.shape, v_data.stride(), value)
     batch, num_heads = query.shape[:2]
     if k_data.shape[:3] != v_data.shape[:3] or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
         raise ValueError(

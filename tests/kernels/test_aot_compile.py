@@ -114,12 +114,14 @@ def test_decoding_compiles_for_every_format_to_a_loop_without_spills_and_stallin
     assert not uses(loop, "LDG")
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_three_programs_that_decode_fit_a_multiprocessor_of_a_hopper_gpu(format_name, compiled):
-    attend(format_name, format_name)
+@pytest.mark.parametrize("key", [INT8, "turboquant_4bit"])
+@pytest.mark.parametrize("value", [INT8, "int4_per_token_head"])
+def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
+    attend(key, value)
     (kernel,) = compiled["attention"]
-    assert 3 * kernel.metadata.shared <= 227 * 1024
-    assert 3 * 128 * kernel.metadata.maxnreg <= 64 * 1024
+    programs = launch.DECODE[9, 1 if key == INT8 else 2, 1 if value == INT8 else 2].programs_per_sm
+    assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
+    assert programs * 128 * kernel.metadata.maxnreg <= 64 * 1024
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -140,6 +142,7 @@ VARIANTS = {
     "float32": {"dtype": torch.float32},
     "padded head": {"head_dim": 80, "dtype": torch.float16},
     "wide head": {"head_dim": 256},
+    "narrow head": {"head_dim": 16},
 }
 
 

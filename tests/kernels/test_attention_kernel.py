@@ -78,12 +78,18 @@ class Case:
         assert out.is_contiguous()
         assert out.dtype == self.dtype
         relative_error = (out.float() - expected).norm() / expected.norm()
-        assert relative_error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
+        assert relative_error < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
 
 
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_decoding_agrees_with_the_specification(format_name, head_dim, device):
+    Case(device, format_name, format_name, batch=1, head_dim=head_dim, v_head_dim=head_dim).check()
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 112])
+@pytest.mark.parametrize("format_name", [INT8, "int4_per_token_head"])
+def test_any_multiple_of_16_is_a_head_dim(format_name, head_dim, device):
     Case(device, format_name, format_name, batch=1, head_dim=head_dim, v_head_dim=head_dim).check()
 
 

@@ -68,7 +68,7 @@ def vectors(batch, heads, tokens, head_dim, dtype=torch.bfloat16, seed=0):
 
 @every_format
 @both_roles
-@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 65), (80, 1), (96, 7), (128, 63), (256, 2)])
+@pytest.mark.parametrize(("head_dim", "tokens"), [(16, 3), (64, 65), (80, 1), (96, 7), (128, 63), (256, 2)])
 def test_stored_bytes_are_those_of_the_specification(format_name, role, head_dim, tokens, device):
     layout = PackedLayout(format_name, role, head_dim)
     x = vectors(2, 2, tokens, head_dim)
