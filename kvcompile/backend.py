@@ -41,7 +41,8 @@ def kvquant(
             and Inductor configuration keys.
 
     Raises:
-        PolicyError: an unknown option, preset, format or field.
+        OptionsError: an unknown mode or option.
+        PolicyError: an unknown preset, format or field of a policy.
         UnsupportedSiteError: under ``on_unsupported="error"``, for a cached attention that cannot be packed.
     """
     parsed = BackendOptions.parse(mode, options)

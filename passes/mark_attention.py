@@ -60,7 +60,7 @@ def module_name(node: Node) -> str:
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     parts = [part for part in path.split(".") if part and part not in ("_modules", "_orig_mod")]
-    if parts[:2] == ["L", "self"] or parts[:1] == ["L"]:
+    if parts[:1] in (["L"], ["G"]):  # a local or global variable of the compiled frame, then its name
         parts = parts[2:]
     return ".".join(parts)
 
