@@ -97,25 +97,15 @@ def attention_kernel(
 
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < visible_len
-        visible = in_cache
-        if MASK == "bool" and not MASK_PER_ROW:
+        visible, all_visible = in_cache, True
+        if MASK == "bool":
             own_token = own_tile * TOKENS + tl.arange(0, TOKENS)
-            visible = visible & (own_token >= first) & (own_token <= last)
-            if not all_between:
-                mask = tl.load(mask_ptr + token.to(tl.int64) * mask_strides[3], mask=in_cache, other=0)
-                visible = visible & (mask != 0)
-        elif MASK == "float" and not MASK_PER_ROW:
-            mask = tl.load(mask_ptr + token.to(tl.int64) * mask_strides[3], mask=in_cache, other=0.0)
-            scores += _log2_bias(mask)[:, None]
-        scores = tl.where(visible[:, None], scores, float("-inf"))
-        if IS_CAUSAL:
-            scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
-        if MASK_PER_ROW:
-            mask = _load_mask_rows(mask_row_ptrs, token, mask_strides[3], in_cache, in_query)
-            if MASK == "bool":
-                scores = tl.where(mask != 0, scores, float("-inf"))
-            else:
-                scores += _log2_bias(mask)
+            visible = in_cache & (own_token >= first) & (own_token <= last)
+            all_visible = all_between
+        scores = _mask_scores(
+            scores, visible, all_visible, token, position, in_query, mask_ptr, mask_row_ptrs, mask_strides[3],
+            MASK, MASK_PER_ROW, IS_CAUSAL,
+        )  # fmt: skip
         state = _attend_tile(state, scores, values, in_cache, VALUE, MASK == "float", DTYPE, PRECISION, NUM_WARPS)
 
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
@@ -189,13 +179,6 @@ def _live_own_tokens(
 
 
 @jit
-def _log2_bias(mask):
-    """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
-    mask = mask.to(tl.float32)
-    return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
-
-
-@jit
 def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of a tile in units of log2, float32 [tokens, rows]."""
     packed, scale, zero = keys
@@ -210,6 +193,40 @@ def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.c
     if KEY.has_zero:
         scores += zero[:, None] * q_sum[None, :]
     return scores
+
+
+@jit
+def _mask_scores(
+    scores, visible, all_visible, token, position, in_query, mask_ptr, mask_row_ptrs, stride_token,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scores with the mask applied: -inf where a row does not see a token.
+
+    ``visible`` [tokens] bounds what any row sees; with ``all_visible`` a bool mask hides nothing else.
+    """
+    if MASK_PER_ROW:
+        mask = _load_mask_rows(mask_row_ptrs, token, stride_token, visible, in_query)
+        if MASK == "bool":
+            scores = tl.where(mask != 0, scores, float("-inf"))
+        else:
+            scores += _log2_bias(mask)
+    elif MASK == "bool":
+        if not all_visible:
+            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=visible, other=0)
+            visible = visible & (mask != 0)
+    elif MASK == "float":
+        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=visible, other=0.0)
+        scores += _log2_bias(mask)[:, None]
+    if IS_CAUSAL:
+        scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
+    return tl.where(visible[:, None], scores, float("-inf"))
+
+
+@jit
+def _log2_bias(mask):
+    """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
+    mask = mask.to(tl.float32)
+    return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
 
 
 @jit
