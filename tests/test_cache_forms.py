@@ -148,6 +148,7 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(wri
     assert [cache.kind for cache in site.caches] == ["static", "static"]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="generated C++ of torch 2.11 ends the process on such a write")
 @pytest.mark.parametrize("position", [MAX_LEN, MAX_LEN + 5, -MAX_LEN - 1])
 def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room(position: int) -> None:
     step = attention_step(index_copy, 2)

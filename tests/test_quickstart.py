@@ -42,7 +42,7 @@ def test_training_learns_and_hears_its_progress() -> None:
     progress, losses = zip(*heard, strict=True)
     assert progress == tuple((i + 1) / 8 for i in range(8))
     assert losses[-1] < losses[0] - 0.5
-    assert abs(losses[0] - 8) < 0.5, "an untrained model knows nothing: 8 bits a byte"
+    assert abs(losses[0] - 8) < 1, "an untrained model knows nothing: 8 bits a byte"
 
 
 def test_a_trained_model_is_kept_in_the_cache_directory_and_used_again(
