@@ -82,8 +82,11 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_cache_from_an_eager_prefill_is_adopted(kind: str, device: str) -> None:
-    preset = "int8_per_token_head"
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_cache_from_an_eager_prefill_is_adopted(preset: str, kind: str, device: str) -> None:
+    if device == "cpu" and preset not in ("int8_per_token_head", "turboquant_4bit_nc"):
+        pytest.skip("two presets are enough on a CPU")
+    formats = Policy.load(preset).formats_for("", 0, 1)
     model = tiny_llama(device=device, num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
     cache = fresh_cache(model, kind)
@@ -92,10 +95,10 @@ def test_a_cache_from_an_eager_prefill_is_adopted(kind: str, device: str) -> Non
         model(input_ids=prompt, past_key_values=cache)
         expected_cache = copy.deepcopy(cache)
         for layer in expected_cache.layers:
-            for name, role in (("keys", "key"), ("values", "value")):
-                plain, layout = getattr(layer, name), PackedLayout(preset, role, model.config.head_dim)
+            for name, role, format_name in (("keys", "key", formats.key), ("values", "value", formats.value)):
+                plain, layout = getattr(layer, name), PackedLayout(format_name, role, model.config.head_dim)
                 setattr(layer, name, PackedTensor.from_dense(plain, layout, 2, growing=kind == "dynamic"))
-        for ids in chunks[:10]:
+        for ids in chunks:
             logits = compiled(input_ids=ids, past_key_values=cache).logits
             expected = model(input_ids=ids, past_key_values=expected_cache).logits
             assert relative_error(logits, expected) < TOLERANCE[torch.float32]
