@@ -54,6 +54,10 @@ class Twins:
         self.check()
 
     def check(self) -> None:
+        if self.plain.keys is None:  # transformers 5.18 and later: reset() of a growing layer forgets its tensors
+            assert self.packed.keys is None
+            assert self.packed.values is None
+            return
         assert_same(self.packed.keys, self.plain.keys)
         assert_same(self.packed.values, self.plain.values)
 
