@@ -33,8 +33,8 @@ from kvcompile.kernels.codec import hadamard, halves, jit, log2, tl
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_splits, score_scale,
-    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -49,6 +49,7 @@ def attention_kernel(
         out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
         lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, batch, num_heads, q_len].
         score_scale: factor of the scores times log2(e).
+        softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
@@ -94,6 +95,8 @@ def attention_kernel(
         keys = _load_packed(key_ptr + first_block * key_strides[0], key_strides[0], tokens_left, KEY, TOKENS)
         values = _load_packed(value_ptr + first_block * value_strides[0], value_strides[0], tokens_left, VALUE, TOKENS)
         scores = _scores(keys, query, KEY, DTYPE, PRECISION)
+        if HAS_SOFTCAP:
+            scores = softcap * _tanh(scores / softcap)
 
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < visible_len
@@ -193,6 +196,12 @@ def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.c
     if KEY.has_zero:
         scores += zero[:, None] * q_sum[None, :]
     return scores
+
+
+@jit
+def _tanh(x):
+    """The hyperbolic tangent, to 2**-22 absolutely; exp2 saturates to 0 or inf where it is -1 or 1."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
 
 
 @jit
@@ -353,24 +362,31 @@ def _store_output(
         tl.store(out_ptrs + VALUE.width, out, mask=in_bounds)
 
 
-@jit(do_not_specialize=["num_rows", "num_splits"])
+@jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len"])
 def combine_kernel(
-    partial_ptr, lse_ptr, out_ptr, num_rows, num_splits,
-    VALUE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_rows, num_splits, num_heads, q_len,
+    VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
 
     Args:
         partial_ptr: float32 [num_splits, num_rows, head_dim].
         lse_ptr: float32 [num_splits, num_rows], log2 of the sum of exponentials; -inf for a split that saw nothing.
+        sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a score with a value of zero that every row has beside
+            its splits. Rows are [batch, num_heads, q_len].
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
         SPLITS: splits that are read at once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, VALUE.padded_head_dim)
     in_head = (channel < VALUE.head_dim)[None, :]
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row // q_len % num_heads, mask=row < num_rows, other=0.0)
+        maximum = sink.to(tl.float32) * 1.4426950408889634
+        total = tl.where(maximum > float("-inf"), 1.0, 0.0)
+    else:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
     for first_split in range(0, num_splits, SPLITS):
         split = first_split + tl.arange(0, SPLITS)[None, :]

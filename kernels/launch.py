@@ -128,6 +128,9 @@ class Launcher:
                 compiled[grid](*arguments)
 
 
+# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
+_ASSERTING = {"debug": True, "sanitize_overflow": False}
+
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
@@ -144,9 +147,11 @@ def attention(
     k_data: Tensor,
     v_data: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None,
     kv_len: int,
     is_causal: bool,
     scale: float,
+    softcap: float,
     k_format: str,
     v_format: str,
     v_head_dim: int,
@@ -177,7 +182,7 @@ def attention(
     config = attention_config(capability, key, value, rows, mask_per_row, float32)
     row_tiles = _ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, kv_len, num_sms)
-    is_partial = splits > 1 or value.rotated
+    is_partial = splits > 1 or value.rotated or sinks is not None
     if is_partial:
         partial = query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
         lse = query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
@@ -187,9 +192,9 @@ def attention(
         (batch * num_kv_heads, row_tiles, splits),
         (query, k_data, v_data, mask_data, partial, lse),
         (query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides),
-        (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e)),
+        (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
         (
-            key, value, group_size, mask_kind, mask_per_row, is_causal, is_partial,
+            key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
             tl.float32 if float32 else tl.float16, "tf32x3" if float32 and has_ptx else "ieee",
             config.rows, config.tokens, config.num_warps, config.num_stages,
         ),
@@ -200,17 +205,17 @@ def attention(
         rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
         launch_combine(
             (_ceil_div(num_rows, rows_at_once), 1, 1),
-            (partial, lse, out),
+            (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
-            (num_rows, splits),
-            (value, rows_at_once, splits_at_once),
+            (num_rows, splits, num_heads, q_len),
+            (value, sinks is not None, rows_at_once, splits_at_once),
             {"num_warps": 4 if splits > 1 else 1},
         )
     return out
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format_name: str, role: str) -> None:
-    """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is not written."""
+    """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is an assertion there."""
     batch, num_kv_heads, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
@@ -224,7 +229,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens),
         (operand, valid is not None, tokens),
-        {"num_warps": num_warps},
+        {"num_warps": num_warps, **_ASSERTING},
     )
 
 

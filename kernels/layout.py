@@ -23,6 +23,9 @@ from kvcompile.kernels.formats.base import HEAD_DIM, Format, Section
 
 BLOCK_TOKENS = 64
 
+MIN_GROWING_BLOCKS = 2
+"""Least blocks of a cache that grows: Dynamo specialises on sizes 0 and 1."""
+
 Role = Literal["key", "value"]
 
 
@@ -111,6 +114,11 @@ class PackedLayout:
 def num_blocks(num_tokens: int) -> int:
     """Blocks that hold ``num_tokens`` tokens; also for symbolic sizes."""
     return (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+
+
+def growing_blocks(num_tokens: int) -> int:
+    """Blocks of ``num_tokens`` tokens that a cache which grows shows; also for symbolic sizes."""
+    return torch.sym_max(num_blocks(num_tokens), MIN_GROWING_BLOCKS)
 
 
 def _bytes_of(x: Tensor) -> Tensor:

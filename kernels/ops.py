@@ -2,8 +2,7 @@
 
 ``store`` and ``attention`` mean what :func:`kvcompile.kernels.packing.write_tokens_` and
 :func:`kvcompile.kernels.reference_attention.attend` mean: that is their implementation on a CPU, and Triton kernels
-agree with it on a GPU. ``sdpa`` marks a call of ``F.scaled_dot_product_attention``, which would not survive AOTAutograd
-in one piece. None of them is differentiable.
+agree with it on a GPU. None of them is differentiable.
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -14,7 +13,6 @@ import functools
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
@@ -27,13 +25,8 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    "attention(Tensor query, Tensor k_data, Tensor v_data, Tensor? mask, SymInt kv_len, bool is_causal, float scale, "
-    "str k_format, str v_format, SymInt v_head_dim) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
-    "bool enable_gqa, str module) -> Tensor",
+    "attention(Tensor query, Tensor k_data, Tensor v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, bool is_causal, "
+    "float scale, float softcap, str k_format, str v_format, SymInt v_head_dim) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -80,14 +73,12 @@ def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | Non
 def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
     layout = _layout(format, cast(Role, role), x.shape[3])
     _check_store(data, x, positions, valid, layout)
-    write_tokens_(data, layout, x, positions, valid)
+    if data.is_cuda:
+        from kvcompile.kernels import launch
 
-
-def _store_cuda(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
-    from kvcompile.kernels import launch
-
-    _check_store(data, x, positions, valid, _layout(format, cast(Role, role), x.shape[3]))
-    launch.store(data, x, positions, valid, format, role)
+        launch.store(data, x, positions, valid, format, role)
+    else:
+        write_tokens_(data, layout, x, positions, valid)
 
 
 def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
@@ -95,7 +86,13 @@ def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None
 
 
 def _check_attention(
-    query: Tensor, k_data: Tensor, v_data: Tensor, kv_len: int, key: PackedLayout, value: PackedLayout
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    sinks: Tensor | None,
+    kv_len: int,
+    key: PackedLayout,
+    value: PackedLayout,
 ) -> None:
     _check_data("attention", "k_data", k_data.dtype, k_data.shape, k_data.stride(), key)
     _check_data("attention", "v_data", v_data.dtype, v_data.shape, v_data.stride(), value)
@@ -106,6 +103,8 @@ def _check_attention(
             f"{list(v_data.shape)} do not match: they need the same batch, k_data and v_data the same blocks and KV "
             f"heads, and query a multiple of the KV heads"
         )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"kvcompile::attention: sinks must be [{num_heads}], one a head, but is {list(sinks.shape)}")
     if not 0 <= kv_len <= k_data.shape[0] * BLOCK_TOKENS:
         raise ValueError(
             f"kvcompile::attention: kv_len {kv_len} is not within the {k_data.shape[0] * BLOCK_TOKENS} tokens of the "
@@ -118,67 +117,44 @@ def _attention(
     k_data: Tensor,
     v_data: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None,
     kv_len: int,
     is_causal: bool,
     scale: float,
+    softcap: float,
     k_format: str,
     v_format: str,
     v_head_dim: int,
 ) -> Tensor:
     key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
-    _check_attention(query, k_data, v_data, kv_len, key, value)
-    out = attend(query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
-    return out.contiguous()
+    _check_attention(query, k_data, v_data, sinks, kv_len, key, value)
+    if query.is_cuda:
+        from kvcompile.kernels import launch
 
-
-def _attention_cuda(
-    query: Tensor,
-    k_data: Tensor,
-    v_data: Tensor,
-    mask: Tensor | None,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    k_format: str,
-    v_format: str,
-    v_head_dim: int,
-) -> Tensor:
-    from kvcompile.kernels import launch
-
-    key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
-    _check_attention(query, k_data, v_data, kv_len, key, value)
-    return launch.attention(query, k_data, v_data, mask, kv_len, is_causal, scale, k_format, v_format, v_head_dim)
+        return launch.attention(
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim
+        )
+    return attend(
+        query,
+        k_data,
+        v_data,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        kv_len=kv_len,
+        is_causal=is_causal,
+        scale=scale,
+        softcap=softcap,
+    ).contiguous()
 
 
 def _attention_fake(query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((*query.shape[:3], rest[-1]))
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    module: str,
-) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-_library.impl("store", _store, "CPU")
-_library.impl("store", _store_cuda, "CUDA")
-_library.impl("attention", _attention, "CPU")
-_library.impl("attention", _attention_cuda, "CUDA")
-_library.impl("sdpa", _sdpa, "CompositeExplicitAutograd")
+for _device in ("CPU", "CUDA"):
+    _library.impl("store", _store, _device)
+    _library.impl("attention", _attention, _device)
 torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
 torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
-torch.library.register_fake("kvcompile::sdpa", _sdpa_fake, lib=_library)

@@ -35,9 +35,11 @@ def attend(
     v_layout: PackedLayout,
     *,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     kv_len: int,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Scaled dot product attention on packed caches, computed in float32.
 
@@ -49,10 +51,12 @@ def attend(
         v_layout: layout of ``v_data``.
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
+        sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
         kv_len: tokens in the cache, at most ``BLOCK_TOKENS * num_blocks``; slots beyond it have no influence, whatever
             their bytes.
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
+        softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros where a query sees no key.
@@ -75,7 +79,7 @@ def attend(
         q = rotate(q)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     path = _attend_levels if few_rows else _attend_dequantized
-    out = path(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal)
+    out = path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap)
     if v_layout.format.rotated:
         out = unrotate(out)
     return out.to(query.dtype)
@@ -88,15 +92,47 @@ def _attend_dequantized(
     k_layout: PackedLayout,
     v_layout: PackedLayout,
     mask: Tensor | None,
+    sinks: Tensor | None,
     kv_len: int,
     is_causal: bool,
+    softcap: float,
 ) -> Tensor:
     """Attention of scaled queries in the stored bases, on dequantized keys and values."""
-    if mask is not None:
-        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
     k = read_stored_tokens(k_data, k_layout, kv_len)
     v = read_stored_tokens(v_data, v_layout, kv_len)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+    if mask is not None:
+        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
+    if sinks is None and not softcap:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+    batch, num_heads, q_len, _ = q.shape
+    num_kv_heads = k.shape[1]
+    scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
+        batch, num_heads, q_len, -1
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        mask = torch.arange(kv_len, device=q.device) <= torch.arange(q_len, device=q.device)[:, None]
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    top = _finite_maximum(scores, -1, sinks[:, None, None] if sinks is not None else None)
+    p = torch.exp(scores - top)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None, None].float() - top)
+    out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
+    return out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
+
+
+def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
+    """What to subtract from scores before the exponential: their maximum over ``dims``, sinks included, kept as 1.
+
+    A row without a visible key has the maximum -inf: then 0, so that its exponentials are 0 and not NaN.
+    """
+    top = scores.amax(dims, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.float())
+    return torch.where(top == -torch.inf, 0.0, top)
 
 
 def _attend_levels(
@@ -106,8 +142,10 @@ def _attend_levels(
     k_layout: PackedLayout,
     v_layout: PackedLayout,
     mask: Tensor | None,
+    sinks: Tensor | None,
     kv_len: int,
     is_causal: bool,
+    softcap: float,
 ) -> Tensor:
     """Attention of scaled queries in the stored bases, on levels.
 
@@ -121,6 +159,8 @@ def _attend_levels(
     in_cache = token < kv_len
 
     scores, visible = _scores(q, k_data, k_layout), in_cache
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
         position = torch.arange(q_len, device=q.device).repeat(num_heads // num_kv_heads)
         visible = visible & (token <= position[:, None])
@@ -135,10 +175,13 @@ def _attend_levels(
             scores = scores + mask
     scores = torch.where(visible, scores, -torch.inf)
 
-    # A row without a visible key has the maximum -inf: subtract 0, so that its exponentials are 0 and not NaN.
-    top = scores.amax((0, -1), keepdim=True)
-    p = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, -1, 1).expand(-1, -1, q_len).reshape(num_kv_heads, -1, 1)
+    top = _finite_maximum(scores, (0, -1), sinks)
+    p = torch.exp(scores - top)
     total = p.sum((0, -1)).unsqueeze(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.float() - top[0])
     out = _weighted_values(p, in_cache, v_data, v_layout) / torch.where(total == 0, 1.0, total)
     return out.reshape(batch, num_heads, q_len, v_layout.head_dim)
 

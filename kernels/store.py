@@ -16,8 +16,8 @@ def store_kernel(
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
         x_ptr: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, strides (batch, head, token, channel).
-        positions_ptr: int64 [batch, num_tokens], strides (batch, token). A token outside [0, num_slots) is not written,
-            so that no position can reach other memory.
+        positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, num_slots) fails an
+            assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
     """
     num_tiles = tl.cdiv(num_tokens, TOKENS)
@@ -25,13 +25,14 @@ def store_kernel(
     head = (tl.program_id(0) // num_tiles % num_kv_heads).to(tl.int64)
     token = ((tl.program_id(0) % num_tiles) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     in_bounds = token < num_tokens
-    position = tl.load(
-        positions_ptr + batch * position_strides[0] + token * position_strides[1], mask=in_bounds, other=-1
-    )
-    written = (position >= 0) & (position < num_slots)
+    wanted = in_bounds
     if HAS_VALID:
         valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
-        written = written & (tl.load(valid_ptrs, mask=in_bounds, other=0) != 0)
+        wanted = wanted & (tl.load(valid_ptrs, mask=in_bounds, other=0) != 0)
+    position = tl.load(positions_ptr + batch * position_strides[0] + token * position_strides[1], mask=wanted, other=0)
+    in_cache = (position >= 0) & (position < num_slots)
+    tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
+    written = wanted & in_cache
 
     channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
     in_head = channel < OPERAND.head_dim

@@ -13,15 +13,12 @@ import weakref
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
-
-MIN_BLOCKS = 2
-"""Least blocks of a growing cache: Dynamo specialises on sizes 0 and 1."""
+from kvcompile.kernels.layout import BLOCK_TOKENS, growing_blocks
 
 
 def capacity_blocks(num_tokens: int) -> int:
     """Blocks to allocate for ``num_tokens`` tokens: a quarter of headroom, so that appending is amortised O(1)."""
-    return max(MIN_BLOCKS, num_blocks(num_tokens + num_tokens // 4))
+    return growing_blocks(num_tokens + num_tokens // 4)
 
 
 class GrowingBuffer:

@@ -45,8 +45,7 @@ class PackedCall:
             cache = args[action.index]
             if action.kind == "growing":
                 cache = _growing(cache, action).extended(new_tokens(args))
-                if action.output is not None:
-                    grown.append((action.output, cache))
+                grown.extend((output, cache) for output in action.outputs)
             args[action.index] = cache.packed
         _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
         outputs = list(self._compiled(args))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.growing_buffer import MIN_BLOCKS
-from kvcompile.kernels.layout import num_blocks
+from kvcompile.kernels.layout import growing_blocks, num_blocks
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
 from kvcompile.packed_writes import coordinates_of, encoded, put, read_bytes, stored_bytes
@@ -57,8 +56,7 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     if axis != "t":
         return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
     values = read_bytes(cache, coordinates_of(cache, "t", index))
-    blocks = num_blocks(index.shape[0])
-    blocks = torch.sym_max(blocks, MIN_BLOCKS) if cache.growing else blocks
+    blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
     result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)
     put(result.packed, result, coordinates_of(result), values)
     return result

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.growing_buffer import MIN_BLOCKS, GrowingBuffer, Lineage, capacity_blocks
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, growing_blocks, num_blocks
 from kvcompile.kernels.packing import pack_tokens, read_tokens
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
@@ -208,7 +208,7 @@ class PackedTensor(torch.Tensor):
             return cls(data, cache_meta, size)
         end = cache_meta.start + size[cache_meta.axes.index("t")]
         lineage = Lineage(GrowingBuffer(data, end), end)
-        return cls(data[: max(MIN_BLOCKS, num_blocks(end))], cache_meta, size, lineage=lineage)
+        return cls(data[: growing_blocks(end)], cache_meta, size, lineage=lineage)
 
     def view_as_part(
         self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
@@ -300,7 +300,7 @@ class PackedTensor(torch.Tensor):
         cache_meta = self.cache_meta if self.growing else replace(self.cache_meta, growing=True)
         if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
-            data = torch.cat([self._packed, spare])[: torch.sym_max(num_blocks(end), MIN_BLOCKS)]
+            data = torch.cat([self._packed, spare])[: growing_blocks(end)]
             return PackedTensor(data, cache_meta, size)
         first_block = self._first_block_to_append(num_new)
         if self._lineage is None or first_block is None:
@@ -308,7 +308,7 @@ class PackedTensor(torch.Tensor):
         else:
             buffer = self._lineage.buffer
             buffer.fill += num_new
-        packed = buffer.storage[first_block : first_block + max(MIN_BLOCKS, num_blocks(end))]
+        packed = buffer.storage[first_block : first_block + growing_blocks(end)]
         return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, buffer.fill))
 
     def _first_block_to_append(self, num_new: int) -> int | None:

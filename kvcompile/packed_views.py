@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.growing_buffer import MIN_BLOCKS
-from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
+from kvcompile.kernels.layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
 
@@ -57,7 +56,7 @@ def _token_range(
     begin = cache.start + start
     first, last = begin // BLOCK_TOKENS, num_blocks(begin + length)
     if cache.growing:
-        last = torch.sym_max(last, first + MIN_BLOCKS)  # where the storage has them; a slice stops at its end
+        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
     return cache.view_as_part(size, stride, cache.packed[first:last], start=begin % BLOCK_TOKENS, **changes)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import Role
+from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, VIEW_OPS, Read, trace_read, view_chain
@@ -101,8 +102,8 @@ class CacheFinder:
 
     def attention(self, marker: Node) -> Attention:
         """Prove the caches of one site; raises Refusal."""
-        _, key, value, *_ = marker.args
-        key_read, value_read = self._read(key, "key"), self._read(value, "value")
+        call = Marker.of(marker)
+        key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
         if key_read.root is value_read.root:
             raise Refusal(Reason.shared_key_value)
         attention = Attention(
@@ -203,7 +204,7 @@ class CacheFinder:
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         understood = {cache.write_back, *(node for read in cache.reads for node in read.chain)}
-        understood.update(user for read in cache.reads for user in _last(read).users if _is_marker(user))
+        understood.update(user for read in cache.reads for user in _last(read).users if is_marker(user))
         if cache.kind in ("allocated", "growing"):
             understood.add(self.output)
         for user in cache.root.users:
@@ -226,10 +227,6 @@ def _is_understood(user: Node, understood: set[Node | None]) -> bool:
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
     who = "the caller" if user.op == "output" else user.format_node() or user.name
     return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=who)
-
-
-def _is_marker(node: Node) -> bool:
-    return node.target is torch.ops.kvcompile.sdpa.default
 
 
 def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
@@ -276,7 +273,7 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     Comparing symbolic sizes here guards on the answer. That is wanted: head counts and head_dim are constants of a
     model even under ``dynamic=True``, and a key and a value cache of distinct symbolic lengths grow together.
     """
-    query = shape_of(marker.args[0])
+    query = shape_of(Marker.of(marker).query)
     key, value = attention.key, attention.value
     for cache in (key, value):
         fits = len(query) == 4 and bool(query[0] == cache.shape[0])

@@ -18,6 +18,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
 from kvcompile.passes.inline import fake_mode_of, inline
+from kvcompile.passes.marker import Marker
 
 
 def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None) -> Node:
@@ -53,26 +54,33 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
 
 
 def insert_attention(
-    graph: Graph,
-    query: Node,
-    k_data: Node,
-    v_data: Node,
-    key: PackedLayout,
-    value: PackedLayout,
-    mask: Node | None,
-    kv_len: Any,
-    is_causal: bool,
-    scale: float,
+    graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
 ) -> Node:
-    """Insert attention of ``query`` on packed caches at the graph's insertion point; returns its output."""
+    """Insert the attention of ``marker`` on packed caches at the graph's insertion point; returns its output."""
+    scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
 
-        def attention(query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, kv_len: Any) -> Tensor:
-            return attend(query, k_data, v_data, key, value, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
+        def attention(
+            query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, sinks: Tensor | None, kv_len: Any
+        ) -> Tensor:
+            return attend(
+                query,
+                k_data,
+                v_data,
+                key,
+                value,
+                mask=mask,
+                sinks=sinks,
+                kv_len=kv_len,
+                is_causal=marker.is_causal,
+                scale=scale,
+                softcap=marker.softcap,
+            )
 
-        return inline(graph, attention, query, k_data, v_data, mask, kv_len)
+        return inline(graph, attention, marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len)
     args = (
-        query, k_data, v_data, mask, kv_len, is_causal, scale, key.format_name, value.format_name, value.head_dim
+        marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
+        key.format_name, value.format_name, value.head_dim,
     )  # fmt: skip
     node = graph.call_function(torch.ops.kvcompile.attention.default, args)
     fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)

@@ -1,23 +1,19 @@
 """Stage A, on Dynamo's graph: replace every scaled-dot-product attention by one opaque marker op.
 
-AOTAutograd would turn attention into a backend-specific op or decompose it; the marker ``kvcompile::sdpa`` keeps it
-whole. It also carries the qualified name of the module that called attention, which only Dynamo's graph knows.
-Leaves alone everything else.
+Leaves alone everything else; :mod:`kvcompile.passes.marker` says what a marker is and why.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.passes.marker import Marker
 
-_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_PARAMETERS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def is_attention(node: Node) -> bool:
@@ -33,12 +29,8 @@ def mark_attention(gm: GraphModule) -> int:
     """Replace attention calls in place; returns how many."""
     calls = [node for node in gm.graph.nodes if is_attention(node)]
     for node in calls:
-        arguments = _arguments(node)
         with gm.graph.inserting_before(node):
-            marker = gm.graph.call_function(
-                torch.ops.kvcompile.sdpa.default,
-                (*(arguments[name] for name in _PARAMETERS), module_name(node)),
-            )
+            marker = _read_call(node).insert(gm.graph)
         marker.meta = dict(node.meta)
         node.replace_all_uses_with(marker)
         gm.graph.erase_node(node)
@@ -48,8 +40,11 @@ def mark_attention(gm: GraphModule) -> int:
     return len(calls)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    return {**_DEFAULTS, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+def _read_call(node: Node) -> Marker:
+    arguments = dict(node.kwargs)
+    if "attn_mask" in arguments:
+        arguments["mask"] = arguments.pop("attn_mask")
+    return Marker(**dict(zip(_PARAMETERS, node.args, strict=False)), **arguments, module=module_name(node))
 
 
 def module_name(node: Node) -> str:

@@ -20,6 +20,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.expand_markers import expand_markers
 from kvcompile.passes.find_caches import Attention, Cache, CacheFinder
 from kvcompile.passes.mark_attention import layer_index
+from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
@@ -93,8 +94,8 @@ def quantize_kv_cache(
 
 def sites_of(gm: GraphModule) -> list[Site]:
     """A Site for every marker of a graph, nothing decided."""
-    markers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.sdpa.default)
-    modules = [marker.args[-1] for marker in markers]
+    markers = [Marker.of(node) for node in markers_of(gm.graph)]
+    modules = [marker.module for marker in markers]
     layers = [layer_index(module) for module in modules]
     if all(layer is None for layer in layers):
         layers = list(range(len(markers)))
@@ -114,11 +115,10 @@ def refuse(site: Site, refusal: Refusal) -> None:
 
 def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
     finder = CacheFinder(gm.graph, packed_nodes)
-    markers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.sdpa.default)
     candidates = [_Candidate(site) for site in sites_of(gm)]
-    for candidate, marker in zip(candidates, markers, strict=True):
+    for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
         try:
-            _check_call(marker)
+            _check_call(Marker.of(marker))
             candidate.attention = finder.attention(marker)
         except Refusal as refusal:
             refuse(candidate.site, refusal)
@@ -131,12 +131,12 @@ def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
     return candidates
 
 
-def _check_call(marker: Node) -> None:
-    query, _, _, mask, dropout_p, *_ = marker.args
-    if dropout_p:
-        raise Refusal(Reason.dropout, p=dropout_p)
-    if mask is not None and (len(shape_of(mask)) > 4 or len(shape_of(query)) != 4):
-        raise Refusal(Reason.unknown_mask, mask=list(shape_of(mask)), query=list(shape_of(query)))
+def _check_call(marker: Marker) -> None:
+    if marker.dropout_p:
+        raise Refusal(Reason.dropout, p=marker.dropout_p)
+    if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
+        shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
+        raise Refusal(Reason.unknown_mask, **shapes)
 
 
 def _choose(
@@ -217,13 +217,12 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
     )
 
 
-def _describe(marker: Node) -> str:
-    query, _, _, mask, _, is_causal, scale, *_ = marker.args
+def _describe(marker: Marker) -> str:
     parts = ["sdpa"]
-    if mask is not None:
-        parts.append("bool mask" if mask.meta["val"].dtype == torch.bool else "float mask")
-    if is_causal:
+    if marker.mask is not None:
+        parts.append("bool mask" if marker.mask.meta["val"].dtype == torch.bool else "float mask")
+    if marker.is_causal:
         parts.append("causal")
-    if scale is not None and abs(scale - shape_of(query)[-1] ** -0.5) > 1e-9:
-        parts.append(f"scale {scale:g}")
+    if marker.scale is not None and abs(marker.scale - shape_of(marker.query)[-1] ** -0.5) > 1e-9:
+        parts.append(f"scale {marker.scale:g}")
     return ", ".join(parts)

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.kernels.layout import PackedLayout, num_blocks
+from kvcompile.kernels.layout import PackedLayout, growing_blocks, num_blocks
 from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
+from kvcompile.passes.marker import Marker
 from kvcompile.passes.match_write import WRITE_OPS, shape_of
 from kvcompile.passes.trace_read import VIEW_OPS
 
@@ -36,7 +37,7 @@ class InputAction:
         layout: of the packed cache.
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
         new_tokens: tokens that the graph appends, an int or SymInt.
-        output: for ``growing``, the output that receives the longer cache.
+        outputs: for ``growing``, the outputs that receive the longer cache.
     """
 
     index: int
@@ -44,7 +45,7 @@ class InputAction:
     layout: PackedLayout
     token_axis: int
     new_tokens: int | torch.SymInt = 0
-    output: int | None = None
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,22 +119,10 @@ class CacheRewriter:
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
         marker = attention.marker
-        query, _, _, mask, _, is_causal, scale, _, _ = marker.args
-        scale = scale if scale is not None else attention.key.head_dim**-0.5
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            result = insert_attention(
-                self.graph,
-                query,
-                self.packed[attention.key.root],
-                self.packed[attention.value.root],
-                key,
-                value,
-                mask,
-                kv_len,
-                is_causal,
-                scale,
-            )
+            k_data, v_data = self.packed[attention.key.root], self.packed[attention.value.root]
+            result = insert_attention(self.graph, Marker.of(marker), k_data, v_data, key, value, kv_len)
         marker.replace_all_uses_with(result)
         self.graph.erase_node(marker)
 
@@ -156,9 +145,8 @@ class CacheRewriter:
                 self.graph.erase_node(node)
 
     def _blocks(self, cache: Cache) -> Any:
-        blocks = num_blocks(cache.num_tokens)
-        # As many as PackedTensor shows of a growing cache: at least two, since Dynamo specialises on a size of 1.
-        return torch.sym_max(blocks, 2) if cache.kind in ("growing", "fresh") else blocks
+        grows = cache.kind in ("growing", "fresh")
+        return growing_blocks(cache.num_tokens) if grows else num_blocks(cache.num_tokens)
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
         return (self._blocks(cache), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
@@ -179,8 +167,8 @@ class CacheRewriter:
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
             return InputAction(index, kind, layout, cache.token_axis)
         new_tokens = cache.num_tokens - shape_of(cache.base)[cache.token_axis]
-        output = list(self.output.args[0]).index(cache.root)
-        return InputAction(index, "growing", layout, cache.token_axis, new_tokens, output)
+        outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is cache.root)
+        return InputAction(index, "growing", layout, cache.token_axis, new_tokens, outputs)
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
         """Packed zeros, for a cache that the graph makes."""

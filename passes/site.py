@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Site:
     caches: tuple[CacheSummary, ...] = ()
     reason: str | None = None
     reason_code: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rewritten(self) -> bool:

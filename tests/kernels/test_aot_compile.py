@@ -77,12 +77,12 @@ both_capabilities = pytest.mark.parametrize("capability", [80, 90], indirect=Tru
 
 
 def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
-           is_causal=False):  # fmt: skip
+           is_causal=False, sinks=None, softcap=0.0):  # fmt: skip
     """Compile attention for these arguments."""
     layouts = PackedLayout(key, "key", head_dim), PackedLayout(value, "value", head_dim)
     data = [empty_packed(layout, kv_len, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 2 * group_size, q_len, head_dim, dtype=dtype)
-    launch.attention(query, *data, mask, kv_len, is_causal, 0.1, key, value, head_dim)
+    launch.attention(query, *data, mask, sinks, kv_len, is_causal, 0.1, softcap, key, value, head_dim)
 
 
 def main_loop(kernel):
@@ -139,6 +139,7 @@ VARIANTS = {
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
     "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
     "float mask": {"mask": torch.ones(1, 1000)},
+    "sinks and softcap": {"sinks": torch.zeros(8), "softcap": 30.0},
     "float32": {"dtype": torch.float32},
     "padded head": {"head_dim": 80, "dtype": torch.float16},
     "wide head": {"head_dim": 256},

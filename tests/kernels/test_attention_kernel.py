@@ -60,21 +60,18 @@ class Case:
             write_tokens_(data, layout, x * self.spread, torch.arange(self.kv_len))
             self.data.append(data)
 
-    def kernel(self, mask=None, is_causal=False):
+    def kernel(self, mask=None, is_causal=False, sinks=None, softcap=0.0):
+        mask, sinks = (None if tensor is None else tensor.to(self.device) for tensor in (mask, sinks))
         return launch.attention(
-            self.query.to(self.device), *[data.to(self.device) for data in self.data],
-            None if mask is None else mask.to(self.device), self.kv_len, is_causal, self.scale,
-            self.key, self.value, self.v_head_dim,
+            self.query.to(self.device), *[data.to(self.device) for data in self.data], mask, sinks,
+            self.kv_len, is_causal, self.scale, softcap, self.key, self.value, self.v_head_dim,
         ).cpu()  # fmt: skip
 
-    def expected(self, mask=None, is_causal=False):
-        return attend(
-            self.query.float(), *self.data, *self.layouts,
-            mask=mask, kv_len=self.kv_len, is_causal=is_causal, scale=self.scale,
-        )  # fmt: skip
+    def expected(self, **kwargs):
+        return attend(self.query.float(), *self.data, *self.layouts, kv_len=self.kv_len, scale=self.scale, **kwargs)
 
-    def check(self, mask=None, is_causal=False):
-        out, expected = self.kernel(mask, is_causal), self.expected(mask, is_causal)
+    def check(self, mask=None, **kwargs):
+        out, expected = self.kernel(mask, **kwargs), self.expected(mask=mask, **kwargs)
         assert out.is_contiguous()
         assert out.dtype == self.dtype
         relative_error = (out.float() - expected).norm() / expected.norm()
@@ -162,7 +159,7 @@ def test_a_query_that_sees_no_key_gets_zeros(q_len, hidden, device):
     mask[1] = 1
     out = case.kernel(mask)
     assert out[0].eq(0).all()
-    torch.testing.assert_close(out.float(), case.expected(mask), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.float(), case.expected(mask=mask), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("mask_value", [-1e4, -1e9, torch.finfo(torch.float32).min])
@@ -202,8 +199,27 @@ def test_queries_and_data_may_have_any_strides(device):
     case = Case(device)
     query = case.query.transpose(1, 2).contiguous().to(device).transpose(1, 2)
     data = [torch.cat([data, data], 1).to(device)[:, : case.batch] for data in case.data]
-    out = launch.attention(query, *data, None, case.kv_len, False, case.scale, case.key, case.value, case.v_head_dim)
+    out = launch.attention(
+        query, *data, None, None, case.kv_len, False, case.scale, 0.0, case.key, case.value, case.v_head_dim
+    )
     assert torch.equal(out.cpu(), case.kernel())
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("value", [INT8, "int4_per_token_head"])
+def test_sinks_take_part_in_the_softmax_with_a_value_of_zero(value, q_len, device):
+    case = Case(device, value=value, q_len=q_len)
+    sinks = torch.tensor([0.5, -20.0, 8.0, float("-inf")])
+    case.check(sinks=sinks, is_causal=q_len > 1)
+    case.check((torch.arange(case.kv_len) > 99).expand(1, 1, 1, -1), sinks=sinks.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softcap_bounds_scores_before_the_mask(dtype, device):
+    case = Case(device, q_len=3, spread=5.0, dtype=dtype)
+    case.check(softcap=5.0)
+    bias = torch.randn(1, 1, 3, case.kv_len, generator=torch.Generator().manual_seed(4))
+    case.check(bias.masked_fill(bias > 1, -torch.inf), softcap=5.0)
 
 
 def test_nothing_to_attend_to_gives_zeros(device):
@@ -257,5 +273,5 @@ def test_offsets_beyond_two_gigabytes_are_right():
         buffer[:, :, -1:] = data.cuda()
         wide.append(buffer[:, :, -1:])
     query = case.query.cuda()
-    out = launch.attention(query, *wide, None, case.kv_len, False, case.scale, case.key, case.value, 128)
+    out = launch.attention(query, *wide, None, None, case.kv_len, False, case.scale, 0.0, case.key, case.value, 128)
     assert torch.equal(out.cpu(), plain)

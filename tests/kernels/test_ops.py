@@ -1,4 +1,4 @@
-"""The operators kvcompile::store, kvcompile::attention and kvcompile::sdpa."""
+"""The operators kvcompile::store and kvcompile::attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -23,7 +22,6 @@ KEY, VALUE = PackedLayout(INT8, "key", 64), PackedLayout(INT8, "value", 64)
 
 store = torch.ops.kvcompile.store.default
 attention = torch.ops.kvcompile.attention.default
-sdpa = torch.ops.kvcompile.sdpa.default
 
 
 def caches(kv_len=70, batch=2, heads=2):
@@ -38,8 +36,8 @@ def caches(kv_len=70, batch=2, heads=2):
     ]
 
 
-def attention_arguments(mask=None):
-    return torch.randn(2, 4, 3, 64), *caches(), mask, 70, False, 0.125, INT8, INT8, 64
+def attention_arguments(mask=None, sinks=None, softcap=0.0):
+    return torch.randn(2, 4, 3, 64), *caches(), mask, sinks, 70, False, 0.125, softcap, INT8, INT8, 64
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -52,17 +50,12 @@ def test_store_writes_in_place_what_the_specification_writes(format_name):
 
 
 def test_attention_means_attend_and_is_contiguous():
-    query, k_data, v_data, mask, kv_len, is_causal, scale, *_ = arguments = attention_arguments()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    query, k_data, v_data, *_ = arguments = attention_arguments(sinks=sinks, softcap=2.0)
     out = attention(*arguments)
-    expected = attend(query, k_data, v_data, KEY, VALUE, mask=mask, kv_len=kv_len, is_causal=is_causal, scale=scale)
+    expected = attend(query, k_data, v_data, KEY, VALUE, sinks=sinks, kv_len=70, scale=0.125, softcap=2.0)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected)
-
-
-def test_sdpa_means_scaled_dot_product_attention():
-    q, k, v = torch.randn(2, 4, 3, 64), torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64)
-    out = sdpa(q, k, v, None, 0.0, False, 0.5, True, "model.layers.0.self_attn")
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True))
 
 
 @pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True])])
@@ -72,13 +65,9 @@ def test_store_passes_the_checks_of_torch_library(valid):
 
 
 @pytest.mark.parametrize("mask", [None, torch.arange(70) < 50])
-def test_attention_passes_the_checks_of_torch_library(mask):
-    torch.library.opcheck(attention, attention_arguments(mask))
-
-
-def test_sdpa_passes_the_checks_of_torch_library():
-    q, k, v = torch.randn(2, 4, 3, 64), torch.randn(2, 4, 9, 64), torch.randn(2, 4, 9, 64)
-    torch.library.opcheck(sdpa, (q, k, v, None, 0.0, False, None, False, "attn"))
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
+def test_attention_passes_the_checks_of_torch_library(mask, sinks):
+    torch.library.opcheck(attention, attention_arguments(mask, sinks))
 
 
 def test_fake_tensors_may_have_symbolic_sizes():
@@ -89,7 +78,7 @@ def test_fake_tensors_may_have_symbolic_sizes():
         v_data = torch.empty(blocks, 2, 2, VALUE.block_bytes, dtype=torch.uint8)
         store(k_data, torch.empty(2, 2, tokens, 64), torch.empty(tokens, dtype=torch.int64), None, INT8, "key")
         query = torch.empty(2, 4, tokens, 64, dtype=torch.bfloat16)
-        out = attention(query, k_data, v_data, None, kv_len, True, 0.1, INT8, INT8, 96)
+        out = attention(query, k_data, v_data, None, None, kv_len, True, 0.1, 0.0, INT8, INT8, 96)
     assert out.shape[2] is not None
     assert out.shape[3] == 96
     assert out.dtype == torch.bfloat16
@@ -98,7 +87,7 @@ def test_fake_tensors_may_have_symbolic_sizes():
 def test_compiled_code_calls_the_operators_and_stores_in_place():
     def step(data, v_data, x, position, query):
         store(data, x, position, None, INT8, "key")
-        return attention(query, data, v_data, None, 70, False, 0.125, INT8, INT8, 64)
+        return attention(query, data, v_data, None, None, 70, False, 0.125, 0.0, INT8, INT8, 64)
 
     k_data, v_data = caches()
     x, position, query = torch.randn(2, 2, 1, 64), torch.tensor([69]), torch.randn(2, 4, 1, 64)
@@ -139,9 +128,10 @@ def test_store_refuses_what_does_not_fit_and_says_what(change, message):
         (0, torch.randn(2, 3, 1, 64), "multiple of the KV heads"),
         (0, torch.randn(1, 4, 1, 64), "the same batch"),
         (0, torch.randn(2, 4, 1, 80), "k_data has blocks of 4352 bytes, but int8_per_token_head with head_dim 80"),
-        (4, 129, "kv_len 129 is not within the 128 tokens"),
-        (8, "fp8", "unknown cache format 'fp8'"),
-        (9, 80, "v_data has blocks of 4352 bytes"),
+        (4, torch.zeros(2), "sinks must be .4., one a head"),
+        (5, 129, "kv_len 129 is not within the 128 tokens"),
+        (9, "fp8", "unknown cache format 'fp8'"),
+        (11, 80, "v_data has blocks of 4352 bytes"),
     ],
 )
 def test_attention_refuses_what_does_not_fit_and_says_what(index, value, message):

@@ -96,6 +96,34 @@ def test_the_cache_may_have_any_length(kv_len, q_len):
     Case("int4_per_token_head", "turboquant_4bit", kv_len=kv_len, q_len=q_len, num_slots=kv_len + 70).check()
 
 
+def attention_weights_with_sinks_and_softcap(case, mask, sinks, softcap):
+    """Scores, softcap, mask, softmax with a column for the sink: written out in float64, on dequantized caches."""
+    k, v = (read_tokens(d, layout, case.kv_len).double() for d, layout in zip(case.data, case.layouts, strict=True))
+    group_size = case.query.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
+    scores = softcap * torch.tanh(case.query.double() @ k.mT * k.shape[-1] ** -0.5 / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    column = sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@decode_and_prefill
+def test_softcap_comes_before_the_mask_and_sinks_take_part_in_the_softmax(kind, q_len):
+    case = Case("turboquant_4bit", "int4_per_token_head", q_len=q_len)
+    visible = torch.arange(130) <= 90 + torch.arange(q_len)[:, None]
+    mask = visible if kind == torch.bool else torch.where(visible, torch.randn(q_len, 130), -torch.inf)
+    sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf])
+    expected = attention_weights_with_sinks_and_softcap(case, mask, sinks, 1.5)
+    assert_near(case.attend(mask=mask, sinks=sinks, softcap=1.5), expected)
+
+
+@decode_and_prefill
+def test_a_row_that_sees_only_its_sink_is_zero(q_len):
+    out = Case(q_len=q_len).attend(mask=torch.zeros(130, dtype=torch.bool), sinks=torch.zeros(4))
+    assert out.eq(0).all()
+
+
 def random_masks(batch, num_heads, q_len, kv_len):
     """Bool masks of every broadcast shape; the full one has a row and a column in which nothing is visible."""
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,110 @@
+"""A model's ``config.json``: where it lies, which part of it describes the language model, and its fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcompile.planning.errors import PlanError
+
+_LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Where configs of multimodal models keep their language model; ``thinker_config`` holds another ``text_config``."""
+
+WHOLE_CONFIG = (
+    "write the whole config with transformers: AutoConfig.from_pretrained(MODEL).to_json_file('config.json', False)"
+)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a language model's config. JSON's null is the same as a missing field.
+
+    Attributes:
+        values: the fields.
+        source: the file, for errors.
+        part: the path of ``values`` in the file, e.g. ``text_config.``; empty at the top.
+        outer: the fields around ``values``; the same object at the top.
+        defaults: what fields are that published configs leave out, from the model's class.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+    part: str = ""
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nested(self) -> bool:
+        """Whether the language model is a part of a larger model."""
+        return bool(self.part)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.get("model_type") or "")
+
+    def get(self, *names: str) -> Any:
+        """The first field of these names that is given; None if none is."""
+        for values in (self.values, self.defaults):
+            for name in names:
+                if values.get(name) is not None:
+                    return values[name]
+        return None
+
+    def integer(self, *names: str) -> int | None:
+        """The first of these fields that is given, a positive integer; None if none is.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        value = self.get(*names)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            name = next(name for name in names if self.get(name) is not None)
+            raise PlanError(f"{self.source}: {self.part}{name}: expected a positive integer, got {value!r}")
+        return value
+
+    def require(self, *names: str) -> int:
+        """:meth:`integer`, but PlanError if none of the fields is given."""
+        value = self.integer(*names)
+        if value is None:
+            raise self.missing(*names)
+        return value
+
+    def missing(self, *names: str) -> PlanError:
+        """An error that says which field is missing; ``names`` are what it may be called, the usual one first."""
+        others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
+        model = f" of model_type {self.model_type!r}" if self.model_type else ""
+        return PlanError(f"{self.source}: the config{model} has no field {self.part}{names[0]}{others}; {WHOLE_CONFIG}")
+
+
+def read_config(path: Path) -> Fields:
+    """The fields of the language model in ``path``, a ``config.json`` or a directory that holds one.
+
+    Raises:
+        PlanError: there is no such file, or it is no JSON object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"{file}: no such file; give a model's config.json or the directory that holds it") from None
+    except (OSError, UnicodeError) as error:
+        raise PlanError(f"{file}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{file}: line {error.lineno} is no JSON: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise PlanError(f"{file}: expected a JSON object with the fields of a config, got {type(values).__name__}")
+    return _language_part(values, str(file))
+
+
+def _language_part(values: Mapping[str, Any], source: str) -> Fields:
+    outer, part = values, ""
+    while True:
+        name = next((name for name in _LANGUAGE_PARTS if isinstance(values.get(name), dict)), None)
+        if name is None:
+            return Fields(values, source, part, outer)
+        values, part = values[name], f"{part}{name}."
