@@ -26,7 +26,7 @@ scores of invisible tokens are -inf, their scales and zeros are replaced, and ev
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import hadamard, halves, jit, log2, tl
+from kvcompile.kernels.codec import jit, log2, planes_of, rotate, tl, unrotate
 
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
@@ -36,7 +36,7 @@ def attention_kernel(
     num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
@@ -64,7 +64,7 @@ def attention_kernel(
     in_query = position < q_len
 
     query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
-    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale, KEY, DTYPE)
+    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale, KEY)
     key_ptr += batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr += batch * value_strides[1] + kv_head * value_strides[2]
     mask_ptr += batch * mask_strides[0]
@@ -87,14 +87,18 @@ def attention_kernel(
     acc = tl.full([VALUE.padded_width, ROWS], 0.0, tl.float32)
     sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
     lowest = tl.full([ROWS], float("-inf"), tl.float32)
-    state = (lowest, tl.max(lowest, 0), sums, sums, acc, acc)
+    accs = ()
+    VALUE_PLANES: tl.constexpr = VALUE.num_planes
+    for _ in tl.static_range(VALUE_PLANES):
+        accs = accs + (acc,)  # noqa: RUF005
+    state = (lowest, tl.max(lowest, 0), sums, sums, accs)
     for own_tile in tl.range(begin, end, num_stages=NUM_STAGES):
         tile = own_tile * num_splits + split
         tokens_left = kv_len - tile * TOKENS
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         keys = _load_packed(key_ptr + first_block * key_strides[0], key_strides[0], tokens_left, KEY, TOKENS)
         values = _load_packed(value_ptr + first_block * value_strides[0], value_strides[0], tokens_left, VALUE, TOKENS)
-        scores = _scores(keys, query, KEY, DTYPE, PRECISION)
+        scores = _scores(keys, query, KEY, PRECISION)
         if HAS_SOFTCAP:
             scores = softcap * _tanh(scores / softcap)
 
@@ -109,7 +113,7 @@ def attention_kernel(
             scores, visible, all_visible, token, position, in_query, mask_ptr, mask_row_ptrs, mask_strides[3],
             MASK, MASK_PER_ROW, IS_CAUSAL,
         )  # fmt: skip
-        state = _attend_tile(state, scores, values, in_cache, VALUE, MASK == "float", DTYPE, PRECISION, NUM_WARPS)
+        state = _attend_tile(state, scores, values, in_cache, VALUE, MASK == "float", PRECISION, NUM_WARPS)
 
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
@@ -118,30 +122,31 @@ def attention_kernel(
 
 
 @jit
-def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """The query as the second operand of the scores: (low, high, factor, q_sum).
+def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
+    """The query as the second operand of the scores: (planes, factor, q_sum).
 
-    ``low`` and ``high`` are [bytes, rows], for the low and the high channels of a byte (the same with one channel in a
-    byte). Rows are scaled by a power of two to a largest channel in [64, 128), so that a bf16 query is exact in fp16
-    except for channels below 2**-23 of the largest. ``factor`` [rows] takes it back and includes the scale of the
-    scores; ``q_sum`` [rows] is the sum over channels as the products see them, in the units of the scores.
+    ``planes`` are [padded_width, rows], one for each plane of the key. Rows are scaled by a power of two to a largest
+    channel in [64, 128), so that a bf16 query is exact in fp16 except for channels below 2**-23 of the largest.
+    ``factor`` [rows] takes it back and includes the scale of the scores; ``q_sum`` [rows] is the sum over channels as
+    the products see them, in the units of the scores.
     """
     channel = tl.arange(0, KEY.padded_head_dim)[None, :]
     in_bounds = in_query[:, None] & (channel < KEY.head_dim)
     q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
     if KEY.rotated:
-        q = hadamard(q, KEY.head_dim)
+        q = rotate(q, KEY)
     # Exponents are as float32 has them: 260 - exponent means 2**(133 - exponent), and exponent - 6 its inverse.
     exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 20), 254)
-    q = (q * ((260 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
+    q = (q * ((260 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(KEY.dtype)
     factor = ((exponent - 6) << 23).to(tl.float32, bitcast=True) * score_scale
     q_sum = tl.sum(q.to(tl.float32), 1) * factor
-    if KEY.channels_per_byte == 2:
-        low, high = halves(q, KEY.head_dim, KEY.padded_width)
-    else:
-        low, high = q, q
-    return tl.trans(low), tl.trans(high), factor * KEY.codec.gain, q_sum
+    planes = planes_of(q, KEY)
+    transposed = ()
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        transposed = transposed + (tl.trans(planes[plane]),)  # noqa: RUF005
+    return transposed, factor * KEY.gain, q_sum
 
 
 @jit
@@ -182,20 +187,53 @@ def _live_own_tokens(
 
 
 @jit
-def _scores(keys, query, KEY: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of a tile in units of log2, float32 [tokens, rows]."""
     packed, scale, zero = keys
-    q_low, q_high, factor, q_sum = query
-    if KEY.channels_per_byte == 2:
-        low, high = KEY.codec.unpack(packed, DTYPE, KEY)
-        products = tl.dot(low, q_low, input_precision=PRECISION)
-        products = tl.dot(high, q_high, products, input_precision=PRECISION)
-    else:
-        products = tl.dot(KEY.codec.unpack(packed, DTYPE, KEY), q_low, input_precision=PRECISION)
-    scores = scale[:, None] * (products * factor[None, :])
-    if KEY.has_zero:
-        scores += zero[:, None] * q_sum[None, :]
+    q_planes, factor, q_sum = query
+    levels = _unpack(packed, scale, zero, KEY)
+    products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION)
+    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        products = tl.dot(levels[plane + 1], q_planes[plane + 1], products, input_precision=PRECISION)
+    scores = products * factor[None, :]
+    if KEY.granularity == "token":
+        if KEY.has_scale:
+            scores = scale[:, None] * scores
+        if KEY.has_zero:
+            scores += zero[:, None] * q_sum[None, :]
     return scores
+
+
+@jit
+def _unpack(packed, scale, zero, OPERAND: tl.constexpr):
+    """The levels of each plane of a tile in the dtype of the products.
+
+    With scales that are not per token, which cannot be taken out of the products, the dequantized values less gain.
+    """
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    if OPERAND.fast:
+        planes = OPERAND.codec.unpack(packed, OPERAND)
+    else:
+        planes = ()
+        for plane in tl.static_range(NUM_PLANES):
+            codes = packed[0]
+            if OPERAND.num_planes > 1:
+                codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
+            for k in tl.static_range(NUM_HIGH):
+                if plane < OPERAND.high_planes[k]:
+                    codes |= ((packed[k + 1] >> plane) & 1) << (OPERAND.low_bits + k)
+            planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
+    if OPERAND.granularity != "token":
+        values = ()
+        for plane in tl.static_range(NUM_PLANES):
+            value = planes[plane].to(tl.float32) * scale[plane]
+            if OPERAND.has_zero:
+                value += zero[plane]
+            values = values + (value.to(OPERAND.dtype),)  # noqa: RUF005
+        planes = values
+    return planes
 
 
 @jit
@@ -241,51 +279,60 @@ def _log2_bias(mask):
 @jit
 def _attend_tile(
     state, scores, values, in_cache,
-    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state (maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high) after one more tile.
+    """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile.
 
     Tokens with a score of -inf take no part; what lies beyond the cache has one, and harmless scales and zeros.
     A score of -1e9 swallows the log2 of a scale: with WIDE_SCORES the two have separate maxima, at the price of one
     more reduction a tile. Otherwise ``scale_maximum`` has no meaning.
     """
-    maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high = state
-    codes, scale, zero = values
-    scale = tl.where(in_cache, scale, 1.0)
-    # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
-    scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
-    scale_inverse = tl.exp2(-scale_log2)
-    if WIDE_SCORES:
-        new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
-        relative_scale = scale_log2 - new_scale_maximum + 15.0
-        scale_decay = scale_maximum - new_scale_maximum
-        scale_maximum = new_scale_maximum
-    else:
-        scores += scale_log2[:, None]
+    maximum, scale_maximum, p_sum, zero_sum, accs = state
+    packed, scale, zero = values
+    SCALED: tl.constexpr = VALUE.has_scale and VALUE.granularity == "token"
+    scale_decay = 0.0
+    if SCALED:
+        scale = tl.where(in_cache, scale, 1.0)
+        # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
+        scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
+        scale_inverse = tl.exp2(-scale_log2)
+        if WIDE_SCORES:
+            new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
+            relative_scale = scale_log2 - new_scale_maximum + 15.0
+            scale_decay = scale_maximum - new_scale_maximum
+            scale_maximum = new_scale_maximum
+        else:
+            scores += scale_log2[:, None]
 
     new_maximum = tl.maximum(maximum, tl.max(scores, 0))
     finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    if WIDE_SCORES:
+    if SCALED and WIDE_SCORES:
         weight = tl.exp2((scores - finite_maximum[None, :]) + relative_scale[:, None])
-        decay = tl.exp2(maximum - finite_maximum + scale_decay)
+    elif WIDE_SCORES:
+        # Far below zero, a maximum less 15 may be the maximum.
+        weight = tl.exp2((scores - finite_maximum[None, :]) + 15.0)
     else:
         weight = tl.exp2(scores - (finite_maximum - 15.0)[None, :])
-        decay = tl.exp2(maximum - finite_maximum)
+    decay = tl.exp2(maximum - finite_maximum + scale_decay)
     maximum = new_maximum
-    p_sum = p_sum * decay[None, None, :] + _sum_in_thread(weight * scale_inverse[:, None], NUM_WARPS)
-    if VALUE.has_zero:
+    p = weight
+    if SCALED:
+        p = weight * scale_inverse[:, None]
+    p_sum = p_sum * decay[None, None, :] + _sum_in_thread(p, NUM_WARPS)
+    if VALUE.has_zero and VALUE.granularity == "token":
         zero_per_weight = (tl.where(in_cache, zero, 0.0) * scale_inverse)[:, None]
         zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, NUM_WARPS)
-    weight = weight.to(DTYPE)
-    acc_low *= decay[None, :]
-    if VALUE.channels_per_byte == 2:
-        low, high = VALUE.codec.unpack(codes, DTYPE, VALUE)
-        acc_low = tl.dot(low, weight, acc_low, input_precision=PRECISION)
-        acc_high = tl.dot(high, weight, acc_high * decay[None, :], input_precision=PRECISION)
-    else:
-        acc_low = tl.dot(VALUE.codec.unpack(codes, DTYPE, VALUE), weight, acc_low, input_precision=PRECISION)
-    return maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high
+    weight = weight.to(VALUE.dtype)
+    levels = _unpack(packed, scale, zero, VALUE)
+    new_accs = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        level = levels[plane]
+        if VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8:
+            level = tl.where(in_cache[None, :], level, 0.0)  # what was never written may be NaN
+        acc = tl.dot(level, weight, accs[plane] * decay[None, :], input_precision=PRECISION)
+        new_accs = new_accs + (acc,)  # noqa: RUF005
+    return maximum, scale_maximum, p_sum, zero_sum, new_accs
 
 
 @jit
@@ -303,63 +350,125 @@ def _sum_in_thread(x, NUM_WARPS: tl.constexpr):
 
 @jit
 def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """A tile of packed tokens: codes, float32 scales [tokens] and zeros [tokens] (the scales, where there are none).
+    """A tile of packed tokens: code sections, and float32 scales and zeros (the scales, where there are none).
 
-    Codes are uint8 [tokens, bytes] of a key and [bytes, tokens] of a value. The center of the codec's levels is moved
-    into the zeros. Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
+    Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value, bytes of high sections
+    repeated and shifted to where the low bits of their codes lie. Scales and zeros are [tokens] if they are per token;
+    else one tile for each plane that broadcasts to the codes. The center of the codec's levels is part of the zeros.
+
+    Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
     """
     token = tl.arange(0, TOKENS)
     block, slot = token // OPERAND.block_tokens, token % OPERAND.block_tokens
     exists = block * OPERAND.block_tokens < tokens_left
     block_offset = block.to(tl.int64) * stride_block
-    byte = tl.arange(0, OPERAND.padded_width)
-    if OPERAND.column_major:
-        ptrs = ptr + (block_offset + slot)[None, :] + (byte * OPERAND.block_tokens)[:, None]
-        in_bounds, in_vector = exists[None, :], (byte < OPERAND.width)[:, None]
-    else:
-        ptrs = ptr + (block_offset + slot * OPERAND.width)[:, None] + byte[None, :]
-        in_bounds, in_vector = exists[:, None], (byte < OPERAND.width)[None, :]
-    if OPERAND.width != OPERAND.padded_width:
-        in_bounds = in_bounds & in_vector
-    codes = tl.load(ptrs, mask=in_bounds, other=0)
-    scale = _load_section(ptr + OPERAND.scale_offset, stride_block, block, slot, exists, OPERAND.scale_dtype)
+    column = tl.arange(0, OPERAND.padded_width)
+    packed = (_load_codes(ptr, block_offset, slot, exists, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND),)
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    for k in tl.static_range(NUM_HIGH):
+        high = _load_high_bits(ptr, block_offset, slot, exists, column, k, OPERAND)
+        packed = packed + (high,)  # noqa: RUF005
+    scale = tl.full([TOKENS], 1.0, tl.float32)
     zero = scale
+    if OPERAND.has_scale:
+        scale = _load_metadata(
+            ptr + OPERAND.scale_offset, stride_block, block, slot, exists, column, OPERAND.scale_dtype, OPERAND
+        )
+        zero = scale
     if OPERAND.has_zero:
-        zero = _load_section(ptr + OPERAND.zero_offset, stride_block, block, slot, exists, OPERAND.zero_dtype)
-        zero += OPERAND.codec.center * scale
-    return codes, scale, zero
+        zero = _load_metadata(
+            ptr + OPERAND.zero_offset, stride_block, block, slot, exists, column, OPERAND.zero_dtype, OPERAND
+        )
+        if OPERAND.granularity == "token":
+            zero += OPERAND.center * scale
+        else:
+            centered = ()
+            NUM_PLANES: tl.constexpr = OPERAND.num_planes
+            for plane in tl.static_range(NUM_PLANES):
+                centered = centered + (zero[plane] + OPERAND.center * scale[plane],)  # noqa: RUF005
+            zero = centered
+    return packed, scale, zero
 
 
 @jit
-def _load_section(ptr, stride_block, block, slot, exists, DTYPE: tl.constexpr):
-    """One number a token, float32 [tokens]. Strides of packed data are multiples of 64 bytes: they divide evenly."""
-    stride = stride_block // (DTYPE.primitive_bitwidth // 8)
-    return tl.load(ptr.to(tl.pointer_type(DTYPE)) + block.to(tl.int64) * stride + slot, mask=exists, other=0.0).to(
-        tl.float32
-    )
+def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
+    """High section K as int32 in the shape of the section ``codes``, the bits of a column in its lowest bits."""
+    WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    byte = tl.where(column < OPERAND.width, column % WIDTH, WIDTH)
+    high = _load_codes(ptr, block_offset, slot, exists, byte, OPERAND.high_offsets[K], tl.uint8, WIDTH, OPERAND)
+    shift = column // WIDTH * OPERAND.high_planes[K]
+    return high.to(tl.int32) >> (shift[:, None] if OPERAND.column_major else shift[None, :])
+
+
+@jit
+def _load_codes(
+    ptr, block_offset, slot, exists, column, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
+):
+    """Columns of one code section: [tokens, columns] of a key, [columns, tokens] of a value."""
+    ptr = (ptr + offset).to(tl.pointer_type(DTYPE))
+    block_offset = block_offset // (DTYPE.primitive_bitwidth // 8)
+    if OPERAND.column_major:
+        ptrs = ptr + (block_offset + slot)[None, :] + (column * OPERAND.block_tokens)[:, None]
+        in_bounds, in_vector = exists[None, :], (column < WIDTH)[:, None]
+    else:
+        ptrs = ptr + (block_offset + slot * WIDTH)[:, None] + column[None, :]
+        in_bounds, in_vector = exists[:, None], (column < WIDTH)[None, :]
+    if OPERAND.width != OPERAND.padded_width:
+        in_bounds = in_bounds & in_vector
+    return tl.load(ptrs, mask=in_bounds, other=0)
+
+
+@jit
+def _load_metadata(
+    ptr, stride_block, block, slot, exists, column, DTYPE: tl.constexpr, OPERAND: tl.constexpr
+):  # fmt: skip
+    """Scales or zero points: float32 [tokens] if they are per token, else a tuple of tiles, one a plane.
+
+    Strides of packed data are multiples of 64 bytes: they divide evenly.
+    """
+    ptr = ptr.to(tl.pointer_type(DTYPE))
+    block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
+    if OPERAND.granularity == "token":
+        metadata = tl.load(ptr + block_offset + slot, mask=exists, other=0.0).to(tl.float32)
+    else:
+        metadata = ()
+        NUM_PLANES: tl.constexpr = OPERAND.num_planes
+        for plane in tl.static_range(NUM_PLANES):
+            channel = tl.minimum(plane * OPERAND.width + column, OPERAND.head_dim - 1)
+            if OPERAND.granularity == "group":
+                row, index = block_offset + slot * OPERAND.num_scales, channel // OPERAND.group_size
+            else:
+                row, index = block_offset, channel
+            if OPERAND.column_major:
+                ptrs, mask = ptr + index[:, None] + row[None, :], exists[None, :]
+            else:
+                ptrs, mask = ptr + row[:, None] + index[None, :], exists[:, None]
+            metadata = metadata + (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return metadata
 
 
 @jit
 def _store_output(
-    state, out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr
-):
+    state, out_ptr, lse_ptr, out_row, in_query,
+    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
-    maximum, scale_maximum, p_sum, zero_sum, acc_low, acc_high = state
+    maximum, scale_maximum, p_sum, zero_sum, accs = state
     total = tl.sum(tl.sum(p_sum, 0), 0)
     seen = total > 0
     inverse = tl.where(seen, 1.0 / total, 0.0)
     if PARTIAL:
-        if WIDE_SCORES:
+        if WIDE_SCORES and VALUE.has_scale and VALUE.granularity == "token":
             maximum += scale_maximum
         tl.store(lse_ptr + out_row, tl.where(seen, maximum - 15.0 + tl.log2(total), float("-inf")), mask=in_query)
     zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
-    byte = tl.arange(0, VALUE.padded_width)[:, None]
-    in_bounds = in_query[None, :] & (byte < VALUE.width)
-    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + byte
-    tl.store(out_ptrs, (acc_low * VALUE.codec.gain + zero) * inverse[None, :], mask=in_bounds)
-    if VALUE.channels_per_byte == 2:
-        out = (acc_high * VALUE.codec.gain + zero) * inverse[None, :]
-        tl.store(out_ptrs + VALUE.width, out, mask=in_bounds)
+    column = tl.arange(0, VALUE.padded_width)[:, None]
+    in_bounds = in_query[None, :] & (column < VALUE.width)
+    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        out = (accs[plane] * VALUE.gain + zero) * inverse[None, :]
+        tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 
 @jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len"])
@@ -404,6 +513,6 @@ def combine_kernel(
         maximum = new_maximum
     out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
     if VALUE.rotated:
-        out = hadamard(out, VALUE.head_dim)
+        out = unrotate(out, VALUE)
     out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel[None, :]
     tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & in_head)

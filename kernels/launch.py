@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, tl, triton
+from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
 from kvcompile.kernels.store import store_kernel
 
 
@@ -47,21 +47,22 @@ class AttentionConfig:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-# Decoding, up to 8 rows: (compute capability, codes in a byte of the key, and of the value) -> configuration. Three
+# Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Three
 # programs of 128 threads with 168 registers fill a register file, and three times the tiles in flight fit into shared
 # memory. In a tile of 128 tokens a thread has one 16-bit scale, too little to copy asynchronously, so that the formats
 # with 16-bit scales need tiles of 256.
 DECODE = {
-    (9, 1, 1): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
-    (9, 1, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 2, 1): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 2, 2): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
-    (8, 1, 1): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
-    (8, 1, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
-    (8, 2, 1): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
-    (8, 2, 2): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
+    (9, 8, 8): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
+    (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
+    (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
+    (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
-PORTABLE = AttentionConfig(8, 128)
+PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 
 
@@ -79,7 +80,7 @@ def attention_config(
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     if padded_head_dim > 128:
         return PORTABLE
-    return DECODE.get((capability, key.channels_per_byte, value.channels_per_byte), PORTABLE)
+    return DECODE.get((capability, key.tile_bits, value.tile_bits), PORTABLE)
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
@@ -165,8 +166,8 @@ def attention(
         return out
     capability, num_sms, has_ptx = _device(query.device)
     float32 = query.dtype == torch.float32
-    key = packed_operand(k_format, "key", head_dim, has_ptx and not float32)
-    value = packed_operand(v_format, "value", v_head_dim, has_ptx and not float32)
+    key = packed_operand(k_format, "key", head_dim, float32, has_ptx)
+    value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx)
 
     mask_kind, mask_per_row, mask_data = "none", False, query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -195,7 +196,7 @@ def attention(
         (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
         (
             key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
-            tl.float32 if float32 else tl.float16, "tf32x3" if float32 and has_ptx else "ieee",
+            "tf32x3" if has_ptx else "ieee",
             config.rows, config.tokens, config.num_warps, config.num_stages,
         ),
         config.options,
@@ -219,7 +220,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
     batch, num_kv_heads, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand = packed_operand(format_name, role, head_dim, False)
+    operand = packed_operand(format_name, role, head_dim, True, False)
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     tokens, num_warps = (1, 1) if num_tokens == 1 else (32, 4)

@@ -5,7 +5,8 @@ BLOCK_TOKENS consecutive tokens of one head, section after section (codes, scale
 dimension is outermost, so that a longer buffer has the same strides and a prefix of it is the shorter cache.
 
 Codes of a key lie row-major, [BLOCK_TOKENS][width]; codes of a value lie column-major, [width][BLOCK_TOKENS]. With that
-both products of attention (K q and V^T p) read their packed operand with the reduction dimension contiguous.
+both products of attention (K q and V^T p) read their packed operand with the reduction dimension contiguous. Scales and
+zero points lie row-major, or once for all tokens of the block if the section is shared.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import sympy
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.bit_planes import Section
 from kvcompile.kernels.formats import get_format
-from kvcompile.kernels.formats.base import HEAD_DIM, Format, Section
-
-BLOCK_TOKENS = 64
+from kvcompile.kernels.formats.base import BLOCK_TOKENS, HEAD_DIM, Format
 
 MIN_GROWING_BLOCKS = 2
 """Least blocks of a cache that grows: Dynamo specialises on sizes 0 and 1."""
@@ -57,20 +57,20 @@ class PackedLayout:
         offsets, offset = {}, 0
         for section in self.sections:
             offsets[section.name] = offset
-            offset += section.bytes_per_token * BLOCK_TOKENS
+            offset += _bytes_in_block(section)
         return offsets
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token and head, metadata included."""
-        return sum(section.bytes_per_token for section in self.sections)
+        """Bytes per token and head, metadata included; shared metadata is a whole number of bytes per token."""
+        return self.block_bytes // BLOCK_TOKENS
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
-        return self.bytes_per_token * BLOCK_TOKENS
+        return sum(map(_bytes_in_block, self.sections))
 
     def column_major(self, section: Section) -> bool:
-        return self.role == "value" and section.name == "codes"
+        return self.role == "value" and section.is_codes
 
     def shape(self, num_tokens: int, batch: int, num_kv_heads: int) -> tuple[int, int, int, int]:
         """Shape of ``data`` for a cache of ``num_tokens`` slots."""
@@ -83,16 +83,20 @@ class PackedLayout:
         return batch * heads * BLOCK_TOKENS * sympy.ceiling(num_tokens / BLOCK_TOKENS) * per_token
 
     def split(self, data: Tensor) -> dict[str, Tensor]:
-        """Typed views of ``data``, one a section, each [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width]."""
+        """Typed views of ``data``, one a section, each [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width].
+
+        Shared sections are [num_blocks, batch, num_kv_heads, 1, width].
+        """
         parts = {}
         for section in self.sections:
             typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
             start = self.section_offsets[section.name] // section.dtype.itemsize
-            flat = typed[..., start : start + section.width * BLOCK_TOKENS]
+            rows = 1 if section.shared else BLOCK_TOKENS
+            flat = typed[..., start : start + section.width * rows]
             if self.column_major(section):
-                parts[section.name] = flat.unflatten(-1, (section.width, BLOCK_TOKENS)).transpose(-1, -2)
+                parts[section.name] = flat.unflatten(-1, (section.width, rows)).transpose(-1, -2)
             else:
-                parts[section.name] = flat.unflatten(-1, (BLOCK_TOKENS, section.width))
+                parts[section.name] = flat.unflatten(-1, (rows, section.width))
         return parts
 
     def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
@@ -104,9 +108,13 @@ class PackedLayout:
         token = token_in_block[..., None]
         columns = []
         for section in self.sections:
-            start, width = self.section_offsets[section.name], section.bytes_per_token
+            start, width = self.section_offsets[section.name], section.nbytes
             index = torch.arange(width, device=token.device)
-            within = index * BLOCK_TOKENS + token if self.column_major(section) else token * width + index
+            itemsize = section.dtype.itemsize
+            if self.column_major(section):
+                within = (index // itemsize * BLOCK_TOKENS + token) * itemsize + index % itemsize
+            else:
+                within = token * width + index
             columns.append(start + within)
         return torch.cat(columns, dim=-1)
 
@@ -121,6 +129,10 @@ def growing_blocks(num_tokens: int) -> int:
     return torch.sym_max(num_blocks(num_tokens), MIN_GROWING_BLOCKS)
 
 
+def _bytes_in_block(section: Section) -> int:
+    return section.nbytes * (1 if section.shared else BLOCK_TOKENS)
+
+
 def _bytes_of(x: Tensor) -> Tensor:
     """Little-endian bytes of ``x`` [..., width]: uint8 [..., width * itemsize].
 
@@ -128,7 +140,7 @@ def _bytes_of(x: Tensor) -> Tensor:
     2.11 computes wrong strides for it.
     """
     if x.dtype.itemsize == 1:
-        return x
+        return x.view(torch.uint8)
     bits = x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).int()
     shifts = 8 * torch.arange(x.dtype.itemsize, device=x.device)
     return ((bits.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(-2)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import read_stored_tokens
 from kvcompile.kernels.rotation import rotate, unrotate
@@ -76,12 +77,12 @@ def attend(
         raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
     if k_layout.format.rotated:
-        q = rotate(q)
+        q = rotate(q, k_layout.format.rotation_seed)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     path = _attend_levels if few_rows else _attend_dequantized
     out = path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap)
     if v_layout.format.rotated:
-        out = unrotate(out)
+        out = unrotate(out, v_layout.format.rotation_seed)
     return out.to(query.dtype)
 
 
@@ -188,15 +189,18 @@ def _attend_levels(
 
 def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
-    parts = layout.split(data)
-    levels = [layout.format.levels(codes) for codes in layout.format.planes(parts["codes"])]
-    width = parts["codes"].shape[-1]
+    parts, fmt = layout.split(data), layout.format
+    levels = _levels(parts, fmt, transposed=False)
     # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
     rows = []
     for row in q.unsqueeze(-2).unbind(2):
-        products = [level * part for level, part in zip(levels, row.split(width, dim=-1), strict=True)]
+        products = [level * part for level, part in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
         rows.append(sum(products[1:], products[0]).sum(-1))
-    scores = torch.stack(rows, 3) * _per_token(parts["scale"])
+    scores = torch.stack(rows, 3)
+    if fmt.granularity != "token":
+        return scores
+    if "scale" in parts:
+        scores = scores * _per_token(parts["scale"])
     if "zero" in parts:
         scores = scores + _per_token(parts["zero"]) * q.sum(-1, keepdim=True)
     return scores
@@ -204,9 +208,14 @@ def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
 
 def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
-    parts = layout.split(data)
-    levels = [layout.format.levels(codes) for codes in layout.format.planes(parts["codes"].transpose(-1, -2))]
-    weights = _computed_once(p * torch.where(in_cache, _per_token(parts["scale"]), 0.0))
+    parts, fmt = layout.split(data), layout.format
+    levels = _levels(parts, fmt, transposed=True)
+    if fmt.scale_dtype is None or fmt.granularity != "token":
+        # Nothing beyond the cache may count, not even as 0 * NaN.
+        levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
+        weights = p
+    else:
+        weights = _computed_once(p * torch.where(in_cache, _per_token(parts["scale"]), 0.0))
     # Two stages, so that the loops walk over the cache nearly in the order of its memory.
     blocks = weights.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
@@ -215,10 +224,27 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
         planes = [(level * row).unflatten(0, (blocks // group, group)).sum((1, -1)) for level in levels]
         rows.append(torch.cat(planes, dim=-1))
     out = torch.stack(rows, 3).sum(0)
-    if "zero" in parts:
+    if "zero" in parts and fmt.granularity == "token":
         zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
     return out
+
+
+def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
+    """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
+
+    With scales that are not per token, which cannot be taken out of the products, the dequantized values.
+    """
+    levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(parts))]
+    if fmt.granularity != "token":
+        for name in ("scale", "zero"):
+            if name in parts:
+                metadata = fmt.per_channel(parts[name]).chunk(len(levels), dim=-1)
+                levels = [
+                    level * part if name == "scale" else level + part
+                    for level, part in zip(levels, metadata, strict=True)
+                ]
+    return [level.transpose(-1, -2) for level in levels] if transposed else levels
 
 
 def _per_token(section: Tensor) -> Tensor:

@@ -1,14 +1,18 @@
-"""The Hadamard rotation of rotated formats: orthogonal, symmetric, its own inverse.
+"""The rotation of rotated formats: a Hadamard matrix, optionally with random signs before it.
 
 Rotating spreads the energy of outlier channels over all channels before quantization (QuaRot, arXiv:2404.00456;
 TurboQuant, arXiv:2504.19874). A ``head_dim`` that is not a power of two gets a block-diagonal matrix of the Hadamard
-matrices of its binary digits, largest first: 80 = 64 + 16, 96 = 64 + 32.
+matrices of its binary digits, largest first: 80 = 64 + 16, 96 = 64 + 32. With a seed other than 0 channel ``c`` is
+first multiplied by ``sign(c, seed)``.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
+"""Odd numbers of 32 bits: of the channel, of the seed, and between the shifts of the hash."""
 
 
 def rotation_blocks(head_dim: int) -> list[int]:
@@ -25,22 +29,34 @@ def _sylvester(size: int, device: torch.device | str) -> Tensor:
     return (1 - 2 * (bits & 1)).float() * size**-0.5
 
 
-def rotation_matrix(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """The rotation R, float32 [head_dim, head_dim], symmetric and orthogonal; ``head_dim`` at most 256.
+def random_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """+1 or -1 for every channel, float32 [head_dim]: a bit of a hash of the channel and the seed."""
+    of_channel, of_seed, between = HASH_MULTIPLIERS
+    x = (torch.arange(head_dim, device=device) * of_channel + seed * of_seed) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * between) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    return (1 - 2 * ((x >> 7) & 1)).float()
+
+
+def rotation_matrix(head_dim: int, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+    """The rotation R, float32 [head_dim, head_dim], orthogonal, and symmetric without a seed; ``head_dim`` up to 256.
 
     Built from index arithmetic alone, so that tracing it puts no constant tensor into a graph.
     """
     blocks = [_sylvester(size, device) for size in rotation_blocks(head_dim)]
-    return blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+    matrix = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+    return random_signs(head_dim, seed, device)[:, None] * matrix if seed else matrix
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, seed: int = 0) -> Tensor:
     """``x @ R`` for float32 ``x`` [..., head_dim]."""
     head_dim = x.shape[-1]
     # A plain mm, because torch 2.11 cannot trace matmul on symbolic sizes without its Python dispatcher.
-    return torch.mm(x.reshape(-1, head_dim), rotation_matrix(head_dim, x.device)).reshape(x.shape)
+    return torch.mm(x.reshape(-1, head_dim), rotation_matrix(head_dim, x.device, seed)).reshape(x.shape)
 
 
-def unrotate(x: Tensor) -> Tensor:
-    """Inverse of :func:`rotate`; the same product, since R is symmetric."""
-    return rotate(x)
+def unrotate(x: Tensor, seed: int = 0) -> Tensor:
+    """Inverse of :func:`rotate`: ``x @ R.T``. Without a seed R is symmetric, so it is the same product."""
+    if not seed:
+        return rotate(x)
+    return rotate(x) * random_signs(x.shape[-1], seed, x.device)

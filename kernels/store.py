@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import hadamard, halves, jit, tl
+from kvcompile.kernels.codec import jit, planes_of, rotate, tl
 
 
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
@@ -38,26 +38,101 @@ def store_kernel(
     in_head = channel < OPERAND.head_dim
     x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
     x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0).to(tl.float32)
-    if OPERAND.rotated:
-        x = hadamard(x, OPERAND.head_dim)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
-    codes, scale, zero = OPERAND.codec.encode(tl.where(finite[:, None], x, 0.0), in_head, OPERAND)
-    scale = tl.where(finite, scale, float("nan"))
-    if OPERAND.channels_per_byte == 2:
-        low, high = halves(codes, OPERAND.head_dim, OPERAND.padded_width)
-        codes = low | (high << 4)
+    codes, scale, zero = _encode(x, finite, in_head, OPERAND, TOKENS)
 
     slot = position % OPERAND.block_tokens
     data_ptr += batch * data_strides[1] + head * data_strides[2]
     block_ptrs = data_ptr + (position // OPERAND.block_tokens) * data_strides[0]
-    byte = tl.arange(0, OPERAND.padded_width)
-    if OPERAND.column_major:
-        code_ptrs = (block_ptrs + slot)[:, None] + (byte * OPERAND.block_tokens)[None, :]
-    else:
-        code_ptrs = (block_ptrs + slot * OPERAND.width)[:, None] + byte[None, :]
-    tl.store(code_ptrs, codes.to(tl.uint8), mask=written[:, None] & (byte < OPERAND.width)[None, :])
-    scale_ptrs = (block_ptrs + OPERAND.scale_offset).to(tl.pointer_type(OPERAND.scale_dtype)) + slot
-    tl.store(scale_ptrs, scale.to(OPERAND.scale_dtype), mask=written)
+    _store_codes(block_ptrs, slot, written, codes, OPERAND)
+    if OPERAND.has_scale:
+        _store_metadata(block_ptrs + OPERAND.scale_offset, slot, written, scale, OPERAND.scale_dtype, OPERAND)
     if OPERAND.has_zero:
-        zero_ptrs = (block_ptrs + OPERAND.zero_offset).to(tl.pointer_type(OPERAND.zero_dtype)) + slot
-        tl.store(zero_ptrs, zero.to(OPERAND.zero_dtype), mask=written)
+        _store_metadata(block_ptrs + OPERAND.zero_offset, slot, written, zero, OPERAND.zero_dtype, OPERAND)
+
+
+@jit
+def _encode(x, finite, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Codes [tokens, channels], scales and zeros [tokens] or, per group, [tokens, num_scales] of vectors.
+
+    As in the specification, a vector that is not finite in the stored basis has the codes of zeros and scales of NaN.
+    """
+    if OPERAND.code_dtype == tl.uint8:
+        if OPERAND.rotated:
+            x = rotate(x, OPERAND)
+            finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
+        x = tl.where(finite[:, None], x, 0.0)
+    if OPERAND.granularity == "group":
+        GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
+        in_group = tl.full([1, OPERAND.group_size], True, tl.int1)
+        x = tl.reshape(x, [TOKENS * GROUPS, OPERAND.group_size])
+        codes, scale, zero = OPERAND.codec.encode(x, in_group, OPERAND)
+        codes = tl.reshape(codes, [TOKENS, OPERAND.padded_head_dim])
+        scale, zero = tl.reshape(scale, [TOKENS, GROUPS]), tl.reshape(zero, [TOKENS, GROUPS])
+        scale = tl.where(finite[:, None], scale, float("nan"))
+    else:
+        codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
+        scale = tl.where(finite, scale, float("nan"))
+    return codes, scale, zero
+
+
+@jit
+def _store_codes(block_ptrs, slot, written, codes, OPERAND: tl.constexpr):
+    """Pack codes [tokens, channels] and store them at ``slot`` [tokens] of blocks that start at ``block_ptrs``."""
+    if OPERAND.num_planes == 1:
+        _store_columns(block_ptrs, slot, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
+    else:
+        planes = planes_of(codes, OPERAND)
+        MASK: tl.constexpr = (1 << OPERAND.low_bits) - 1
+        low = planes[0] & MASK
+        OTHER_PLANES: tl.constexpr = OPERAND.num_planes - 1
+        for i in tl.static_range(OTHER_PLANES):
+            low |= (planes[i + 1] & MASK) << (OPERAND.low_bits * (i + 1))
+        _store_columns(block_ptrs, slot, written, low, 0, tl.uint8, OPERAND.width, OPERAND)
+        NUM_HIGH: tl.constexpr = OPERAND.num_high
+        for k in tl.static_range(NUM_HIGH):
+            _store_high_bits(block_ptrs, slot, written, planes, k, OPERAND)
+
+
+@jit
+def _store_high_bits(block_ptrs, slot, written, planes, K: tl.constexpr, OPERAND: tl.constexpr):
+    """Pack bit ``low_bits + K`` of the planes that have it and store them in high section K."""
+    COUNT: tl.constexpr = OPERAND.high_planes[K]
+    HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    OTHER_PLANES: tl.constexpr = COUNT - 1
+    OTHER_PIECES: tl.constexpr = 8 // COUNT - 1
+    bits = (planes[0] >> (OPERAND.low_bits + K)) & 1
+    for i in tl.static_range(OTHER_PLANES):
+        bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (i + 1)
+    column = tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape)
+    high = bits
+    for piece in tl.static_range(OTHER_PIECES):
+        index = tl.minimum(column + (piece + 1) * HIGH_WIDTH, bits.shape[1] - 1)
+        high |= tl.gather(bits, index, 1) << (COUNT * (piece + 1))
+    _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+
+
+@jit
+def _store_columns(
+    block_ptrs, slot, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
+):
+    """Store [tokens, columns] in a code section at byte ``offset`` of a block."""
+    ptrs = (block_ptrs + offset).to(tl.pointer_type(DTYPE))
+    column = tl.arange(0, x.shape[1])
+    if OPERAND.column_major:
+        ptrs = (ptrs + slot)[:, None] + (column * OPERAND.block_tokens)[None, :]
+    else:
+        ptrs = (ptrs + slot * WIDTH)[:, None] + column[None, :]
+    tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (column < WIDTH)[None, :])
+
+
+@jit
+def _store_metadata(section_ptrs, slot, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
+    """Store scales or zero points, [tokens] or [tokens, groups]."""
+    ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
+    if OPERAND.granularity == "group":
+        group = tl.arange(0, x.shape[1])[None, :]
+        ptrs = (ptrs + slot * OPERAND.num_scales)[:, None] + group
+        tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))
+    else:
+        tl.store(ptrs + slot, x.to(DTYPE), mask=written)

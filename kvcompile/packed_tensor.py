@@ -159,7 +159,7 @@ class PackedTensor(torch.Tensor):
                              "[batch, tokens, heads, head_dim] (1)")  # fmt: skip
         if len(shape) != 4 or shape[3] != layout.head_dim:
             raise ValueError(f"shape {tuple(shape)} is not that of a 4-dimensional cache of head_dim {layout.head_dim}")
-        if (reason := layout.format.unsupported_head_dim(layout.head_dim)) is not None:
+        if (reason := layout.format.unsupported(layout.head_dim, layout.role)) is not None:
             raise ValueError(f"format {layout.format_name} cannot hold this cache: {reason}")
         axes = "bhtd" if token_dim == 2 else "bthd"
         batch, heads, tokens = (shape[axes.index(axis)] for axis in "bht")

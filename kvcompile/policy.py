@@ -100,13 +100,23 @@ class Match(_Strict):
 
 
 class Half(_Strict):
-    """The format of one half, keys or values, of a cache."""
+    """The format of one half, keys or values, of a cache.
+
+    Attributes:
+        dtype: a format, or a preset, which stands for its format of this half.
+    """
 
     dtype: str
 
 
 class Choice(_Strict):
-    """The formats of a cache: ``dtype`` for keys and values; ``key`` or ``value`` for one of them, which wins."""
+    """The formats of a cache: ``dtype`` for keys and values; ``key`` or ``value`` for one of them, which wins.
+
+    Attributes:
+        dtype: a preset or a format for keys and values, or ``auto`` to leave the whole cache as it is.
+        key: the format of keys, in place of ``dtype``.
+        value: the format of values, in place of ``dtype``.
+    """
 
     dtype: str | None = None
     key: Half | None = None
@@ -144,13 +154,28 @@ class Choice(_Strict):
 
 
 class Rule(Choice):
-    """A choice of formats for the sites that ``match`` describes."""
+    """A choice of formats for the sites that ``match`` describes.
+
+    Attributes:
+        match: which sites.
+    """
 
     match: Match
 
 
 class Policy(_Strict):
-    """Formats by layer and module; see the module's text for an example and :meth:`load` for where one comes from."""
+    """Formats by layer and module.
+
+    The module's text has an example; :meth:`load` says where a policy comes from.
+
+    Attributes:
+        version: of the form of policies; 1.
+        rules: the first one that matches a site decides.
+        default: decides where no rule matches.
+        on_unsupported: what happens to a site that cannot be packed: an ``error``, a warning (``warn``), or neither
+            (``ignore``); in the latter two it stays as it is.
+        strict: whether a rule that decides nothing is an error; otherwise it is a warning.
+    """
 
     version: Literal[1] = 1
     rules: tuple[Rule, ...] = ()

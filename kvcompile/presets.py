@@ -15,7 +15,10 @@ PRESETS: dict[str, FormatPair] = {
     "int8_per_token_head": FormatPair("int8_per_token_head", "int8_per_token_head"),
     "fp8_e4m3": FormatPair("fp8_e4m3", "fp8_e4m3"),
     "int4_per_token_head": FormatPair("int4_per_token_head", "int4_per_token_head"),
+    "turboquant_k8v4": FormatPair("fp8_e4m3_unit", "int4_unrotated"),
     "turboquant_4bit_nc": FormatPair("turboquant_4bit", "int4_unrotated"),
+    "turboquant_k3v4_nc": FormatPair("turboquant_3bit", "int4_unrotated"),
+    "turboquant_3bit_nc": FormatPair("turboquant_3bit", "int3_unrotated"),
 }
 """Presets carry vLLM's names and mean what vLLM means by them."""
 

@@ -168,9 +168,9 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if formats is None:
         raise Refusal(Reason.policy_auto)
     layout = PackedLayout(formats.key if cache.role == "key" else formats.value, cache.role, cache.head_dim)
-    unsupported = layout.format.unsupported_head_dim(cache.head_dim)
+    unsupported = layout.format.unsupported(cache.head_dim, cache.role)
     if unsupported is not None:
-        raise Refusal(Reason.unsupported_head_dim, format=layout.format_name, detail=unsupported)
+        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
 
 

@@ -19,7 +19,7 @@ class Reason(enum.Enum):
     escaping_view = "a view of its {role} cache escapes through {user}"
     not_written_back = "its {role} cache {source} is updated out of place; the old cache stays visible to the caller"
     shared_key_value = "one tensor serves as key and value"
-    unsupported_head_dim = "{format}: {detail}"
+    unsupported_format = "{format}: {detail}"
     unsupported_dtype = "its {role} cache holds {dtype}; supported are float32, float16 and bfloat16"
     unsupported_shape = "the shapes of query {query} and {role} {cache} do not form grouped-query attention"
     unknown_mask = "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores"

@@ -16,7 +16,7 @@ import kvcompile
 
 ROOT = Path(__file__).parent.parent
 
-SOURCES = {path.relative_to(ROOT) for path in (ROOT / "kvcompile").glob("*.py")} | {
+SOURCES = {path.relative_to(ROOT) for path in (ROOT / "kvcompile").rglob("*.py")} | {
     "kvcompile" / path.relative_to(ROOT) for folder in ("passes", "kernels") for path in (ROOT / folder).rglob("*.py")
 }
 

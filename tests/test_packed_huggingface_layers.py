@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from kinds import BY_TOKEN
 from packed_caches import HEAD_DIM, assert_same, quantized, values
 
 from kvcompile.adoption import adopt
-from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.memory import cache_nbytes
 from kvcompile.packed_tensor import PackedTensor
@@ -62,7 +62,7 @@ class Twins:
         assert_same(self.packed.values, self.plain.values)
 
 
-every_format = pytest.mark.parametrize("name", FORMATS)
+every_format = pytest.mark.parametrize("name", BY_TOKEN)
 
 
 @every_format

@@ -198,8 +198,8 @@ def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
         ({}, "policy: default: is required"),
         ({"default": "fp8_e4m3"}, "policy: default: expected fields (dtype, key, value), got 'fp8_e4m3'"),
         (
-            {"default": {"dtype": "fp8_e4m2"}},
-            "policy: default.dtype: unknown dtype 'fp8_e4m2'; did you mean 'fp8_e4m3'?",
+            {"default": {"dtype": "fp8_e4m9"}},
+            "policy: default.dtype: unknown dtype 'fp8_e4m9'; did you mean 'fp8_e4m3'?",
         ),
         (
             {"default": {"key": {"dtype": "fp8_e4m3"}}},

@@ -1,11 +1,12 @@
-"""What a cache format is: how one head's K or V vector of one token becomes bytes, and back.
+"""What a cache format is: how one head's K or V vectors become bytes, and back.
 
 Every format obeys one law, so that one store kernel and one attention kernel serve them all:
 
-    decode(code, scale, zero) = scale * level(code) + zero        (per token and head, in the rotated basis)
+    decode(code, scale, zero) = scale * level(code) + zero        (in the rotated basis)
 
-``level`` maps an integer code to a number and is the only thing that differs between integer, float and codebook
-formats. ``scale`` and ``zero`` are one number each per token and head; a format without a zero point has ``zero = 0``.
+``level`` maps a code to a number and is the only thing that differs between integer, float and codebook formats.
+``scale`` and ``zero`` are shared by the channels of a vector (per token and head), by ``group_size`` channels of it
+(per group), or by one channel of the 64 tokens of a block (per channel); a format may have no zero points, or neither.
 A rotated format stores ``x @ R`` (R orthogonal, see :mod:`kvcompile.kernels.rotation`) instead of ``x``.
 All-zero bytes decode to zeros in every format.
 
@@ -16,121 +17,154 @@ Triton codec must agree with them.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from typing import Literal
 
 import sympy
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.bit_planes import Packing, Section
 from kvcompile.kernels.codec import Codec
 from kvcompile.kernels.rotation import rotate, unrotate
 
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
+BLOCK_TOKENS = 64
+"""Tokens of a block: what a packed cache is divided into, and what shares a scale per channel."""
 
-
-@dataclass(frozen=True)
-class Section:
-    """One kind of data that a format keeps for every token and head.
-
-    Attributes:
-        name: ``codes``, ``scale`` or ``zero``.
-        dtype: element type in memory.
-        width: elements per token and head.
-    """
-
-    name: str
-    dtype: torch.dtype
-    width: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.width * self.dtype.itemsize
+Granularity = Literal["token", "group", "channel"]
 
 
 class Format(abc.ABC):
-    """A cache format. Subclasses live in one file each and are instantiated once, in the registry.
+    """A cache format. Subclasses live in one file each.
 
     Attributes:
         name: what policies and op arguments call it.
-        bits: bits per code.
+        packing: how codes become bytes.
         rotated: whether vectors are rotated before they are encoded.
-        channels_per_byte: 1 or 2. With 2, byte ``j`` of a token holds channel ``j`` in its low nibble and channel
-            ``j + head_dim // 2`` in its high nibble.
+        rotation_seed: of the random signs of the rotation; 0 for none.
+        granularity: what shares a scale and a zero point: a ``token``'s vector, a ``group`` of its channels, or a
+            ``channel`` of a block of tokens.
+        group_size: channels of a group.
+        scale_dtype: element type of scales; None without them.
+        zero_dtype: element type of zero points; None without them.
+        gain: factor between the levels of the codec and those of :meth:`levels`.
         codec: the Triton part, see :mod:`kvcompile.kernels.codec`.
     """
 
     name: str
-    bits: int
+    packing: Packing
     rotated: bool = False
-    channels_per_byte: int = 1
-    scale_dtype: torch.dtype = torch.float32
+    rotation_seed: int = 0
+    granularity: Granularity = "token"
+    group_size: int = 0
+    scale_dtype: torch.dtype | None = torch.float32
     zero_dtype: torch.dtype | None = None
+    gain: float = 1.0
     codec: Codec
 
+    @property
+    def bits(self) -> float:
+        """Bits per code, on average."""
+        return float(self.packing.bits)
+
+    @property
+    def num_planes(self) -> int:
+        return self.packing.num_planes
+
+    def num_scales(self, head_dim: int) -> int:
+        """Scales per token, or per block if they are per channel."""
+        return {"token": 1, "group": head_dim // (self.group_size or 1), "channel": head_dim}[self.granularity]
+
     def sections(self, head_dim: int) -> tuple[Section, ...]:
-        """The sections of one token and head, in memory order."""
-        parts = [Section("codes", torch.uint8, head_dim // self.channels_per_byte)]
-        parts.append(Section("scale", self.scale_dtype, 1))
-        if self.zero_dtype is not None:
-            parts.append(Section("zero", self.zero_dtype, 1))
+        """The sections of one head, in memory order."""
+        parts = list(self.packing.sections(head_dim))
+        for name, dtype in (("scale", self.scale_dtype), ("zero", self.zero_dtype)):
+            if dtype is not None:
+                parts.append(Section(name, dtype, self.num_scales(head_dim), shared=self.granularity == "channel"))
         return tuple(parts)
 
     def bytes_per_token(self) -> sympy.Expr:
         """Bytes per token and head as an expression in ``head_dim`` (payload and metadata, no block padding)."""
-        metadata = self.scale_dtype.itemsize + (self.zero_dtype.itemsize if self.zero_dtype is not None else 0)
-        return HEAD_DIM / self.channels_per_byte + metadata
+        metadata = sum(dtype.itemsize for dtype in (self.scale_dtype, self.zero_dtype) if dtype is not None)
+        per_token = {
+            "token": sympy.Integer(1),
+            "group": HEAD_DIM / (self.group_size or 1),
+            "channel": HEAD_DIM / BLOCK_TOKENS,
+        }[self.granularity]
+        return HEAD_DIM * sympy.Rational(self.packing.bits) / 8 + metadata * per_token
 
-    def unsupported_head_dim(self, head_dim: int) -> str | None:
-        """Why this format cannot hold vectors of ``head_dim``, or None if it can."""
+    def unsupported(self, head_dim: int, role: str) -> str | None:
+        """Why this format cannot hold keys or values (``role``) of ``head_dim``, or None if it can."""
         if head_dim % 16 or not 16 <= head_dim <= 256:
             return f"head_dim {head_dim} is not a multiple of 16 between 16 and 256"
+        if self.group_size and head_dim % self.group_size:
+            return f"head_dim {head_dim} is not a multiple of the group size {self.group_size}"
+        if self.granularity == "channel" and role == "value":
+            return "scales per channel are for keys; give values scales per token"
         return None
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
-        """Quantize vectors ``x`` [..., head_dim] of any float dtype; returns one tensor [..., width] per section.
+        """Quantize vectors ``x`` [..., n, head_dim] of any float dtype; one tensor [..., n, width] per section.
 
-        A vector that is not finite in the stored basis gets the codes of the zero vector and the scale NaN: it decodes
-        to NaN in every channel, and no other vector changes.
+        With scales per channel ``n`` is the BLOCK_TOKENS tokens of a block, and shared sections are [..., 1, width].
+
+        A vector that is not finite in the stored basis changes no other. With scales per token or group it gets the
+        codes of the zero vector and scales of NaN, and decodes to NaN in every channel; without such scales there is
+        no way to mark it, and it is stored as zeros (formats of plain floats keep it as it is).
         """
-        x = rotate(x.float()) if self.rotated else x.float()
+        x = rotate(x.float(), self.rotation_seed) if self.rotated else x.float()
         finite = x.isfinite().all(-1, keepdim=True)
-        parts = self.encode_levels(torch.where(finite, x, 0.0))
-        parts["scale"] = torch.where(finite, parts["scale"], torch.nan)
+        codes, scale, zero = self._quantize_grouped(torch.where(finite, x, 0.0))
+        assert codes is not None
+        parts = self.packing.pack(codes)
+        if scale is not None:
+            parts["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
+        if zero is not None:
+            parts["zero"] = zero
         return parts
 
+    def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """:meth:`quantize` along the granularity; scales and zeros are [..., n, width] of their sections."""
+        if self.granularity == "token":
+            return self.quantize(x)
+        if self.granularity == "channel":
+            codes, scale, zero = self.quantize(x.transpose(-1, -2))
+            return (
+                codes.transpose(-1, -2),
+                *(None if part is None else part.transpose(-1, -2) for part in (scale, zero)),
+            )
+        codes, scale, zero = self.quantize(x.unflatten(-1, (-1, self.group_size)))
+        return (codes.flatten(-2), *(None if part is None else part.squeeze(-1) for part in (scale, zero)))
+
     def decode(self, parts: dict[str, Tensor]) -> Tensor:
-        """Inverse of :meth:`encode` up to the quantization error; float32 [..., head_dim] in the original basis."""
+        """Inverse of :meth:`encode` up to the quantization error; float32 [..., n, head_dim] in the original basis."""
         x = self.decode_levels(parts)
-        return unrotate(x) if self.rotated else x
+        return unrotate(x, self.rotation_seed) if self.rotated else x
 
     def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
         """Decode without undoing the rotation: ``scale * level(code) + zero``."""
-        x = self.levels(self.unpack(parts["codes"])) * parts["scale"].float()
-        return x + parts["zero"].float() if "zero" in parts else x
+        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(parts))]
+        x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+        if "scale" in parts:
+            x = x * self.per_channel(parts["scale"])
+        if "zero" in parts:
+            x = x + self.per_channel(parts["zero"])
+        return x
 
-    def pack(self, codes: Tensor) -> Tensor:
-        """Codes uint8 [..., head_dim] -> bytes uint8 [..., head_dim / channels_per_byte]."""
-        if self.channels_per_byte == 1:
-            return codes
-        low, high = codes.chunk(2, dim=-1)
-        return low | (high << 4)
+    def per_channel(self, metadata: Tensor) -> Tensor:
+        """Scales or zero points [..., width] -> float32 that broadcasts to [..., head_dim]."""
+        metadata = metadata.float()
+        if self.granularity != "group":
+            return metadata
+        return metadata.unsqueeze(-1).expand(*metadata.shape, self.group_size).flatten(-2)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of :meth:`pack`."""
-        planes = self.planes(packed)
-        return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+    @abc.abstractmethod
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Float32 vectors [..., m] that share a scale -> codes [..., m], scale [..., 1] and zero [..., 1].
 
-    def planes(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """The codes in bytes uint8 [...], one tensor [...] for each of the ``channels_per_byte`` codes of a byte.
-
-        Plane ``i`` of byte ``j`` is the code of channel ``i * width + j``, width being the bytes of a vector.
+        The vectors are finite and in the stored basis. Scale and zero have the dtype of their sections, or are None.
         """
-        return (packed,) if self.channels_per_byte == 1 else (packed & 0xF, packed >> 4)
 
     @abc.abstractmethod
-    def encode_levels(self, x: Tensor) -> dict[str, Tensor]:
-        """Encode float32 vectors that are already in the stored (rotated) basis."""
-
-    @abc.abstractmethod
-    def levels(self, codes: Tensor) -> Tensor:
-        """``level(code)``: uint8 codes [...] -> float32 [...]."""
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        """``level(code)``: codes [...] of one plane -> float32 [...]."""

@@ -1,8 +1,9 @@
-"""``fp8_e4m3``: 8-bit floats (4 exponent and 3 mantissa bits, no infinities) with one scale per token and head.
+"""``fp8_e4m3`` and ``fp8_e5m2``: 8-bit floats, with one scale per token and head, or without (``*_unit``).
 
-``scale = max|x| / 448`` in float32, so that the largest channel lands on the largest finite e4m3 value; a code is the
-byte of ``x / scale`` rounded to nearest even. The byte patterns 0x7f and 0xff (NaN in e4m3fn) are never written; as
-levels they read as +-480, so that no byte has a level that is not finite.
+A code is the byte of ``x / scale`` rounded to nearest even; ``scale = max|x| / largest`` in float32, so that the
+largest channel lands on the largest finite value of the format, 448 or 57344. Without a scale, channels saturate there.
+Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as
++-57344, so that no byte has a level that is not finite.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -14,19 +15,20 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.codec import Codec, jit, round_to_integer, tl
+from kvcompile.kernels.bit_planes import Packing
+from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format
 
-E4M3_MAX = 448.0
-SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where they are in a float32, as an int32
+SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 
 
 @jit
-def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
+def _unpack_e4m3(packed, OPERAND: tl.constexpr):
     # The byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8,
     # subnormals included, and finite for the NaN patterns 0x7f and 0xff.
-    if OPERAND.fast:
-        level = tl.inline_asm_elementwise(
+    return (
+        bytes_to_halves(
+            packed[0],
             """{
             .reg .b32 low, high, low_bits, high_bits;
             prmt.b32 low, $2, 0, 0x1404;
@@ -38,44 +40,106 @@ def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
             lop3.b32 $0, low, 0x80008000, low_bits, 0xea;
             lop3.b32 $1, high, 0x80008000, high_bits, 0xea;
             }""",
-            "=r,=r,r",
-            [packed],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        bits = packed.to(tl.int16)
-        level = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(DTYPE)
-    return level
+        ),
+    )
 
 
 @jit
-def _encode(x, in_head, OPERAND: tl.constexpr):
-    scale = tl.div_rn(tl.max(tl.abs(x), 1), OPERAND.codec.constants.largest)
-    level = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-    magnitude = tl.minimum(tl.abs(level), OPERAND.codec.constants.largest)
-    # Round the float32 pattern to 3 mantissa bits, ties to even, and rebase the exponent from 127 to 7. Levels below
-    # 2**-6 are multiples of 2**-9; one that rounds up to 2**-6 gets the code 8, which is the pattern of 2**-6.
+def _levels_e4m3(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    bits = codes.to(tl.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _unpack_e5m2(packed, OPERAND: tl.constexpr):
+    # A byte is the upper half of its fp16 pattern. min and max return the number where the other operand is NaN.
+    return (
+        bytes_to_halves(
+            packed[0],
+            """{
+            .reg .b32 low, high, least, most;
+            mov.b32 most, 0x7b007b00;
+            mov.b32 least, 0xfb00fb00;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            min.f16x2 low, low, most;
+            min.f16x2 high, high, most;
+            max.f16x2 $0, low, least;
+            max.f16x2 $1, high, least;
+            }""",
+        ),
+    )
+
+
+@jit
+def _levels_e5m2(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    bits = codes.to(tl.int32)
+    magnitude = tl.minimum(bits & 0x7F, 0x7B)
+    return (((bits & 0x80) | magnitude) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _encode(x, in_vector, OPERAND: tl.constexpr):
+    largest = OPERAND.codec.constants.largest
+    scale = tl.div_rn(tl.max(tl.abs(x), 1), largest)
+    level = x
+    if OPERAND.has_scale:
+        level = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+    magnitude = tl.minimum(tl.abs(level), largest)
+    # Round the float32 pattern to the mantissa bits, ties to even, and rebase the exponent. Below the smallest normal
+    # level all are multiples of one step; one that rounds up to that level gets its code, as the patterns continue.
+    DROPPED: tl.constexpr = 23 - OPERAND.codec.constants.mantissa_bits
     bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = round_to_integer(magnitude * 512.0).to(tl.int32)
+    rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+    normal = rounded - ((127 - OPERAND.codec.constants.bias) << OPERAND.codec.constants.mantissa_bits)
+    subnormal = round_to_integer(magnitude * OPERAND.codec.constants.steps_per_unit).to(tl.int32)
     sign = (level.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return sign | tl.where(magnitude < 0.015625, subnormal, normal), scale, scale
+    return sign | tl.where(magnitude < OPERAND.codec.constants.smallest_normal, subnormal, normal), scale, scale
 
 
-class Fp8E4M3(Format):
-    name = "fp8_e4m3"
-    bits = 8
-    codec = Codec(_unpack, _encode, gain=256.0, constants=SimpleNamespace(largest=E4M3_MAX))
+class Fp8(Format):
+    """An fp8 format with float32 scales per token and head, or without scales."""
 
-    def encode_levels(self, x: Tensor) -> dict[str, Tensor]:
-        scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
-        level = (x / torch.where(scale > 0, scale, 1.0)).clamp(-E4M3_MAX, E4M3_MAX)
-        return {"codes": level.to(torch.float8_e4m3fn).view(torch.uint8), "scale": scale}
+    packing = Packing()
 
-    def levels(self, codes: Tensor) -> Tensor:
-        # A byte moved to the top of a float32 pattern gets the exponent bias 127 instead of 7: its value times 2**-120,
-        # subnormals included. That is four vector instructions; converting from float8_e4m3fn takes a dozen.
-        bits = (codes.view(torch.int8).to(torch.int32) << 20) & SIGN_EXPONENT_MANTISSA
-        return bits.view(torch.float32) * 2.0**120
+    def __init__(self, name: str, dtype: torch.dtype, *, has_scale: bool) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.scale_dtype = torch.float32 if has_scale else None
+        info = torch.finfo(dtype)
+        self.largest = info.max
+        mantissa_bits, bias = (3, 7) if dtype is torch.float8_e4m3fn else (2, 15)
+        constants = SimpleNamespace(
+            largest=info.max, mantissa_bits=mantissa_bits, bias=bias, smallest_normal=info.smallest_normal,
+            steps_per_unit=2.0 ** (bias - 1 + mantissa_bits),
+        )  # fmt: skip
+        if dtype is torch.float8_e4m3fn:
+            self.gain = 256.0
+            self.codec = Codec(_encode, _levels_e4m3, _unpack_e4m3, constants=constants)
+        else:
+            self.codec = Codec(_encode, _levels_e5m2, _unpack_e5m2, constants=constants)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        scale = None
+        if self.scale_dtype is not None:
+            scale = x.abs().amax(-1, keepdim=True) / self.largest
+            x = x / torch.where(scale > 0, scale, 1.0)
+        return x.clamp(-self.largest, self.largest).to(self.dtype).view(torch.uint8), scale, None
+
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        if self.dtype is torch.float8_e4m3fn:
+            # A byte moved to the top of a float32 pattern gets the exponent bias 127 instead of 7: its value times
+            # 2**-120, subnormals included. That is four vector instructions; converting from float8_e4m3fn takes 12.
+            bits = (codes.view(torch.int8).to(torch.int32) << 20) & SIGN_EXPONENT_MANTISSA
+            return bits.view(torch.float32) * 2.0**120
+        # The same with 5 exponent bits: the bias is 15. Patterns above the largest number saturate.
+        bits = ((codes & 0x80).to(torch.int32) << 24) | ((codes & 0x7F).clamp(max=0x7B).to(torch.int32) << 21)
+        return bits.view(torch.float32) * 2.0**112
+
+
+FP8_FORMATS = [
+    Fp8("fp8_e4m3", torch.float8_e4m3fn, has_scale=True),
+    Fp8("fp8_e5m2", torch.float8_e5m2, has_scale=True),
+    Fp8("fp8_e4m3_unit", torch.float8_e4m3fn, has_scale=False),
+    Fp8("fp8_e5m2_unit", torch.float8_e5m2, has_scale=False),
+]

@@ -1,7 +1,9 @@
-"""``int8_per_token_head``: symmetric 8-bit integers with one scale per token and head.
+"""``int8_*``: symmetric 8-bit integers.
 
-As in vLLM's format of that name: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored here with an offset
-of 128 so that a byte unpacks to a float with a single byte permute.
+As in vLLM's ``int8_per_token_head``: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored with an offset of
+128 so that a byte unpacks to a float with a single byte permute. ``int8_per_token_head`` has a float32 scale per
+token and head, ``int8_per_channel`` one per channel of a block of tokens. ``int8_per_group_32`` (64, 128) have fp16
+scales for groups of channels, rounded up so that no code saturates; channels saturate at +-65472.
 """
 
 from __future__ import annotations
@@ -9,15 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.codec import Codec, jit, round_to_integer, tl
-from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.bit_planes import Packing
+from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, round_to_integer, tl
+from kvcompile.kernels.formats.base import Format, Granularity
+from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 
 
 @jit
-def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
-    if OPERAND.fast:
-        # 0x6400 | byte is 1024 + byte in fp16; 0xe480 is -1152.
-        level = tl.inline_asm_elementwise(
+def _unpack(packed, OPERAND: tl.constexpr):
+    # 0x6400 | byte is 1024 + byte in fp16; 0xe480 is -1152.
+    return (
+        bytes_to_halves(
+            packed[0],
             """{
             .reg .b32 low, high, center;
             mov.b32 center, 0xe480e480;
@@ -26,33 +31,53 @@ def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
             add.rn.f16x2 $0, low, center;
             add.rn.f16x2 $1, high, center;
             }""",
-            "=r,=r,r",
-            [packed],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        level = (packed.to(tl.float32) - 128.0).to(DTYPE)
-    return level
+        ),
+    )
 
 
 @jit
-def _encode(x, in_head, OPERAND: tl.constexpr):
+def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    return codes.to(tl.float32) - 128.0
+
+
+@jit
+def _encode(x, in_vector, OPERAND: tl.constexpr):
+    if OPERAND.scale_dtype == tl.float16:
+        x = tl.clamp(x, -65472.0, 65472.0)
     scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
+    if OPERAND.scale_dtype == tl.float16:
+        scale = half_above_tile(scale)
     code = round_to_integer(tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None]))
     return tl.clamp(code, -127.0, 127.0).to(tl.int32) + 128, scale, scale
 
 
-class Int8PerTokenHead(Format):
-    name = "int8_per_token_head"
-    bits = 8
-    codec = Codec(_unpack, _encode)
+class Int8(Format):
+    """An int8 format; ``group_size`` channels share a scale where ``granularity`` is ``group``."""
 
-    def encode_levels(self, x: Tensor) -> dict[str, Tensor]:
+    packing = Packing()
+    codec = Codec(_encode, _levels, _unpack)
+
+    def __init__(self, name: str, granularity: Granularity, group_size: int = 0) -> None:
+        self.name = name
+        self.granularity = granularity
+        self.group_size = group_size
+        self.scale_dtype = torch.float16 if granularity == "group" else torch.float32
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        if self.scale_dtype is torch.float16:
+            x = x.clamp(-SATURATION, SATURATION)
         scale = x.abs().amax(-1, keepdim=True) / 127
+        if self.scale_dtype is torch.float16:
+            scale = half_above(scale)
         codes = torch.round(x / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127) + 128
-        return {"codes": codes.to(torch.uint8), "scale": scale}
+        return codes.to(torch.uint8), scale.to(self.scale_dtype), None
 
-    def levels(self, codes: Tensor) -> Tensor:
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
         return codes.float() - 128
+
+
+INT8_FORMATS = [
+    Int8("int8_per_token_head", "token"),
+    Int8("int8_per_channel", "channel"),
+    *(Int8(f"int8_per_group_{size}", "group", size) for size in (32, 64, 128)),
+]

@@ -1,4 +1,4 @@
-"""``turboquant_4bit``: Hadamard rotation, norm and direction split, Lloyd-Max codebook for the direction.
+"""``turboquant_*bit``: Hadamard rotation, norm and direction split, Lloyd-Max codebook for the direction.
 
 After the rotation the coordinates of a unit vector are close to N(0, 1 / head_dim), whatever the vector, so one fixed
 codebook serves all (TurboQuant, arXiv:2504.19874). The stored scale carries the norm correction: it is the norm of the
@@ -8,7 +8,12 @@ The centroids (for unit variance) are an odd polynomial of the centred code ``u 
 
     level(u) = u * (a + b * u**2 + c * u**4)
 
-so that decoding needs no table. For 4 bits its distortion on N(0, 1) is 0.17 % above the 0.009501 of Lloyd-Max.
+so that decoding needs no table. Its distortion on N(0, 1) is that of Lloyd-Max at 1 and 2 bits, and 0.01 % and 0.17 %
+above it at 3 and 4 bits. Rates between two integers give the first half of the (rotated) channels, or the first two
+planes of four, one bit more than the rest.
+
+Seeds other than 0 put random signs before the Hadamard matrix (``turboquant_4bit_seed7``), as the paper does: caches
+with different seeds have independent errors.
 
 The scale, close to the root mean square of the channels, is fp16: it saturates at 65504, has full precision down to
 6e-5 and is zero below 3e-8.
@@ -18,54 +23,75 @@ from __future__ import annotations
 
 import itertools
 import struct
+from fractions import Fraction
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.codec import Codec, jit, tl
+from kvcompile.kernels.bit_planes import PACKINGS
+from kvcompile.kernels.codec import Codec, bytes_to_half_pairs, jit, tl
 from kvcompile.kernels.formats.base import Format
 
 HALF_MAX = 65504.0
 
-
-@jit
-def _unpack(packed, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
-    if OPERAND.fast:
-        low, high = tl.inline_asm_elementwise(
-            OPERAND.codec.constants.unpack_asm,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low = (_levels_tile(packed & 0xF, OPERAND) / OPERAND.codec.gain).to(DTYPE)
-        high = (_levels_tile(packed >> 4, OPERAND) / OPERAND.codec.gain).to(DTYPE)
-    return low, high
+COEFFICIENTS = {
+    1: (1.5957691216, 0.0, 0.0),
+    2: (0.892888, 0.0513186, 0.0),
+    3: (0.490661308, 4.78868972e-3, 4.36545943e-4),
+    4: (0.262655001, 1.29166721e-4, 2.95824209e-5),
+}
+"""``(a, b, c)`` of the polynomial, by bits."""
 
 
 @jit
-def _levels_tile(codes, OPERAND: tl.constexpr):
-    u = codes.to(tl.float32) - OPERAND.codec.constants.middle
+def _unpack_4bit(packed, OPERAND: tl.constexpr):
+    PTX: tl.constexpr = OPERAND.codec.constants.unpack_asm
+    return bytes_to_half_pairs(packed[0], PTX)
+
+
+@jit
+def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    return _polynomial(codes, PLANE, OPERAND) / OPERAND.gain
+
+
+@jit
+def _polynomial(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    A: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][0]
+    B: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][1]
+    C: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][2]
+    u = codes.to(tl.float32) - OPERAND.codec.constants.middle[PLANE]
     square = u * u
-    return u * (OPERAND.codec.constants.a + square * (OPERAND.codec.constants.b + square * OPERAND.codec.constants.c))
+    return u * (A + square * (B + square * C))
 
 
 @jit
-def _encode(x, in_head, OPERAND: tl.constexpr):
-    head_dim = tl.sum(in_head.to(tl.float32), 1)
+def _encode(x, in_vector, OPERAND: tl.constexpr):
+    head_dim = tl.sum(in_vector.to(tl.float32), 1)
     rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), head_dim))
     direction = tl.div_rn(x, tl.where(rms > 0, rms, 1.0)[:, None])
-    codes = tl.zeros(x.shape, tl.int32)
-    NUM_THRESHOLDS: tl.constexpr = OPERAND.codec.constants.num_thresholds
-    for i in tl.static_range(NUM_THRESHOLDS):
-        codes += (direction > OPERAND.codec.constants.thresholds[i]).to(tl.int32)
-    levels = tl.where(in_head, _levels_tile(codes, OPERAND), 0.0)
+    codes, levels = _nearest(direction, 0, OPERAND)
+    LAST: tl.constexpr = OPERAND.num_planes - 1
+    if OPERAND.codec.constants.coefficients[0] != OPERAND.codec.constants.coefficients[LAST]:
+        # Half of the channels have a bit less.
+        other_codes, other_levels = _nearest(direction, LAST, OPERAND)
+        first_half = tl.arange(0, x.shape[1])[None, :] < OPERAND.head_dim // 2
+        codes = tl.where(first_half, codes, other_codes)
+        levels = tl.where(first_half, levels, other_levels)
+    levels = tl.where(in_vector, levels, 0.0)
     decoded_rms = tl.sqrt_rn(tl.div_rn(tl.sum(levels * levels, 1), head_dim))
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
     return codes, scale, scale
+
+
+@jit
+def _nearest(direction, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """Codes of the nearest centroids of a plane's codebook, and those centroids."""
+    codes = tl.zeros(direction.shape, tl.int32)
+    NUM_THRESHOLDS: tl.constexpr = OPERAND.codec.constants.num_thresholds[PLANE]
+    for i in tl.static_range(NUM_THRESHOLDS):
+        codes += (direction > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+    return codes, _polynomial(codes, PLANE, OPERAND)
 
 
 def _unpack_asm(a: float, b: float, c: float) -> tuple[str, float]:
@@ -113,42 +139,63 @@ class TurboQuant(Format):
     """A TurboQuant codebook format.
 
     Args:
-        name: registry name.
-        bits: bits per code.
-        coefficients: ``(a, b, c)`` of the polynomial above.
+        bits: bits per code, on average: 2, 2.5, 3, 3.5 or 4.
+        seed: of the random signs of the rotation; 0 for none.
     """
 
     rotated = True
     scale_dtype = torch.float16
 
-    def __init__(self, name: str, bits: int, coefficients: tuple[float, float, float]) -> None:
-        self.name = name
-        self.bits = bits
-        self.channels_per_byte = 8 // bits
-        self.coefficients = coefficients
-        centroids = self.levels(torch.arange(2**bits, dtype=torch.uint8)).tolist()
-        self.thresholds = [(low + high) / 2 for low, high in itertools.pairwise(centroids)]
-        unpack_asm, gain = _unpack_asm(*coefficients)
+    def __init__(self, bits: Fraction, seed: int = 0) -> None:
+        self.name = f"turboquant_{float(bits):g}bit" + (f"_seed{seed}" if seed else "")
+        self.rotation_seed = seed
+        self.packing = PACKINGS[bits]
+        self.plane_bits = [self.packing.plane_bits(i) for i in range(self.packing.num_planes)]
+        self.thresholds = {bits: self._thresholds(bits) for bits in self.plane_bits}
+        unpack_asm = ""
+        if bits == 4:
+            unpack_asm, self.gain = _unpack_asm(*COEFFICIENTS[4])
         constants = SimpleNamespace(
-            a=coefficients[0], b=coefficients[1], c=coefficients[2], middle=(2**bits - 1) / 2, half_max=HALF_MAX,
-            thresholds=self.thresholds, num_thresholds=len(self.thresholds), unpack_asm=unpack_asm,
-        )  # fmt: skip
-        self.codec = Codec(_unpack, _encode, gain=gain, constants=constants)
+            coefficients=tuple(COEFFICIENTS[bits] for bits in self.plane_bits),
+            middle=tuple((2**bits - 1) / 2 for bits in self.plane_bits),
+            thresholds=tuple(tuple(self.thresholds[bits]) for bits in self.plane_bits),
+            num_thresholds=tuple(len(self.thresholds[bits]) for bits in self.plane_bits),
+            half_max=HALF_MAX,
+            unpack_asm=unpack_asm,
+        )
+        self.codec = Codec(_encode, _levels, _unpack_4bit if unpack_asm else None, constants=constants)
 
-    def encode_levels(self, x: Tensor) -> dict[str, Tensor]:
+    @classmethod
+    def _thresholds(cls, bits: int) -> list[float]:
+        centroids = centroid(torch.arange(2**bits, dtype=torch.uint8), bits).tolist()
+        return [(low + high) / 2 for low, high in itertools.pairwise(centroids)]
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         rms = x.square().mean(-1, keepdim=True).sqrt()
         direction = x / torch.where(rms > 0, rms, 1.0)
+        halves = direction.chunk(2, dim=-1) if len(self.thresholds) > 1 else (direction,)
+        bits = [self.plane_bits[0], self.plane_bits[-1]]
+        codes = [self._nearest(half, bits[i]) for i, half in enumerate(halves)]
+        levels = [centroid(half, bits[i]) for i, half in enumerate(codes)]
+        decoded_rms = torch.cat(levels, dim=-1).square().mean(-1, keepdim=True).sqrt()
+        return torch.cat(codes, dim=-1), (rms / decoded_rms).clamp(max=HALF_MAX).half(), None
+
+    def _nearest(self, direction: Tensor, bits: int) -> Tensor:
         codes = torch.zeros_like(direction, dtype=torch.uint8)
-        for threshold in self.thresholds:
+        for threshold in self.thresholds[bits]:
             codes = codes + (direction > threshold)
-        decoded_rms = self.levels(codes).square().mean(-1, keepdim=True).sqrt()
-        return {"codes": self.pack(codes), "scale": (rms / decoded_rms).clamp(max=HALF_MAX).half()}
+        return codes
 
-    def levels(self, codes: Tensor) -> Tensor:
-        a, b, c = self.coefficients
-        u = codes.float() - (2**self.bits - 1) / 2
-        square = u * u
-        return u * (a + square * (b + square * c))
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        return centroid(codes, self.plane_bits[plane])
 
 
-TURBOQUANT_4BIT = TurboQuant("turboquant_4bit", bits=4, coefficients=(0.262655001, 1.29166721e-4, 2.95824209e-5))
+def centroid(codes: Tensor, bits: int) -> Tensor:
+    """The centroids of codes uint8 [...] for N(0, 1) at ``bits`` bits: float32 [...]."""
+    a, b, c = COEFFICIENTS[bits]
+    u = codes.float() - (2**bits - 1) / 2
+    square = u * u
+    return u * (a + square * (b + square * c))
+
+
+TURBOQUANT_FORMATS = [TurboQuant(Fraction(bits)) for bits in ("2", "2.5", "3", "3.5", "4")]

@@ -3,15 +3,17 @@
 Arithmetic only, in the order in which one builds on the other:
 
     units             80GiB, 4.35TB/s, 32k
-    config_file       a Hugging Face config.json -> its fields
     families          what the configs of a model type leave unsaid
+    config_file       a Hugging Face config.json -> its fields
     model_caches      fields -> the cache of every layer
-    storage           bytes of a vector under a format, as sympy expressions
-    stored_caches     caches and a policy -> bytes of one user's cache as an expression in the context
-    parameters        fields -> parameters, bytes of weights
+    storage           a format -> bytes of a vector, as a sympy expression
+    stored_caches     caches and a policy -> bytes of one user's cache, as an expression in the context
+    parameters        fields -> numbers of parameters, as sympy expressions
+    weights           parameters -> bytes in memory, and bytes that a decode step reads
     capacity          bytes and a budget -> users, tokens
+    devices           names of GPUs -> bandwidths
     decode_time       bytes and a bandwidth -> seconds of a decode step, the context from which a policy pays
-    plan              all of it for one request
+    plan, plan_data   all of it for one request; the same as plain data
 
 ``kvcompile.cli.plan`` reads the request and prints the result.
 """

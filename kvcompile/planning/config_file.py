@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.planning.errors import PlanError
+from kvcompile.planning.families import FAMILIES, Family
 
 _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Where configs of multimodal models keep their language model; ``thinker_config`` holds another ``text_config``."""
@@ -53,8 +54,8 @@ class Fields:
                     return values[name]
         return None
 
-    def integer(self, *names: str) -> int | None:
-        """The first of these fields that is given, a positive integer; None if none is.
+    def integer(self, *names: str, least: int = 1) -> int | None:
+        """The first of these fields that is given, an integer from ``least``; None if none is.
 
         Raises:
             PlanError: it is something else.
@@ -62,9 +63,9 @@ class Fields:
         value = self.get(*names)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             name = next(name for name in names if self.get(name) is not None)
-            raise PlanError(f"{self.source}: {self.part}{name}: expected a positive integer, got {value!r}")
+            raise self.error(name, f"expected an integer from {least}, got {value!r}")
         return value
 
     def require(self, *names: str) -> int:
@@ -73,6 +74,10 @@ class Fields:
         if value is None:
             raise self.missing(*names)
         return value
+
+    def error(self, name: str, text: str) -> PlanError:
+        """An error about the field ``name``."""
+        return PlanError(f"{self.source}: {self.part}{name}: {text}")
 
     def missing(self, *names: str) -> PlanError:
         """An error that says which field is missing; ``names`` are what it may be called, the usual one first."""
@@ -106,5 +111,6 @@ def _language_part(values: Mapping[str, Any], source: str) -> Fields:
     while True:
         name = next((name for name in _LANGUAGE_PARTS if isinstance(values.get(name), dict)), None)
         if name is None:
-            return Fields(values, source, part, outer)
+            family = FAMILIES.get(str(values.get("model_type")), Family())
+            return Fields(values, source, part, outer, family.defaults)
         values, part = values[name], f"{part}{name}."

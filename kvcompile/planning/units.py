@@ -16,7 +16,7 @@ _BYTES = {
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")},
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
-_TOKENS = {"": 1, "k": 1024, "M": 1024**2}
+_TOKENS = {"": 1, "k": 1024, "K": 1024, "M": 1024**2}
 
 SIZE_FORMS = "a number and a unit: 80GiB (2**30 bytes), 80GB (10**9 bytes), or B, kB, MB, TB, KiB, MiB, TiB"
 RATE_FORMS = "bytes a second: 4.35TB/s, 864GB/s"
@@ -35,7 +35,7 @@ def parse_size(text: str, what: str) -> int:
     """
     size = _quantity(text, _BYTES)
     if size is None:
-        raise PlanError(f"{what}: {text!r} is no size{_spelling(text, _BYTES)}; write {SIZE_FORMS}")
+        raise PlanError(f"{what}: {text!r} is no size{_spelling(text, _BYTES)} (write {SIZE_FORMS})")
     return int(size)
 
 
@@ -43,7 +43,7 @@ def parse_rate(text: str, what: str) -> int:
     """Bytes per second of a rate such as ``4.35TB/s``; PlanError if it is none. ``what`` names it in errors."""
     size = _quantity(text.removesuffix("/s"), _BYTES) if text.endswith("/s") else None
     if not size:
-        raise PlanError(f"{what}: {text!r} is no bandwidth; write {RATE_FORMS}")
+        raise PlanError(f"{what}: {text!r} is no bandwidth (write {RATE_FORMS})")
     return int(size)
 
 
@@ -51,7 +51,7 @@ def parse_context(text: str, what: str) -> int:
     """Tokens of a context such as ``5000``, ``32k`` or ``1M``; PlanError if it is none. ``what`` names it in errors."""
     tokens = _quantity(text, _TOKENS)
     if not tokens or tokens.denominator != 1:
-        raise PlanError(f"{what}: {text!r} is no context{_spelling(text, _TOKENS)}; write {CONTEXT_FORMS}")
+        raise PlanError(f"{what}: {text!r} is no context{_spelling(text, _TOKENS)} (write {CONTEXT_FORMS})")
     return int(tokens)
 
 

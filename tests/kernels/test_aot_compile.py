@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.codec import INTERPRETED
-from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
 
@@ -103,7 +103,7 @@ def uses(instructions, name):
 
 
 @both_capabilities
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", BY_TOKEN)
 def test_decoding_compiles_for_every_format_to_a_loop_without_spills_and_stalling_loads(format_name, compiled):
     attend(format_name, format_name)
     (kernel,) = compiled["attention"]
@@ -119,12 +119,12 @@ def test_decoding_compiles_for_every_format_to_a_loop_without_spills_and_stallin
 def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
-    programs = launch.DECODE[9, 1 if key == INT8 else 2, 1 if value == INT8 else 2].programs_per_sm
+    programs = launch.DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4].programs_per_sm
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * 128 * kernel.metadata.maxnreg <= 64 * 1024
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", BY_TOKEN)
 @pytest.mark.parametrize(("capability", "role", "tokens"), [(80, "key", 1), (90, "value", 64)], indirect=["capability"])
 def test_storing_compiles_for_every_format(format_name, role, tokens, compiled):
     data = empty_packed(PackedLayout(format_name, role, 128), 64, 1, 2, CPU)

@@ -9,14 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from kinds import BY_TOKEN, SHAPES
+
 from kvcompile.kernels import launch
 from kvcompile.kernels.codec import packed_operand
-from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend
 
-every_format = pytest.mark.parametrize("format_name", FORMATS)
+every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
 INT8 = "int8_per_token_head"
 NAN_BYTES = 0xFF  # NaN as fp32, fp16 and e4m3
 
@@ -78,8 +79,7 @@ class Case:
         assert relative_error < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
 
 
-@every_format
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("format_name", "head_dim"), SHAPES)
 def test_decoding_agrees_with_the_specification(format_name, head_dim, device):
     Case(device, format_name, format_name, batch=1, head_dim=head_dim, v_head_dim=head_dim).check()
 
@@ -96,7 +96,7 @@ def test_queries_may_be_of_any_float_dtype(format_name, dtype, device):
     Case(device, format_name, format_name, batch=1, dtype=dtype).check()
 
 
-@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("key", BY_TOKEN)
 def test_keys_and_values_have_formats_and_head_dims_of_their_own(key, device):
     value = {"turboquant_4bit": "int4_unrotated", "int8_per_token_head": "turboquant_4bit"}.get(key, INT8)
     Case(device, key, value, head_dim=128, v_head_dim=80, batch=1).check()
@@ -249,7 +249,7 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
 
 
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
-    key, value = (packed_operand(INT8, role, 128, False) for role in ("key", "value"))
+    key, value = (packed_operand(INT8, role, 128, False, False) for role in ("key", "value"))
     config = launch.attention_config(9, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):
         for kv_len in (1, 64, 1000, 32768, 131072):

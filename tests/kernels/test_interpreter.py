@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
-@pytest.mark.parametrize("suite", ["test_store_kernel.py", "test_attention_kernel.py"])
+@pytest.mark.parametrize("suite", ["test_store_kernel.py", "test_attention_kernel.py", "test_deepseek_v4_kernels.py"])
 def test_the_kernels_agree_with_the_specification_in_the_interpreter(suite):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(suite))]
     result = subprocess.run(

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from kinds import BY_TOKEN
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
-from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed, write_tokens
 from kvcompile.kernels.reference_attention import attend
@@ -40,7 +40,7 @@ def attention_arguments(mask=None, sinks=None, softcap=0.0):
     return torch.randn(2, 4, 3, 64), *caches(), mask, sinks, 70, False, 0.125, softcap, INT8, INT8, 64
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", BY_TOKEN)
 def test_store_writes_in_place_what_the_specification_writes(format_name):
     layout = PackedLayout(format_name, "value", 64)
     data, x, positions = empty_packed(layout, 70, 2, 2, CPU), torch.randn(2, 2, 3, 64), torch.tensor([0, 64, 5])

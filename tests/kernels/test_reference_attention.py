@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from kinds import BY_TOKEN
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -16,13 +17,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed, read_tokens, write_tokens_
 from kvcompile.kernels.reference_attention import attend
 
 CPU = torch.device("cpu")
-PAIRS = [(name, name) for name in FORMATS] + [
+PAIRS = [(name, name) for name in BY_TOKEN] + [
     ("turboquant_4bit", "int4_unrotated"),
     ("fp8_e4m3", "int4_per_token_head"),
 ]

@@ -170,7 +170,7 @@ def test_a_head_dim_that_the_format_cannot_hold_is_named() -> None:
     kc, vc = torch.randn(2, B, H, S, 72).unbind()
     run(step, [q, k, v, kc.clone(), vc.clone(), torch.tensor([5])], on_unsupported="ignore")
     (site,) = last_report().sites
-    assert site.reason_code == "unsupported_head_dim"
+    assert site.reason_code == "unsupported_format"
     assert "72" in site.reason
 
 

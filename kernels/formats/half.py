@@ -1,0 +1,35 @@
+"""Rounding to fp16 in arithmetic, for scales and zero points that codes are computed against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.codec import jit, tl
+
+SATURATION = 65472.0  # the largest float whose outward rounding is a finite fp16
+
+
+def nearest_half(x: Tensor) -> Tensor:
+    """``x`` rounded to the nearest fp16 number, ties to even, as float32.
+
+    The same as ``x.half().float()``, in arithmetic: compilers may drop a cast there and back, and Inductor does. Adding
+    1.5 * 2**23 units in the last place of the result pushes all smaller bits out of a float32.
+    """
+    power_of_two = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    shift = (power_of_two * 2.0**13).clamp(min=0.5) * 1.5
+    return (x + shift) - shift
+
+
+def half_above(x: Tensor) -> Tensor:
+    """``x`` rounded to a fp16 number that is not below it, as float32.
+
+    What is added is at least half of fp16's unit in the last place, as far as rounding to nearest may move a number.
+    """
+    return nearest_half(x + (x.abs() * 2**-11 + 2**-25))
+
+
+@jit
+def half_above_tile(x):
+    """:func:`half_above` of a tile."""
+    return (x + (tl.abs(x) * 0.00048828125 + 2.9802322387695312e-08)).to(tl.float16).to(tl.float32)

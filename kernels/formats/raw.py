@@ -1,0 +1,58 @@
+"""``bfloat16``, ``float16`` and ``float32``: a cache in plain floats, in the blocks and kernels of all others.
+
+A policy can leave some caches in their own precision and still have the fused attention, which reads every key and
+value once for all its query heads and only as far as the cache is filled. Values are rounded to nearest even; fp16
+overflows to infinity, as everywhere in PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.bit_planes import Packing
+from kvcompile.kernels.codec import Codec, jit, tl
+from kvcompile.kernels.formats.base import Format
+
+
+@jit
+def _unpack(packed, OPERAND: tl.constexpr):
+    return (packed[0],)
+
+
+@jit
+def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    return codes.to(tl.float32)
+
+
+@jit
+def _encode(x, in_vector, OPERAND: tl.constexpr):
+    scale = tl.sum(x, 1)  # not stored
+    return x, scale, scale
+
+
+class Raw(Format):
+    """Vectors of plain floats of ``dtype``."""
+
+    scale_dtype = None
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.packing = Packing(dtype, 8 * dtype.itemsize)
+        self.codec = Codec(_encode, _levels, _unpack)
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        return {"codes": x.to(self.packing.dtype)}
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, None, None]:
+        return x.to(self.packing.dtype), None, None
+
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        return codes.float()
+
+
+RAW_FORMATS = [
+    Raw("bfloat16", torch.bfloat16),
+    Raw("float16", torch.float16),
+    Raw("float32", torch.float32),
+]

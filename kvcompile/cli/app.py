@@ -1,0 +1,70 @@
+"""Assembles the commands. A new command is a module with a function ``register(app)`` and its name in ``COMMANDS``."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvcompile.cli.output import NEGATIVE, USAGE_ERROR, print_error
+from kvcompile.errors import KVCompileError
+
+COMMANDS = ("plan", "policy", "doctor")
+"""Modules of this package, in the order of the help."""
+
+
+class ErrorReporter(TyperGroup):
+    """A group of commands whose users see their mistakes in plain lines on stderr, never as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # of whom the output is piped to: the command line's own code ends quietly
+        except KVCompileError as error:
+            print_error(str(error))
+        except OSError as error:
+            print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        raise typer.Exit(USAGE_ERROR)
+
+
+app = typer.Typer(
+    name="kvcompile",
+    cls=ErrorReporter,
+    help="Plan, check and inspect KV caches that torch.compile(model, backend='kvquant') keeps packed.",
+    epilog="Exit codes: 0 all is well; 1 the answer is no, or a check failed; 2 a mistake in what was asked.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for name in COMMANDS:
+    importlib.import_module(f"kvcompile.cli.{name}").register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"kvcompile {version('kvcompile')}")
+        except PackageNotFoundError:
+            print_error("kvcompile is not installed: pip install -e .")
+            raise typer.Exit(NEGATIVE) from None
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command line itself."""
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    app()

@@ -1,0 +1,214 @@
+"""The checks of ``kvcompile doctor``. Each names what it found, and the remedy if something is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import operator
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OK = "ok"
+NOTE = "note"
+"""Something optional is not there."""
+MISSING = "missing"
+"""Something that is needed is not there, or does not work."""
+
+_COMPARISONS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One result: ``status`` is OK, NOTE or MISSING; ``remedy`` is empty if there is nothing to do."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and what the backend runs there."""
+
+    name: str
+    description: str
+    runs: str
+
+
+def check_all() -> list[Check]:
+    """All checks, in the order in which one needs the other."""
+    python = Check("python", OK, ".".join(map(str, sys.version_info[:3])))
+    checks = [python, _kvcompile(), _package("torch", required=True)]
+    if checks[-1].status == MISSING:
+        return checks
+    checks.append(_package("triton", required=_has_gpu()))
+    checks.extend(_gpus())
+    checks.append(_compiler())
+    checks.append(_backend())
+    checks.append(_package("depyf", required=False, purpose="only dumps of compiled code need it"))
+    checks.append(_package("transformers", required=False, purpose="only Hugging Face models need it"))
+    checks.extend(_policy_variable())
+    return checks
+
+
+def devices() -> list[Device]:
+    """What runs where."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        what = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        found.append(Device(f"cuda:{index}", what, "Triton kernels store and read packed caches"))
+    threads = f"{torch.get_num_threads()} threads"
+    return [*found, Device("cpu", threads, "C++ that Inductor generates stores and reads packed caches")]
+
+
+def _kvcompile() -> Check:
+    import kvcompile
+
+    place = str(Path(str(kvcompile.__file__)).parent)
+    try:
+        return Check("kvcompile", OK, f"{importlib.metadata.version('kvcompile')} in {place}")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("kvcompile", MISSING, place, "not installed, so that PyTorch cannot find it: pip install -e .")
+
+
+def _package(name: str, required: bool, purpose: str = "") -> Check:
+    """Whether a package can be imported, in a version that kvcompile declares."""
+    absent = MISSING if required else NOTE
+    wanted = declared_versions(name)
+    install = f"pip install '{name}{wanted}'" + (f" ({purpose})" if purpose else "")
+    try:
+        found = importlib.metadata.version(name)
+        importlib.import_module(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, absent, "not installed", install)
+    except Exception as error:  # whatever a broken installation raises is what the user must know
+        return Check(name, absent, f"{type(error).__name__}: {error}", f"it cannot be imported; {install}")
+    if not in_range(found, wanted):
+        return Check(name, absent, f"{found}, not {wanted}", install)
+    return Check(name, OK, found)
+
+
+def declared_versions(package: str) -> str:
+    """The versions of a package that kvcompile's metadata declares, e.g. ``>=2.11,<2.14``; "" if it declares none."""
+    try:
+        requirements = importlib.metadata.requires("kvcompile") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for requirement in requirements:
+        match = re.match(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", requirement)
+        if match is not None and match[1].lower() == package:
+            return match[2].strip()
+    return ""
+
+
+def in_range(version: str, wanted: str) -> bool:
+    """Whether the release of ``version`` satisfies ``wanted``, comparisons separated by commas; "" admits all."""
+    for comparison in filter(None, (part.strip() for part in wanted.split(","))):
+        match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", comparison)
+        if match is None or not _COMPARISONS[match[1]](_release(version), _release(match[2])):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without zeros at the end: 2.13.0+cpu is (2, 13)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(number) for number in match[0].split(".")] if match is not None else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _gpus() -> Iterator[Check]:
+    import torch
+
+    if not _has_gpu():
+        built = "" if torch.version.cuda or torch.version.hip else "; this PyTorch is built without CUDA"
+        yield Check("GPU", NOTE, f"none{built}", "everything will run on the CPU")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        if torch.version.hip is None and properties.major < 8:
+            yield Check("GPU", NOTE, found, "Triton supports compute capability 8.0 and later")
+        else:
+            yield Check("GPU", OK, found)
+
+
+_PROGRAM = "#include <Python.h>\n#include <vector>\nint main() { return std::vector<int>(1)[0]; }\n"
+
+
+def _compiler() -> Check:
+    """Whether Inductor's C++ compiler works and finds Python's headers, which Triton's launchers need as well."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    remedy = "install a C++ compiler (apt install g++), or name one in the environment variable CXX"
+    try:
+        compiler = get_cpp_compiler()
+        found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except Exception as error:  # Inductor's own error, or what starting the compiler raises
+        return Check("C++ compiler", MISSING, f"{type(error).__name__}: {str(error).splitlines()[0]}", remedy)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "check.cpp")
+        source.write_text(_PROGRAM)
+        include = f"-I{sysconfig.get_path('include')}"
+        done = subprocess.run(
+            [compiler, "-std=c++17", "-fsyntax-only", include, str(source)], capture_output=True, text=True
+        )
+    version = found.splitlines()[0] if found else compiler
+    if done.returncode == 0:
+        return Check("C++ compiler", OK, version)
+    reason = next((line for line in done.stderr.splitlines() if "error" in line), "cannot compile")
+    return Check("C++ compiler", MISSING, version, f"{reason}; Python's headers are in the package python3-dev")
+
+
+def _backend() -> Check:
+    """Whether ``torch.compile(model, backend="kvquant")`` finds and imports the backend."""
+    import torch._dynamo
+
+    if "kvquant" not in torch._dynamo.list_backends():
+        remedy = "install kvcompile (pip install -e .), so that its entry point exists"
+        return Check("backend kvquant", MISSING, "not in torch._dynamo.list_backends()", remedy)
+    try:
+        backend = torch._dynamo.lookup_backend("kvquant")
+    except Exception as error:  # whatever importing the backend raises
+        return Check("backend kvquant", MISSING, f"{type(error).__name__}: {error}", "the backend cannot be imported")
+    return Check("backend kvquant", OK, f"{backend.__module__}.{backend.__qualname__}")
+
+
+def _policy_variable() -> Iterator[Check]:
+    """Whether KVQUANT_POLICY, if it is set, names a policy."""
+    from kvcompile.errors import PolicyError
+    from kvcompile.policy import POLICY_VARIABLE, Policy
+
+    value = os.environ.get(POLICY_VARIABLE)
+    if value:
+        try:
+            Policy.load(None)
+        except PolicyError as error:
+            yield Check(POLICY_VARIABLE, MISSING, value, str(error))
+        else:
+            yield Check(POLICY_VARIABLE, OK, value)

@@ -1,0 +1,171 @@
+"""``kvcompile plan``: how many users and tokens fit, and from which context a packed cache pays. Nothing is run."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_error, print_json, print_wrapped
+from kvcompile.planning.errors import NoRoomError, PlanError
+from kvcompile.planning.units import parse_context, parse_size
+
+EXAMPLES = examples(
+    "plan --config config.json --kv-budget 74GiB",
+    "plan --config . --memory 80GiB --weights int4 --reserve 2GiB --contexts 32k",
+    "plan --config . --kv-budget 74GiB --policies bf16,policy.yaml --explain",
+    "plan --config . --memory 80GiB --bandwidth h100-sxm --users 8 --speedup 2",
+)
+
+RESERVE = "2GiB"
+SPEEDUP = Fraction(3, 2)
+
+Config = Annotated[
+    Path, typer.Option(metavar="PATH", help="The model's Hugging Face config.json, or the directory that holds it.")
+]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory in all, e.g. 80GiB.")]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT|SIZE",
+        help="Weights, counted in fp32, bf16, fp16, fp8, int8, int4, mxfp4 or nvfp4, or their size.  "
+        "[default: the model's dtype]",
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help=f"Memory for all else: activations, CUDA, fragmentation.  [default: {RESERVE}]"),
+]
+KvBudget = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory for KV caches, instead of --memory less all else.")
+]
+Contexts = Annotated[str, typer.Option(metavar="LIST", help="Tokens of every user; k is 1024.")]
+Policies = Annotated[
+    str,
+    typer.Option(metavar="LIST", help="bf16, fp16, fp32, presets, policy files; the first is compared to."),
+]
+SourceTokens = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="Tokens of the encoder, in an encoder-decoder model.")
+]
+BandwidthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth", metavar="RATE|DEVICE", help="Predict decode times: memory bandwidth, as 4.35TB/s or h100-sxm."
+    ),
+]
+Users = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="With --bandwidth: sequences in a decode step.  [default: 1]")
+]
+Speedup = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FACTOR", help="With --bandwidth: find where a step is so many times as fast.  [default: 1.5]"
+    ),
+]
+Efficiency = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARES",
+        help="With --bandwidth: the share of it that reading reaches, as 0.9 or bf16=0.95,weights=0.9.  "
+        "[default: 1, a floor that no kernel reaches]",
+    ),
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Print the formulas too.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EXAMPLES)(plan)
+
+
+def plan(
+    config: Config,
+    memory: Memory = None,
+    weights: WeightsOption = None,
+    reserve: Reserve = None,
+    kv_budget: KvBudget = None,
+    contexts: Contexts = "2k,8k,32k,128k",
+    policies: Policies = "bf16,int8_per_token_head,int4_per_token_head",
+    source_tokens: SourceTokens = None,
+    bandwidth: BandwidthOption = None,
+    users: Users = None,
+    speedup: Speedup = None,
+    efficiency: Efficiency = None,
+    explain: Explain = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Users and tokens that fit under each policy. From a model's config; nothing is run."""
+    from kvcompile.cli.plan_text import explanation, summary
+    from kvcompile.planning.devices import read_bandwidth
+    from kvcompile.planning.plan import Request, make_plan
+
+    _forbid("together with --kv-budget", kv_budget is not None, **{"--memory": memory, "--reserve": reserve})
+    _forbid(
+        "without --bandwidth", not bandwidth, **{"--users": users, "--speedup": speedup, "--efficiency": efficiency}
+    )
+    request = Request(
+        config=config,
+        policies=_items(policies),
+        contexts=tuple(parse_context(item, "--contexts") for item in _items(contexts)),
+        memory=parse_size(memory, "--memory") if memory else None,
+        weights=weights,
+        reserve=parse_size(reserve or RESERVE, "--reserve"),
+        kv_budget=parse_size(kv_budget, "--kv-budget") if kv_budget else None,
+        source_tokens=parse_context(source_tokens, "--source-tokens") if source_tokens else None,
+        bandwidth=read_bandwidth(bandwidth) if bandwidth else None,
+        users=users or 1,
+        speedup=_number(speedup, "--speedup") if speedup else SPEEDUP,
+        efficiency=_shares(efficiency) if efficiency else {},
+    )
+    try:
+        result = make_plan(request)
+    except NoRoomError as error:
+        print_error(str(error))
+        raise typer.Exit(NEGATIVE) from None
+    if as_json:
+        print_json(result.to_dict())
+        return
+    if explain:
+        print(explanation(result), end="\n\n")
+    print(summary(result))
+    for note in result.notes:
+        print_wrapped(f"note: {note}", indent=6)
+
+
+def _forbid(circumstance: str, holds: bool, **options: object) -> None:
+    """PlanError if an option was given that changes nothing under the circumstance."""
+    given = [name for name, value in options.items() if value is not None]
+    if holds and given:
+        raise PlanError(f"{given[0]} changes nothing {circumstance}")
+
+
+def _items(text: str) -> tuple[str, ...]:
+    """The items of a comma-separated list, each once."""
+    items = tuple(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
+    if not items:
+        raise PlanError(f"{text!r} is an empty list")
+    return items
+
+
+def _number(text: str, option: str) -> Fraction:
+    """A positive number, exactly as it is written."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    if number <= 0:
+        raise PlanError(f"{option}: {text!r} is no positive number")
+    return number
+
+
+def _shares(text: str) -> dict[str, Fraction]:
+    """``0.9`` or ``bf16=0.95,weights=0.9`` as the efficiency of a ``DecodeModel``."""
+    shares = {}
+    for item in _items(text):
+        name, equals, share = item.rpartition("=")
+        shares[name if equals else "all"] = _number(share, "--efficiency")
+    if max(shares.values()) > 1:
+        raise PlanError(f"--efficiency: {text!r}: a share of the bandwidth is at most 1")
+    return shares

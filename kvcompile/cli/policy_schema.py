@@ -1,0 +1,71 @@
+"""The JSON schema of policy files, made from the policy's classes.
+
+Pydantic gives the structure. Descriptions come from the ``Attributes:`` of the classes' docstrings, so that a field is
+described once, where it is defined; names of formats and presets become enumerations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvcompile import policy, presets
+
+
+def policy_schema() -> dict[str, Any]:
+    """The schema (JSON Schema 2020-12) of what ``Policy.from_file`` reads."""
+    schema = policy.Policy.model_json_schema()
+    parts = {"Policy": schema, **schema["$defs"]}
+    for name, part in parts.items():
+        _describe(part, getattr(policy, name))
+        if "dtype" in part["properties"]:
+            _allow(part["properties"], "dtype", {"enum": _dtypes(name)})
+    layer_range = {"type": ["string", "integer"]}
+    layers = {"anyOf": [layer_range, {"type": "array", "items": layer_range}]}
+    _allow(parts["Match"]["properties"], "layers", layers)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _dtypes(name: str) -> list[str]:
+    """What ``dtype`` may be in the class called ``name``: one half of a cache cannot be left as it is."""
+    return [dtype for dtype in presets.known_names() if name != policy.Half.__name__ or dtype != presets.AUTO]
+
+
+def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:
+    """Put the docstrings of a class into its part of the schema."""
+    part["description"] = _plain((inspect.getdoc(policy_class) or "").split("\n\n")[0])
+    described = field_descriptions(policy_class)
+    for name, field in part["properties"].items():
+        field.pop("title", None)
+        if name in described:
+            field.setdefault("description", described[name])
+
+
+def field_descriptions(policy_class: type[BaseModel]) -> dict[str, str]:
+    """The ``Attributes:`` of a class's docstring and of the classes it is derived from, by field."""
+    descriptions: dict[str, str] = {}
+    for base in reversed(policy_class.__mro__):
+        text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        _, _, attributes = text.partition("\nAttributes:\n")
+        for match in re.finditer(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            for name in match[1].split(", "):
+                descriptions[name] = _plain(match[2])
+    return descriptions
+
+
+def _plain(text: str) -> str:
+    """A docstring's text as a sentence, without its markup and line breaks."""
+    text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("``", "`")
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
+
+
+def _allow(properties: dict[str, Any], name: str, values: dict[str, Any]) -> None:
+    """Say what values a field takes, in place of what pydantic knows of it."""
+    field = properties[name]
+    optional = any(option.get("type") == "null" for option in field.pop("anyOf", ()))
+    field.pop("type", None)
+    field.update({"anyOf": [values, {"type": "null"}]} if optional else values)

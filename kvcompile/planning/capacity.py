@@ -1,0 +1,37 @@
+"""How many users and tokens fit into a budget of bytes. Integer arithmetic throughout."""
+
+from __future__ import annotations
+
+import sympy
+
+from kvcompile.planning.model_caches import CONTEXT
+
+_BEYOND = 2**60
+"""More tokens than any context has."""
+
+
+def bytes_at(nbytes: sympy.Expr, context: int) -> int:
+    """The value of an expression in ``CONTEXT``, in whole bytes."""
+    return int(sympy.ceiling(nbytes.subs(CONTEXT, context)))
+
+
+def users_in(budget: int, nbytes: sympy.Expr, context: int) -> int:
+    """Users with caches of ``nbytes`` each at ``context`` that fit into ``budget`` bytes."""
+    return budget // bytes_at(nbytes, context)
+
+
+def longest_context(budget: int, nbytes: sympy.Expr) -> int | None:
+    """The longest context of one user in ``budget`` bytes: 0 if not one token fits, None if any context does.
+
+    ``nbytes`` must not shrink as the context grows.
+    """
+    if bytes_at(nbytes, _BEYOND) <= budget:
+        return None
+    fits, too_long = 0, _BEYOND
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if bytes_at(nbytes, middle) <= budget:
+            fits = middle
+        else:
+            too_long = middle
+    return fits

@@ -1,0 +1,150 @@
+"""The caches of a model under one policy, and what they take as expressions in the context."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import sympy
+
+from kvcompile.errors import PolicyError
+from kvcompile.kernels.layout import Role
+from kvcompile.passes.site import Site
+from kvcompile.planning.errors import PlanError
+from kvcompile.planning.model_caches import LayerCache, ModelCaches
+from kvcompile.planning.storage import DTYPE_BYTES, Measure, Storage, compressed, of_dtype, uncompressed
+from kvcompile.policy import Policy
+
+
+@dataclass(frozen=True)
+class StoredCache:
+    """The cache of one layer, and how its keys and values are stored."""
+
+    cache: LayerCache
+    key: Storage
+    value: Storage
+
+    @property
+    def halves(self) -> tuple[tuple[Role, Storage, int], ...]:
+        """Role, storage and channels of a token's vectors: the key, and the value unless it is read from the key."""
+        key: tuple[Role, Storage, int] = ("key", self.key, self.cache.key_dim)
+        return (key, ("value", self.value, self.cache.value_dim)) if self.cache.value_dim else (key,)
+
+    def nbytes(self, measure: Measure) -> sympy.Expr:
+        """Bytes for one user, in ``CONTEXT``."""
+        return sympy.Add(*self.bytes_by_storage(measure).values())
+
+    def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
+        """:meth:`nbytes` in parts, by the name of the storage."""
+        parts: dict[str, sympy.Expr] = {}
+        for _, storage, width in self.halves:
+            nbytes = self.cache.num_kv_heads * storage.nbytes(width, self.cache.tokens, measure)
+            parts[storage.name] = parts.get(storage.name, sympy.Integer(0)) + nbytes
+        return parts
+
+    def bytes_per_token(self, measure: Measure) -> int:
+        """Bytes of a token that is kept, without the padding of blocks."""
+        vectors = [storage.nbytes(width, sympy.Integer(1), measure) for _, storage, width in self.halves]
+        return int(self.cache.num_kv_heads * sum(vectors))
+
+
+@dataclass(frozen=True)
+class PolicyCaches:
+    """The caches of all layers under one policy.
+
+    Attributes:
+        policy: its name, as given.
+        caches: in the order of the layers.
+        notes: what a reader of the plan must know, one line each.
+    """
+
+    policy: str
+    caches: tuple[StoredCache, ...]
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def groups(self) -> dict[StoredCache, int]:
+        """How many layers are alike, but for their number and module."""
+        return Counter(replace(stored, cache=replace(stored.cache, layer=0, module="")) for stored in self.caches)
+
+    def nbytes(self, measure: Measure) -> sympy.Expr:
+        """Bytes of one user's cache, in ``CONTEXT``."""
+        return sympy.Add(*(count * stored.nbytes(measure) for stored, count in self.groups.items()))
+
+    def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
+        """:meth:`nbytes` in parts, by the name of the storage."""
+        parts: dict[str, sympy.Expr] = {}
+        for stored, count in self.groups.items():
+            for name, nbytes in stored.bytes_by_storage(measure).items():
+                parts[name] = parts.get(name, sympy.Integer(0)) + count * nbytes
+        return parts
+
+    def bytes_per_token(self, measure: Measure) -> int:
+        """Bytes of a token while every layer keeps it; without the encoder's tokens and the padding of blocks."""
+        own = (item for item in self.groups.items() if item[0].cache.kind != "cross")
+        return sum(count * stored.bytes_per_token(measure) for stored, count in own)
+
+
+def apply_policy(name: str, model: ModelCaches) -> PolicyCaches:
+    """The caches of ``model`` under the policy called ``name``.
+
+    Args:
+        name: ``bf16``, ``fp16`` or ``fp32`` for uncompressed caches, or what ``Policy.load`` takes: a preset or a file.
+        model: the caches.
+
+    Raises:
+        PolicyError: there is no such policy, it is wrong, or it is strict and has a rule that decides nothing.
+        PlanError: the policy says ``on_unsupported: error`` and a format cannot hold a layer's vectors.
+    """
+    if name in DTYPE_BYTES:
+        storage = uncompressed(name)
+        return PolicyCaches(name, tuple(StoredCache(cache, storage, storage) for cache in model.caches))
+    return store_caches(name, _load(name), model)
+
+
+def store_caches(name: str, policy: Policy, model: ModelCaches) -> PolicyCaches:
+    """The caches of ``model`` under ``policy``, which is called ``name`` in notes and errors; errors as above."""
+    notes = _idle_rules(name, policy, model)
+    refusals: Counter[str] = Counter()
+    caches = tuple(_stored(cache, policy, model, refusals) for cache in model.caches)
+    for reason, count in refusals.items():
+        text = f"{name}: {count} of {len(caches)} caches stay {of_dtype(model.dtype).name}: {reason}"
+        if policy.on_unsupported == "error":
+            raise PlanError(f"{text}; the policy says on_unsupported: error")
+        notes.append(text)
+    return PolicyCaches(name, caches, tuple(notes))
+
+
+def _load(name: str) -> Policy:
+    try:
+        return Policy.load(name)
+    except PolicyError as error:
+        if Path(name).is_file():
+            raise
+        raise PolicyError(f"{error}; uncompressed: {', '.join(DTYPE_BYTES)}") from None
+
+
+def _idle_rules(name: str, policy: Policy, model: ModelCaches) -> list[str]:
+    """A line for every rule that decides nothing; PolicyError if the policy is strict and there is one."""
+    sites = [Site(cache.module, cache.layer, cache.kind) for cache in model.caches]
+    lines = [f"{name}: {line}" for line in policy.unmatched_rules(sites, model.num_layers)]
+    if lines and policy.strict:
+        raise PolicyError("\n".join(lines))
+    return lines
+
+
+def _stored(cache: LayerCache, policy: Policy, model: ModelCaches, refusals: Counter[str]) -> StoredCache:
+    """How a layer's cache is stored; counts the reason where its format cannot hold it, as the backend refuses it."""
+    plain = of_dtype(model.dtype)
+    formats = policy.formats_for(cache.module, cache.layer, model.num_layers)
+    if formats is None:
+        return StoredCache(cache, plain, plain)
+    stored = StoredCache(cache, compressed(formats.key), compressed(formats.value))
+    for role, storage, width in stored.halves:
+        reason = storage.refusal(width, role)
+        if reason is not None:
+            refusals[f"{storage.name}: {reason}"] += 1
+            return StoredCache(cache, plain, plain)
+    return stored
