@@ -1,0 +1,145 @@
+"""A decode step on a CPU: plain Inductor against ``kvquant``, for models in bfloat16 and in float32.
+
+    python benchmarks/cpu_decode.py [--shape 1,16/4,64,4096] [--policies int8_per_token_head int4_per_token_head]
+
+Times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of random values.
+The baseline is plain Inductor; its steps and those of a policy take turns, so that what else the machine does troubles
+both alike. Results are first compared with those of the uncompiled module on a plain cache of the values that the
+packed cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from llama import Run, check_step, config, packed_layers, random_cache, random_model, rewind
+from measuring import Timing
+from recording import Chart, Recorder, parse_arguments
+from torch import Tensor
+from workloads import Shape
+
+import kvcompile
+
+CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+POLICIES = ["int8_per_token_head", "int4_per_token_head"]
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One step of a compiled module, with a cache of its own.
+
+    Attributes:
+        run: runs it.
+        cache: the cache.
+        relative_error: of its result.
+    """
+
+    run: Callable[[], Tensor]
+    cache: transformers.StaticCache
+    relative_error: float
+
+    def seconds(self) -> float:
+        rewind(self.cache)
+        begin = time.perf_counter()
+        self.run()
+        return time.perf_counter() - begin
+
+
+@torch.no_grad()
+def attention_module(model: Any, shape: Shape) -> tuple[Any, Run]:
+    """The attention of the first layer, and how to run a step of it."""
+    hidden = torch.randn(shape.batch, 1, model.config.hidden_size, dtype=model.dtype)
+    embeddings = model.model.rotary_emb(hidden, torch.full((shape.batch, 1), shape.context - 1))
+    mask = torch.ones(shape.batch, 1, 1, shape.context, dtype=torch.bool)
+
+    def run(attention: Any, cache: transformers.StaticCache) -> Tensor:
+        return attention(hidden, embeddings, mask, past_key_values=cache)[0]
+
+    return model.model.layers[0].self_attn, run
+
+
+def whole_model(model: Any, shape: Shape) -> tuple[Any, Run]:
+    """The model itself, and how to run a step of it."""
+    ids = torch.zeros(shape.batch, 1, dtype=torch.long)
+    return model, lambda model, cache: model(input_ids=ids, past_key_values=cache).logits
+
+
+WORKLOADS = {"attention module": attention_module, "whole model": whole_model}
+
+
+def compile_step(module: Any, run: Run, shape: Shape, dtype: torch.dtype, **compile_arguments: Any) -> CompiledStep:
+    """Compile ``module`` for a cache of its own, and check a step of it."""
+    compiled = torch.compile(module, **compile_arguments)
+    cache = random_cache(module.config, shape, dtype, CPU)
+    for _ in range(2):  # a cache that becomes packed compiles twice
+        rewind(cache)
+        result = run(compiled, cache)
+    return CompiledStep(functools.partial(run, compiled, cache), cache, check_step(result, run, module, shape, cache))
+
+
+def take_turns(steps: list[CompiledStep], repeats: int) -> list[Timing]:
+    """The time of each of ``steps``, which run one after the other, ``repeats`` times."""
+    rounds = [[step.seconds() for step in steps] for _ in range(WARMUP + repeats)]
+    return [Timing.of(seconds, "wall clock") for seconds in zip(*rounds[WARMUP:], strict=True)]
+
+
+def compare(recorder: Recorder, workload: str, dtype: str, args: argparse.Namespace) -> None:
+    """A row for plain Inductor, and one for every policy."""
+    torch._dynamo.reset()
+    layers = args.layers if workload == "whole model" else 1
+    model = random_model(config(args.shape, layers, args.vocab_size), DTYPES[dtype], CPU)
+    module, run = WORKLOADS[workload](model, args.shape)
+    compiled = functools.partial(compile_step, module, run, args.shape, DTYPES[dtype])
+    plain: list[CompiledStep] = []
+    with recorder.row(case=workload, shape=str(args.shape), dtype=dtype, format="plain") as row:
+        plain.append(compiled())
+        row |= recorder.timed(take_turns(plain, args.repeats)[0])
+        row |= facts(plain[0])
+    for policy in args.policies:
+        with recorder.row(case=workload, shape=str(args.shape), dtype=dtype, format=policy) as row:
+            packed = compiled(backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+            timing, *baseline = take_turns([packed, *plain], args.repeats)
+            row |= recorder.timed(timing, baseline=("plain Inductor", baseline[0]) if baseline else None)
+            row |= facts(packed)
+
+
+def facts(step: CompiledStep) -> dict[str, float]:
+    """The keys of a row that are no times."""
+    return {
+        "relative_error": step.relative_error,
+        "packed_layers": packed_layers(step.cache),
+        "cache_megabytes": kvcompile.cache_nbytes(step.cache) / 1e6,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", type=Shape.parse, default="1,16/4,64,4096", help="default: %(default)s")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of the whole model (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=50, help="steps that are timed (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="on a busy machine fewer than its cores (default: PyTorch's)")
+    args = parse_arguments(parser, needs_cuda=False, needs_backend=True)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    recorder = Recorder(args, Chart("case", ("dtype", "format"), ("speedup",)), "cpu")
+    # All variants of a module share its code object, for which Dynamo keeps eight versions only.
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for workload in WORKLOADS:
+            for dtype in DTYPES:
+                compare(recorder, workload, dtype, args)
+    return recorder.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""Decode attention on packed caches against the read ceiling and against PyTorch's best attention in bfloat16.
+
+    python benchmarks/decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4_per_token_head ...] [--q-len 1]
+
+For every shape and format: the time of ``kvcompile::attention`` on a full cache of encoded random data. The baseline is
+the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``, without a mask, on an
+unexpanded cache. Then, for every format, what masks cost: a static cache that is mostly empty with a bool mask, against
+a cache of just its tokens without one. Every result is first compared with the plain-PyTorch specification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+from measuring import Timing, num_sets, time_graph
+from recording import Chart, Recorder, parse_arguments
+from torch import Tensor
+from workloads import DEVICE, Caches, Shape, decode_sdpa_calls, default_formats, parse_formats, time_sdpa
+
+from kvcompile.passes.site import FormatPair
+
+SHAPES = ["8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024"]
+MASKED_SHAPES = ["1,32/8,128,131072", "8,32/8,128,131072"]
+
+
+def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
+    """The fastest backend of ``scaled_dot_product_attention`` and its time: a row, with those of others in its note."""
+    timings: dict[str, Timing] = {}
+    with recorder.row(case="SDPA", shape=str(shape), format="plain", q_len=q_len) as row:
+        inputs = [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+        timings = time_sdpa(decode_sdpa_calls(), inputs)
+        row |= recorder.timed(next(iter(timings.values())), shape.plain_bytes)
+        row["note"] = "; ".join(
+            f"{name} {timing.microseconds:.1f} us ({timing.method})" for name, timing in timings.items()
+        )
+    return next(iter(timings.items()), None)
+
+
+def time_format(
+    recorder: Recorder, shape: Shape, name: str, pair: FormatPair, q_len: int, baseline: tuple[str, Timing] | None
+) -> None:
+    """A row for a full cache of one format."""
+    caches = Caches(shape, pair)
+    with recorder.row(case="kvcompile", shape=str(shape), format=name, q_len=q_len) as row:
+        nbytes = caches.nbytes(shape.context)
+        inputs = [(shape.query(q_len), *data) for data in caches.random(num_sets(nbytes))]
+        row["relative_error"] = caches.check_attention(*inputs[0])
+        row |= recorder.timed(time_graph(caches.attention, inputs), nbytes, baseline)
+
+
+def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: FormatPair) -> None:
+    """Two rows: ``visible`` tokens with nothing else in the cache, and in a static cache of ``shape.context`` slots.
+
+    The static caches are windows of one buffer that overlap where nothing is visible; what is read lies apart.
+    """
+    caches, few = Caches(shape, pair), Caches(dataclasses.replace(shape, context=visible), pair)
+    nbytes = caches.nbytes(visible)
+    count = num_sets(nbytes)
+    with recorder.row(case=f"{visible} tokens", shape=str(shape), format=name) as row:
+        inputs = [(shape.query(), *data) for data in few.random(count)]
+        row["relative_error"] = few.check_attention(*inputs[0])
+        alone = time_graph(few.attention, inputs)
+        row |= recorder.timed(alone, nbytes)
+        del inputs
+    if "error" in row:
+        return
+    with recorder.row(case=f"{visible} visible tokens of {shape.context}", shape=str(shape), format=name) as row:
+        static = caches.random(count, step=visible)
+        masked = [(shape.query(), *data, _prefix_mask(shape, visible)) for data in static]
+        row["relative_error"] = caches.check_attention(*masked[0])
+        row |= recorder.timed(time_graph(caches.attention, masked), nbytes, ("without mask", alone))
+
+
+def _prefix_mask(shape: Shape, visible: int) -> Tensor:
+    """The mask of a decode step in a static cache, bool [batch, 1, 1, slots]."""
+    return (torch.arange(shape.context, device=DEVICE) < visible).repeat(shape.batch, 1, 1, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", type=Shape.parse, default=[Shape.parse(text) for text in SHAPES])
+    parser.add_argument("--formats", nargs="*", type=parse_formats, default=default_formats())
+    parser.add_argument("--q-len", type=int, default=1, help="query positions (default: %(default)s)")
+    parser.add_argument(
+        "--masked-shapes", nargs="*", type=Shape.parse, default=[Shape.parse(text) for text in MASKED_SHAPES]
+    )
+    parser.add_argument("--visible", type=int, default=1000, help="tokens that a mask shows (default: %(default)s)")
+    arguments = parse_arguments(parser)
+    recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("of_read_ceiling", "speedup")))
+    with torch.no_grad():
+        for shape in arguments.shapes:
+            baseline = time_baseline(recorder, shape, arguments.q_len)
+            for name, pair in arguments.formats:
+                time_format(recorder, shape, name, pair, arguments.q_len, baseline)
+        for shape in arguments.masked_shapes:
+            for name, pair in arguments.formats:
+                time_mask(recorder, shape, arguments.visible, name, pair)
+    return recorder.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

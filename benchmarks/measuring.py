@@ -1,0 +1,220 @@
+"""Times of CUDA calls, and the ceilings of memory that they are compared with.
+
+A call is timed as a node of a CUDA graph, so that launches cost what they cost in a compiled decode step, and on inputs
+that rotate, so that it reads memory and not the L2 cache. The ceilings are measured by the same means in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.kernels.codec import jit, tl
+
+ROTATED_L2_CACHES = 16
+"""What the inputs of a timed call occupy in all, in sizes of the L2 cache: little of it can still be there."""
+
+MAX_SETS = 512
+MAX_CALLS = 4096
+MIN_REPLAY_SECONDS = 2e-3
+"""A replay lasts at least this long, so that its own launch is nothing beside it."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes.
+
+    Attributes:
+        seconds: the median.
+        spread: distance between the first and the third quartile, as a fraction of the median: a smaller difference
+            between two timings is noise.
+        method: ``graph`` if the calls were nodes of a CUDA graph; ``events`` if they were launched one by one.
+        note: why there is no CUDA graph, else empty.
+    """
+
+    seconds: float
+    spread: float
+    method: str
+    note: str = ""
+
+    @property
+    def microseconds(self) -> float:
+        return 1e6 * self.seconds
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], method: str, note: str = "") -> Timing:
+        """The timing of calls that took ``seconds``; two or more."""
+        first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, (third - first) / median, method, note)
+
+
+class NoCudaError(RuntimeError):
+    """A measurement of a CUDA device was asked for where there is none."""
+
+
+def require_cuda(what: str) -> None:
+    """Raise NoCudaError, which names ``what``, unless there is a CUDA device."""
+    if not torch.cuda.is_available():
+        raise NoCudaError(f"{what} needs a CUDA device, and PyTorch finds none: run it on a machine with a GPU")
+
+
+def num_sets(bytes_per_call: float) -> int:
+    """How many sets of inputs to rotate for a call that touches ``bytes_per_call``: 2 to MAX_SETS."""
+    require_cuda("num_sets")
+    wanted = ROTATED_L2_CACHES * torch.cuda.get_device_properties().L2_cache_size
+    return min(MAX_SETS, max(2, math.ceil(wanted / bytes_per_call)))
+
+
+def time_graph(
+    fn: Callable[..., object], inputs: Sequence[tuple[Any, ...]] = ((),), *, warmup: int = 3, repeats: int = 20
+) -> Timing:
+    """The time of one call of ``fn``, on a CUDA device.
+
+    The calls ``fn(*inputs[0])``, ``fn(*inputs[1])``, ... are recorded into a CUDA graph, as many rounds of them as make
+    it last MIN_REPLAY_SECONDS, and the graph is replayed. If they cannot be recorded, they are launched one by one,
+    where a call is never faster than its launch; the result says so.
+
+    Args:
+        fn: launches work on the current stream. What it returns is dropped.
+        inputs: arguments of each call, one tuple a set, see :func:`num_sets`.
+        warmup: replays that are not timed.
+        repeats: replays that are timed, at least 2; the result is their median, divided by the number of calls.
+
+    Raises:
+        NoCudaError: there is no CUDA device.
+    """
+    require_cuda("time_graph")
+    calls = [functools.partial(fn, *arguments) for arguments in inputs]
+    _run_aside(calls)  # compiles kernels, allocates workspaces
+    method, note, run = "graph", "", None
+    try:
+        run = _record(calls)
+        seconds = statistics.median(_seconds(run, 1, 3))
+        rounds = min(math.ceil(MIN_REPLAY_SECONDS / seconds), max(1, MAX_CALLS // len(calls)))
+        if rounds > 1:
+            run = _record(calls * rounds)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        method, note = "events", f"not recorded: {str(error).splitlines()[0]}"
+        rounds = math.ceil(32 / len(calls))
+        run = functools.partial(_run_all, calls * rounds)
+    seconds_per_replay = _seconds(run, warmup, repeats)
+    return Timing.of([seconds / (rounds * len(calls)) for seconds in seconds_per_replay], method, note)
+
+
+def _run_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _run_aside(calls: Sequence[Callable[[], object]]) -> None:
+    """Run every call once on another stream than the default one, as recording will."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _run_all(calls)
+    torch.cuda.synchronize()
+
+
+def _record(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    # A recording that fails leaves its own stream the current one; the outer context takes it back.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        _run_all(calls)
+    return graph.replay
+
+
+def _seconds(
+    run: Callable[[], object], warmup: int, repeats: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds between events around each ``run``; the host does not wait in between."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(warmup + repeats)]
+    for start, end in pairs:
+        before()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs[warmup:]]
+
+
+def time_steps(
+    step: Callable[[], object], before: Callable[[], object], *, warmup: int = 5, repeats: int = 20
+) -> Timing:
+    """The time of one ``step`` of a loop that keeps the device busy, as compiled models run; on a CUDA device.
+
+    Args:
+        step: launches work on the current stream. What it returns is dropped.
+        before: runs before each step and is not timed.
+        warmup: steps that are not timed.
+        repeats: steps that are timed, at least 2; the result is their median.
+
+    Raises:
+        NoCudaError: there is no CUDA device.
+    """
+    require_cuda("time_steps")
+    return Timing.of(_seconds(step, warmup, repeats, before), "events")
+
+
+READ_CONFIGS = [*itertools.product((2, 4, 8, 16), (4, 8))]
+"""Configurations of the read kernel: 16-byte loads in flight in every thread, warps."""
+
+
+@jit
+def read_kernel(source_ptr, out_ptr, impossible, LOADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Read LOADS * WIDTH int32 a program, 16 bytes a load and thread, all loads in flight before the first use.
+
+    With 4 * 32 numbers a warp in WIDTH the maximum is taken within a thread. It is stored only where it is
+    ``impossible``, which the compiler cannot know to be never: nothing is written, and no load can be left out.
+    """
+    column = tl.arange(0, WIDTH)
+    start = tl.program_id(0).to(tl.int64) * (LOADS * WIDTH)
+    numbers = tl.load(source_ptr + start + tl.arange(0, LOADS)[:, None] * WIDTH + column[None, :])
+    maximum = tl.max(numbers, 0)
+    tl.store(out_ptr + column, maximum, mask=maximum == impossible)
+
+
+def _large_buffer() -> torch.Tensor:
+    """Random int32 from 0, of ROTATED_L2_CACHES times the L2 cache but at least 1 GiB, a multiple of 1 MiB."""
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    mebibytes = max(1024, math.ceil(ROTATED_L2_CACHES * l2_bytes / 2**20))
+    return torch.randint(0, 2**31 - 1, (mebibytes * 2**18,), dtype=torch.int32, device="cuda")
+
+
+@functools.cache
+def read_ceiling() -> float:
+    """Bytes a second of the fastest plain read of a buffer much larger than the L2 cache; measured once a process.
+
+    Raises:
+        NoCudaError: there is no CUDA device.
+    """
+    require_cuda("read_ceiling")
+    source = _large_buffer()
+    out = source.new_empty(8 * 128)
+
+    def read(loads: int, num_warps: int) -> None:
+        width = 128 * num_warps
+        read_kernel[(source.numel() // (loads * width),)](source, out, -1, loads, width, num_warps=num_warps)
+
+    return max(source.nbytes / time_graph(read, [config]).seconds for config in READ_CONFIGS)
+
+
+@functools.cache
+def copy_ceiling() -> float:
+    """Bytes a second, read and written both counted, of a copy much larger than the L2 cache; measured once a process.
+
+    Raises:
+        NoCudaError: there is no CUDA device.
+    """
+    require_cuda("copy_ceiling")
+    source = _large_buffer()
+    destination = torch.empty_like(source)
+    return 2 * source.nbytes / time_graph(destination.copy_, [(source,)]).seconds

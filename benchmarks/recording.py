@@ -1,0 +1,314 @@
+"""Results of benchmarks: one JSON file a benchmark and device, a table on the terminal, and a plot.
+
+    python benchmarks/recording.py benchmarks/results/*.json    # tables and plots of saved results, again
+
+A row of results is a dict of the keys in COLUMNS. The file is written after every row, so that a benchmark that is cut
+off leaves what it had measured; a row that fails is kept with its error, and the next one is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measuring import NoCudaError, Timing, copy_ceiling, read_ceiling, require_cuda
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+# Without a terminal Rich would break lines after 80 columns.
+CONSOLE = Console() if sys.stdout.isatty() else Console(width=300)
+
+Row = dict[str, Any]
+
+MAX_ERROR_LENGTH = 300
+
+
+class Column(NamedTuple):
+    """How a key of a row is shown, and what it means."""
+
+    title: str
+    format: str
+    meaning: str
+
+
+COLUMNS = {
+    "case": Column("case", "", "what is timed"),
+    "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
+    "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
+    "part": Column("part", "", "`key` or `value`"),
+    "dtype": Column("dtype", "", "dtype of the model"),
+    "mode": Column("mode", "", "mode of `torch.compile`"),
+    "q_len": Column("q_len", "d", "query positions"),
+    "microseconds": Column("us", ".1f", "time of one call or step, the median"),
+    "spread": Column("spread", ".1%", "distance between the quartiles, of the median: less than this is noise"),
+    "megabytes": Column("MB", ",.1f", "bytes that must be read, or read and written, metadata included"),
+    "terabytes_per_second": Column("TB/s", ".2f", "these bytes over the time"),
+    "of_read_ceiling": Column("of ceiling", ".2f", "the same as a fraction of the read ceiling of this run"),
+    "floor_microseconds": Column("floor us", ".1f", "these bytes at the read ceiling"),
+    "speedup": Column("speedup", ".2f", "time of the baseline over the time"),
+    "baseline": Column("baseline", "", "what the speedup compares with, measured in the same run"),
+    "packed_layers": Column("packed", "d", "layers whose cache is packed"),
+    "cache_megabytes": Column("cache MB", ",.1f", "storages of the cache"),
+    "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
+    "peak_saved": Column("saved", ".2f", "peak of the baseline minus this peak, as a fraction of the plain cache"),
+    "relative_error": Column("error", ".1e", "norm of the difference to the reference over the norm of the reference"),
+    "method": Column("timed by", "", "CUDA graph, CUDA events around launches, or wall clock"),
+    "note": Column("note", "", "what else is to be known"),
+    "error": Column("failed", "", "why there is no time"),
+}
+"""Keys of rows, in the order in which tables show them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """What a plot shows: for every ``group`` and each of ``values`` (ratios) a panel with a bar for every row.
+
+    All are keys of rows; a bar is labelled with the values of ``labels``.
+    """
+
+    group: str
+    labels: tuple[str, ...]
+    values: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Results:
+    """Everything that one run of a benchmark gives.
+
+    Attributes:
+        benchmark: name of the script.
+        command: the command line.
+        device: name of the device and what else describes it.
+        versions: of the software.
+        ceilings: bytes a second, ``read`` and ``copy``; empty where they were not measured.
+        chart: what to plot.
+        rows: the measurements.
+    """
+
+    benchmark: str
+    command: str
+    device: dict[str, Any]
+    versions: dict[str, str | None]
+    chart: Chart
+    ceilings: dict[str, float] = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        fields = json.loads(path.read_text())
+        chart = fields.pop("chart")
+        return cls(chart=Chart(chart["group"], tuple(chart["labels"]), tuple(chart["values"])), **fields)
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step: a reader sees the old or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        partial.replace(path)
+
+    def table(self) -> Table:
+        """The rows, with a column for every key that some row has."""
+        ceilings = "".join(f", {name} {ceiling / 1e12:.2f} TB/s" for name, ceiling in self.ceilings.items())
+        title = f"{self.benchmark}: {self.device['name']}{ceilings}"
+        table = Table(title=title, title_justify="left", title_style="", box=box.MARKDOWN)
+        keys = [key for key in COLUMNS if any(key in row for row in self.rows)]
+        for key in keys:
+            table.add_column(COLUMNS[key].title, justify="right" if COLUMNS[key].format else "left")
+        for row in self.rows:
+            table.add_row(*[shown(key, row) for key in keys])
+        return table
+
+
+def shown(key: str, row: Row) -> str:
+    """The value of ``key`` as tables show it; empty if the row has none."""
+    value = row.get(key)
+    return "" if value is None else format(value, COLUMNS[key].format)
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name, compute capability and sizes of a CUDA device; name and threads of a CPU."""
+    if device.type == "cpu":
+        return {"name": cpu_name(), "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory,
+    }
+
+
+def cpu_name() -> str:
+    """The model name of the CPU."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a time depends on; None for what is not there."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed_version("triton"),
+        "transformers": _installed_version("transformers"),
+        "cuda": torch.version.cuda,
+        "driver": _driver_version(),
+    }
+
+
+def _installed_version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _driver_version() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+class Recorder:
+    """Collects the rows of one run of a benchmark, and keeps its file up to date.
+
+    Attributes:
+        results: what was measured so far.
+        path: the JSON file; the plot lies beside it.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, chart: Chart, device_type: str = "cuda") -> None:
+        benchmark = Path(sys.argv[0]).stem
+        described = describe_device(torch.device(device_type))
+        command = shlex.join(["python", *sys.argv])
+        self.results = Results(benchmark, command, described, versions(), chart)
+        parts = [benchmark, *filter(None, [arguments.tag]), described["name"]]
+        self.path = arguments.output / (re.sub(r"[^a-z0-9_]+", "-", " ".join(parts).lower()).strip("-") + ".json")
+        if device_type == "cuda":
+            self.results.ceilings = {"read": read_ceiling(), "copy": copy_ceiling()}
+            CONSOLE.print(f"ceilings of {described['name']}, bytes a second: {self.results.ceilings}")
+
+    @contextlib.contextmanager
+    def row(self, **row: Any) -> Iterator[Row]:
+        """One measurement: the block fills in the row. An error inside it goes into the row and no further."""
+        try:
+            yield row
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_LENGTH]
+        self.results.rows.append(row)
+        self.results.write(self.path)
+        CONSOLE.print(
+            "; ".join(f"{COLUMNS[key].title} {shown(key, row)}" for key in COLUMNS if key in row), markup=False
+        )
+
+    def timed(self, timing: Timing, nbytes: int | None = None, baseline: tuple[str, Timing] | None = None) -> Row:
+        """The keys of a row that follow from a time, the bytes that were moved in it, and the time of a baseline."""
+        row: Row = {"microseconds": timing.microseconds, "spread": timing.spread, "method": timing.method}
+        if timing.note:
+            row["note"] = timing.note
+        if nbytes is not None:
+            per_second = nbytes / timing.seconds
+            row |= {"megabytes": nbytes / 1e6, "terabytes_per_second": per_second / 1e12}
+            row["of_read_ceiling"] = per_second / self.results.ceilings["read"]
+        if baseline is not None:
+            row |= {"baseline": baseline[0], "speedup": baseline[1].seconds / timing.seconds}
+        return row
+
+    def finish(self) -> int:
+        """Show the table, draw the plot; the exit status: 1 if any row failed."""
+        CONSOLE.print(self.results.table())
+        CONSOLE.print(f"written to {self.path}", markup=False)
+        draw(self.results, self.path.with_suffix(".png"))
+        return int(any("error" in row for row in self.results.rows))
+
+
+def draw(results: Results, path: Path) -> None:
+    """Plot the results; says so if Matplotlib is missing or there is nothing to plot."""
+    chart = results.chart
+    rows = [row for row in results.rows if chart.group in row and any(key in row for key in chart.values)]
+    if not rows:
+        CONSOLE.print("no plot: no row has a value to show")
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        CONSOLE.print("no plot: Matplotlib is not installed (pip install matplotlib)")
+        return
+    groups = list(dict.fromkeys(row[chart.group] for row in rows))
+    figure = Figure(figsize=(6 * len(chart.values), 1 + 0.7 * len(groups) + 0.3 * len(rows)), layout="constrained")
+    figure.suptitle(f"{results.benchmark}: {results.device['name']}, torch {results.versions['torch']}")
+    panels = figure.subplots(len(groups), len(chart.values), squeeze=False)
+    for group, line in zip(groups, panels, strict=True):
+        for key, axes in zip(chart.values, line, strict=True):
+            _draw_bars(axes, [row for row in rows if row[chart.group] == group and key in row], chart.labels, key)
+            axes.set_title(group, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str) -> None:
+    bars = axes.barh(range(len(rows)), [row[key] for row in rows])
+    axes.set_yticks(range(len(rows)), [", ".join(row[label] for label in labels if label in row) for row in rows])
+    axes.bar_label(bars, [shown(key, row) for row in rows], padding=2, fontsize="small")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    axes.set_xlabel(COLUMNS[key].title)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, *, needs_cuda: bool = True, needs_backend: bool = False
+) -> argparse.Namespace:
+    """The command line, with the options that all benchmarks have; an error where something that they need is missing.
+
+    Args:
+        parser: knows the options of the one benchmark.
+        needs_cuda: whether it runs on a CUDA device.
+        needs_backend: whether it calls ``torch.compile(backend="kvquant")``.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--tag", help="part of the file name, to keep the results of another selection apart")
+    arguments = parser.parse_args()
+    try:
+        if needs_cuda:
+            require_cuda(parser.prog)
+    except NoCudaError as error:
+        parser.error(str(error))
+    if needs_backend and "kvquant" not in torch._dynamo.list_backends(exclude_tags=()):
+        parser.error('PyTorch does not know the backend "kvquant": install this package (pip install --no-deps -e .)')
+    return arguments
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
+        results = Results.read(path)
+        CONSOLE.print(results.table())
+        draw(results, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

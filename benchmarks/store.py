@@ -1,0 +1,101 @@
+"""Storing tokens into a packed cache against the read ceiling.
+
+    python benchmarks/store.py [--context 32768] [--batches 1 8] [--formats int4_per_token_head ...]
+
+For every format and part: the time of ``kvcompile::store`` for a prefill of ``--context`` tokens, and for one token.
+Vectors are strided as projections leave them: [batch, tokens, heads, head_dim], transposed. Bytes are those of the
+vectors, which are read, and of their packed tokens, which are written. Every result is first compared with the
+plain-PyTorch specification.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from measuring import num_sets, time_graph
+from recording import Chart, Recorder, parse_arguments
+from torch import Tensor
+from workloads import DEVICE, DTYPE, check, default_formats, parse_formats, relative_error
+
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.packing import pack_tokens, read_tokens
+
+
+def strided_vectors(batch: int, num_kv_heads: int, num_tokens: int, head_dim: int) -> Tensor:
+    """Random vectors as a projection leaves them, [batch, num_kv_heads, num_tokens, head_dim]."""
+    return torch.randn(batch, num_tokens, num_kv_heads, head_dim, dtype=DTYPE, device=DEVICE).transpose(1, 2)
+
+
+def store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> None:
+    """Our store. The one place that calls the operator."""
+    torch.ops.kvcompile.store(data, x, positions, None, layout.format_name, layout.role)
+
+
+def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> float:
+    """Relative error of the tokens that our store writes against the specification, in the first and the last head.
+
+    Raises:
+        ArithmeticError: it is too large.
+    """
+    data.fill_(0xFF)  # what is not written reads as NaN or as another number
+    store(layout, data, x, positions)
+    errors = []
+    for index in (0, -1):
+        written, vectors = data[:, index][:, index], x[index, index]
+        tokens = read_tokens(written[:, None, None], layout, data.shape[0] * BLOCK_TOKENS)[0, 0, positions]
+        packed = pack_tokens(layout, vectors[None, None])
+        errors.append(relative_error(tokens, read_tokens(packed, layout, len(positions))[0, 0]))
+    return check(max(errors), f"store of {layout}")
+
+
+def store_inputs(layout: PackedLayout, args: argparse.Namespace, batch: int, num_tokens: int, count: int) -> list:
+    """``count`` sets of inputs of :func:`store`, each for a cache of its own.
+
+    Single tokens share a cache instead: each goes to the end of another block.
+    """
+    size = layout.shape(args.context, batch, args.num_kv_heads)
+    caches = 1 if num_tokens == 1 else count
+    data = torch.empty((caches, *size), dtype=torch.uint8, device=DEVICE)
+    sets = []
+    for i in range(count):
+        positions = torch.arange(num_tokens, device=DEVICE)
+        if num_tokens == 1:
+            positions += (i % size[0] + 1) * BLOCK_TOKENS - 1
+        x = strided_vectors(batch, args.num_kv_heads, num_tokens, layout.head_dim)
+        sets.append((layout, data[i % caches], x, positions))
+    return sets
+
+
+def time_store(
+    recorder: Recorder, args: argparse.Namespace, name: str, layout: PackedLayout, batch: int, num_tokens: int
+) -> None:
+    """A row for storing ``num_tokens`` tokens of every sequence."""
+    shape = f"({batch}, {args.num_kv_heads}, {layout.head_dim}, {args.context})"
+    with recorder.row(case=f"store of {num_tokens}", shape=shape, format=name, part=layout.role) as row:
+        vectors = batch * args.num_kv_heads * num_tokens
+        nbytes = vectors * (layout.head_dim * DTYPE.itemsize + layout.bytes_per_token)
+        inputs = store_inputs(layout, args, batch, num_tokens, num_sets(nbytes))
+        row["relative_error"] = check_store(*inputs[0])
+        row |= recorder.timed(time_graph(store, inputs), nbytes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=32768, help="tokens of the prefill, and slots of the cache")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--formats", nargs="+", type=parse_formats, default=default_formats())
+    args = parse_arguments(parser)
+    recorder = Recorder(args, Chart("case", ("shape", "format", "part"), ("of_read_ceiling",)))
+    for num_tokens in (args.context, 1):
+        for batch in args.batches:
+            for name, pair in args.formats:
+                for format_name, role in ((pair.key, "key"), (pair.value, "value")):
+                    time_store(recorder, args, name, PackedLayout(format_name, role, args.head_dim), batch, num_tokens)
+    return recorder.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

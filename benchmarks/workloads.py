@@ -1,0 +1,251 @@
+"""What the benchmarks run: shapes, packed caches of random data, our operators, and PyTorch's own attention."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import Timing, time_graph
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+import kvcompile.kernels.ops  # noqa: F401
+from kvcompile.errors import PolicyError
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.packing import pack_tokens
+from kvcompile.kernels.reference_attention import attend
+from kvcompile.passes.site import FormatPair
+from kvcompile.presets import preset_names, resolve
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16
+MAX_ERROR = 1e-2
+"""Largest relative error of a result in bfloat16 that is still timed."""
+
+_CHUNK_VALUES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decode step; ``context`` counts tokens."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """``batch,heads/kv_heads,head_dim,context``, as in ``8,32/8,128,32768`` and in ``str`` of a shape."""
+        match = re.fullmatch(r"\(?(\d+),(\d+)/(\d+),(\d+),(\d+)\)?", text.replace(" ", ""))
+        shape = cls(*map(int, match.groups())) if match else None
+        if shape is None or not all(dataclasses.astuple(shape)) or shape.num_heads % shape.num_kv_heads:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not batch,heads/kv_heads,head_dim,context with heads a multiple of kv_heads "
+                f"(example: 8,32/8,128,32768)"
+            )
+        return shape
+
+    def __str__(self) -> str:
+        return f"({self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.head_dim}, {self.context})"
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of K and V in DTYPE."""
+        return 2 * self.batch * self.num_kv_heads * self.context * self.head_dim * DTYPE.itemsize
+
+    def query(self, q_len: int = 1) -> Tensor:
+        """A random query, [batch, num_heads, q_len, head_dim]."""
+        return torch.randn(self.batch, self.num_heads, q_len, self.head_dim, dtype=DTYPE, device=DEVICE)
+
+    def key_and_value(self) -> tuple[Tensor, Tensor]:
+        """Random K and V, each [batch, num_kv_heads, context, head_dim]."""
+        size = (self.batch, self.num_kv_heads, self.context, self.head_dim)
+        return torch.randn(size, dtype=DTYPE, device=DEVICE), torch.randn(size, dtype=DTYPE, device=DEVICE)
+
+
+def parse_formats(name: str) -> tuple[str, FormatPair]:
+    """A preset or format with the pair of formats that it stands for."""
+    try:
+        pair = resolve(name)
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if pair is None:
+        raise argparse.ArgumentTypeError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
+    return name, pair
+
+
+def default_formats() -> list[tuple[str, FormatPair]]:
+    """A cache that keeps its dtype, and all presets."""
+    return [parse_formats(name) for name in ("bfloat16", *preset_names())]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Packed caches of one format pair for one shape."""
+
+    shape: Shape
+    pair: FormatPair
+
+    @property
+    def layouts(self) -> tuple[PackedLayout, PackedLayout]:
+        head_dim = self.shape.head_dim
+        return PackedLayout(self.pair.key, "key", head_dim), PackedLayout(self.pair.value, "value", head_dim)
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Bytes of the blocks of K and V that hold ``num_tokens`` tokens of all sequences, metadata included."""
+        heads = self.shape.batch * self.shape.num_kv_heads
+        return num_blocks(num_tokens) * heads * sum(layout.block_bytes for layout in self.layouts)
+
+    def random(self, count: int, step: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """``count`` caches of ``shape.context`` random tokens, (k_data, v_data) each.
+
+        They are windows of one large cache, which lie ``step`` tokens apart; side by side by default. Blocks are
+        outermost in packed data, so that a window has the strides and the alignment of a cache of its own.
+        """
+        length = num_blocks(self.shape.context)
+        step = length if step is None else num_blocks(step)
+        blocks = (count - 1) * step + length
+        keys, values = (self._random_data(layout, blocks) for layout in self.layouts)
+        windows = [slice(i * step, i * step + length) for i in range(count)]
+        return [(keys[window], values[window]) for window in windows]
+
+    def _random_data(self, layout: PackedLayout, blocks: int) -> Tensor:
+        """Packed data of normally distributed tokens, encoded in chunks that leave the temporaries small."""
+        batch, heads = self.shape.batch, self.shape.num_kv_heads
+        data = torch.empty((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=DEVICE)
+        for chunk in data.split(max(1, _CHUNK_VALUES // (batch * heads * BLOCK_TOKENS * layout.head_dim))):
+            x = torch.randn(batch, heads, len(chunk) * BLOCK_TOKENS, layout.head_dim, dtype=DTYPE, device=DEVICE)
+            chunk.copy_(pack_tokens(layout, x))
+        return data
+
+    def attention(
+        self, query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None = None, kv_len: int | None = None
+    ) -> Tensor:
+        """Our attention; ``kv_len`` is the whole context by default. The one place that calls the operator."""
+        return torch.ops.kvcompile.attention(
+            query,
+            k_data,
+            v_data,
+            mask=mask,
+            sinks=None,
+            kv_len=self.shape.context if kv_len is None else kv_len,
+            is_causal=False,
+            scale=self.shape.head_dim**-0.5,
+            softcap=0.0,
+            k_format=self.pair.key,
+            v_format=self.pair.value,
+            v_head_dim=self.shape.head_dim,
+        )
+
+    def check_attention(
+        self, query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None = None, kv_len: int | None = None
+    ) -> float:
+        """Relative error of our attention against the specification, on the first and the last head of the batch.
+
+        ``mask`` must be the same for all sequences and heads.
+
+        Raises:
+            ArithmeticError: it is larger than MAX_ERROR.
+        """
+        out = self.attention(query, k_data, v_data, mask, kv_len)
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        errors = []
+        for sequence, head in ((0, 0), (self.shape.batch - 1, self.shape.num_kv_heads - 1)):
+            part = slice(sequence, sequence + 1), slice(head * group, (head + 1) * group)
+            packed = [data[:, sequence : sequence + 1, head : head + 1] for data in (k_data, v_data)]
+            expected = attend(
+                query[part].float(),
+                *packed,
+                *self.layouts,
+                mask=None if mask is None else mask[:1, :1],
+                kv_len=self.shape.context if kv_len is None else kv_len,
+            )
+            errors.append(relative_error(out[part], expected))
+        return check(max(errors), f"attention on {self.pair} for {self.shape}")
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``; NaN if anything is not finite."""
+    return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def check(error: float, what: str, limit: float = MAX_ERROR) -> float:
+    """``error``, if it is at most ``limit``: what is wrong is not timed.
+
+    Raises:
+        ArithmeticError: it is larger, or NaN.
+    """
+    if not error <= limit:
+        raise ArithmeticError(f"{what} is wrong: relative error {error:.2e} to the specification, limit {limit:.0e}")
+    return error
+
+
+SDPA_BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def sdpa(
+    backend: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, folded: bool = False
+) -> Tensor:
+    """PyTorch's attention on a cache with fewer KV heads than query heads, without expanding it.
+
+    Args:
+        backend: one of SDPA_BACKENDS.
+        query: [batch, num_heads, q_len, head_dim].
+        key: [batch, num_kv_heads, kv_len, head_dim].
+        value: as ``key``.
+        is_causal: the last query sees all keys, the one before it all but the last, and so on.
+        folded: pass the query heads of a KV head as query positions. The result is the same without a mask.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    mask = causal_lower_right(q_len, kv_len) if is_causal and q_len < kv_len else None
+    rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3]) if folded else query
+    with sdpa_kernel(SDPA_BACKENDS[backend]):
+        out = F.scaled_dot_product_attention(
+            rows, key, value, mask, is_causal=is_causal and mask is None, enable_gqa=not folded
+        )
+    return out.reshape(query.shape)
+
+
+def decode_sdpa_calls() -> dict[str, Callable[..., Tensor]]:
+    """Every way to call PyTorch's attention for a decode step without a mask."""
+    return {
+        name + (", folded" if folded else ""): functools.partial(sdpa, name, folded=folded)
+        for name in SDPA_BACKENDS
+        for folded in (False, True)
+    }
+
+
+def time_sdpa(calls: dict[str, Callable[..., Tensor]], inputs: Sequence[tuple[Any, ...]]) -> dict[str, Timing]:
+    """Times of those ``calls`` that PyTorch can run on these inputs, fastest first.
+
+    Raises:
+        RuntimeError: none can; the message says why.
+    """
+    timings, refusals = {}, []
+    for name, call in calls.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # one for every backend that does not take these inputs
+                call(*inputs[0])
+        except RuntimeError as error:
+            refusals.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        timings[name] = time_graph(call, inputs)
+    if not timings:
+        raise RuntimeError(f"no backend of scaled_dot_product_attention runs here: {'; '.join(refusals)}")
+    return dict(sorted(timings.items(), key=lambda item: item[1].seconds))
