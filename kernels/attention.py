@@ -223,7 +223,7 @@ def _unpack(packed, scale, zero, OPERAND: tl.constexpr):
                 codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
             for k in tl.static_range(NUM_HIGH):
                 if plane < OPERAND.high_planes[k]:
-                    codes |= ((packed[k + 1] >> plane) & 1) << (OPERAND.low_bits + k)
+                    codes |= ((packed[k + 1] >> (8 // OPERAND.high_planes[k] * plane)) & 1) << (OPERAND.low_bits + k)
             planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
     if OPERAND.granularity != "token":
         values = ()
@@ -352,9 +352,9 @@ def _sum_in_thread(x, NUM_WARPS: tl.constexpr):
 def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
     """A tile of packed tokens: code sections, and float32 scales and zeros (the scales, where there are none).
 
-    Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value, bytes of high sections
-    repeated and shifted to where the low bits of their codes lie. Scales and zeros are [tokens] if they are per token;
-    else one tile for each plane that broadcasts to the codes. The center of the codec's levels is part of the zeros.
+    Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value; those of high bits come
+    as :func:`_load_high_bits` says. Scales and zeros are [tokens] if they are per token; else one tile for each plane
+    that broadcasts to the codes. The center of the codec's levels is part of the zeros.
 
     Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
     """
@@ -367,7 +367,7 @@ def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: 
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     for k in tl.static_range(NUM_HIGH):
         high = _load_high_bits(ptr, block_offset, slot, exists, column, k, OPERAND)
-        packed = packed + (high,)  # noqa: RUF005
+        packed = packed + high
     scale = tl.full([TOKENS], 1.0, tl.float32)
     zero = scale
     if OPERAND.has_scale:
@@ -392,12 +392,22 @@ def _load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: 
 
 @jit
 def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
-    """High section K as int32 in the shape of the section ``codes``, the bits of a column in its lowest bits."""
+    """High section K in the shape of the section ``codes``: int32 with the bits of plane 0 lowest.
+
+    A codec that unpacks it gets the bytes as they are, and 0xff where the first piece is meant, else 0.
+    """
     WIDTH: tl.constexpr = OPERAND.high_widths[K]
-    byte = tl.where(column < OPERAND.width, column % WIDTH, WIDTH)
+    byte = column % WIDTH
+    if OPERAND.width != OPERAND.padded_width:
+        byte = tl.where(column < OPERAND.width, byte, WIDTH)
     high = _load_codes(ptr, block_offset, slot, exists, byte, OPERAND.high_offsets[K], tl.uint8, WIDTH, OPERAND)
-    shift = column // WIDTH * OPERAND.high_planes[K]
-    return high.to(tl.int32) >> (shift[:, None] if OPERAND.column_major else shift[None, :])
+    piece = tl.where(column < OPERAND.width, column // WIDTH, 0)
+    if OPERAND.fast:
+        first = tl.where(piece == 0, 255, 0).to(tl.uint8)
+        high = (high, tl.broadcast_to(first[:, None] if OPERAND.column_major else first[None, :], high.shape))
+    else:
+        high = (high.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
+    return high
 
 
 @jit

@@ -13,7 +13,9 @@ for each plane that has it:
     2.5         4 planes of 2 bits      1 bit for the first 2 planes
     3.5         4 planes of 2 bits      1 bit for 4 planes, 1 bit for the first 2 planes
 
-``h`` bits for byte ``j`` lie in byte ``j % high_width``, from bit ``h * (j // high_width)`` on.
+Byte ``i`` of a high section serves the bytes ``i``, ``i + high_width``, ... of ``codes``, the pieces, with their bits
+interleaved: plane 0 of every piece first, then plane 1. Shifting such a byte then moves the bits of all planes of a
+piece to where they belong beside their low bits.
 """
 
 from __future__ import annotations
@@ -101,9 +103,10 @@ class Packing:
         mask = (1 << self.low_bits) - 1
         parts = {"codes": _combine([(plane & mask) << (self.low_bits * i) for i, plane in enumerate(planes)])}
         for k, count in enumerate(self.high):
-            bits = _combine([((plane >> (self.low_bits + k)) & 1) << i for i, plane in enumerate(planes[:count])])
-            pieces = bits.chunk(8 // count, dim=-1)
-            parts[HIGH_SECTIONS[k]] = _combine([piece << (count * i) for i, piece in enumerate(pieces)])
+            pieces = 8 // count
+            bits = [((plane >> (self.low_bits + k)) & 1) << (pieces * i) for i, plane in enumerate(planes[:count])]
+            chunks = _combine(bits).chunk(pieces, dim=-1)
+            parts[HIGH_SECTIONS[k]] = _combine([chunk << i for i, chunk in enumerate(chunks)])
         return parts
 
     def planes(self, parts: dict[str, Tensor]) -> list[Tensor]:
@@ -117,10 +120,10 @@ class Packing:
             high = parts[HIGH_SECTIONS[k]]
             pieces = 8 // count
             repeated = high.unsqueeze(-2).expand(*high.shape[:-1], pieces, high.shape[-1]).reshape(packed.shape)
-            shift = torch.arange(packed.shape[-1], device=packed.device) // high.shape[-1] * count
-            bits = repeated >> shift.to(torch.uint8)
+            piece = torch.arange(packed.shape[-1], device=packed.device) // high.shape[-1]
+            bits = repeated >> piece.to(torch.uint8)
             for i in range(count):
-                planes[i] = planes[i] | (((bits >> i) & 1) << (self.low_bits + k))
+                planes[i] = planes[i] | (((bits >> (pieces * i)) & 1) << (self.low_bits + k))
         return planes
 
 

@@ -57,6 +57,11 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
     return fn if triton is None else triton.jit(fn, **options)
 
 
+def constexpr_function(fn: Callable) -> Any:
+    """``triton.constexpr_function``: callable in kernels, at compile time, on compile-time values."""
+    return fn if triton is None else triton.constexpr_function(fn)
+
+
 @dataclass(frozen=True)
 class Codec:
     """The Triton part of a format; the functions are described above.
@@ -234,6 +239,22 @@ def bytes_to_half_pairs(packed, PTX: tl.constexpr):
 
 
 @jit
+def bytes_to_four_planes(packed, HAS_HIGH: tl.constexpr, PTX: tl.constexpr):
+    """Tiles of bytes -> four tiles of fp16 by PTX, of four bytes at a time: $0 to $7 from $8, or from $8 to $10."""
+    if HAS_HIGH:
+        planes = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [packed[0], packed[1], packed[2]],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        planes = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed[0]],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    return planes
+
+
+@jit
 def round_to_integer(x):
     """float32 -> the nearest integer, ties to even, for ``|x| < 2**22``: adding 1.5 * 2**23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
@@ -268,6 +289,41 @@ def rotate(x, OPERAND: tl.constexpr):
     if OPERAND.rotation_seed != 0:
         x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
     return hadamard(x, OPERAND.head_dim)
+
+
+@jit
+def hadamard_matrix(OPERAND: tl.constexpr):
+    """The Hadamard matrix of :func:`hadamard` without its norm: 1, -1 and 0, float32 [channels, channels]."""
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    row = tl.arange(0, CHANNELS)[:, None]
+    column = tl.arange(0, CHANNELS)[None, :]
+    matrix = tl.zeros([CHANNELS, CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        odd = row & column & ((1 << bit) - 1)
+        odd = odd ^ (odd >> 4)
+        odd = odd ^ (odd >> 2)
+        odd = (odd ^ (odd >> 1)) & 1
+        in_block = _in_rotation_block(row, bit, OPERAND.head_dim) & _in_rotation_block(column, bit, OPERAND.head_dim)
+        matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
+    return matrix
+
+
+@jit
+def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`rotate` for at least 16 rows of any float dtype, as a product with :func:`hadamard_matrix`.
+
+    Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
+    """
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    channel = tl.arange(0, CHANNELS)
+    if PRECISION == "ieee":
+        x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+    if OPERAND.rotation_seed != 0:
+        x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
+    norm = tl.zeros([CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        norm = tl.where(_in_rotation_block(channel, bit, OPERAND.head_dim), 2.0 ** (-bit / 2), norm)
+    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * norm[None, :]
 
 
 @jit

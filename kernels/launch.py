@@ -53,10 +53,12 @@ class AttentionConfig:
 # with 16-bit scales need tiles of 256.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-    (9, 8, 8): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
-    (9, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+    (9, 8, 8): AttentionConfig(8, 64, num_stages=4, max_registers=168, programs_per_sm=3),
+    (9, 8, 4): AttentionConfig(8, 256, num_stages=3),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
     (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, programs_per_sm=6),
+    (9, 2, 2): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
     (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
@@ -223,13 +225,17 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
     operand = packed_operand(format_name, role, head_dim, True, False)
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
-    tokens, num_warps = (1, 1) if num_tokens == 1 else (32, 4)
+    _, num_sms, has_ptx = _device(data.device)
+    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens, 4)
+    num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
+    # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
+    tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms)))
     launch_store(
-        (_ceil_div(num_tokens, tokens) * batch * num_kv_heads, 1, 1),
+        (_ceil_div(num_tiles, tiles_per_program), 1, 1),
         (data, x, positions, written),
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens),
-        (operand, valid is not None, tokens),
+        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
+        (operand, valid is not None, tokens, "tf32x3" if has_ptx else "ieee"),
         {"num_warps": num_warps, **_ASSERTING},
     )
 

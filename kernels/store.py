@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import jit, planes_of, rotate, tl
+from kvcompile.kernels.codec import (
+    constexpr_function,
+    hadamard_matrix,
+    jit,
+    planes_of,
+    rotate,
+    rotate_by_products,
+    tl,
+)
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots,
-    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of one head. Grid (ceil(num_tokens / TOKENS) * batch * num_kv_heads,).
+    """A tile is TOKENS tokens of one head. Grid (ceil(num_tiles / tiles_per_program),).
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
@@ -20,30 +28,53 @@ def store_kernel(
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
     """
-    num_tiles = tl.cdiv(num_tokens, TOKENS)
-    batch = (tl.program_id(0) // num_tiles // num_kv_heads).to(tl.int64)
-    head = (tl.program_id(0) // num_tiles % num_kv_heads).to(tl.int64)
-    token = ((tl.program_id(0) % num_tiles) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    in_bounds = token < num_tokens
-    wanted = in_bounds
-    if HAS_VALID:
-        valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
-        wanted = wanted & (tl.load(valid_ptrs, mask=in_bounds, other=0) != 0)
-    position = tl.load(positions_ptr + batch * position_strides[0] + token * position_strides[1], mask=wanted, other=0)
-    in_cache = (position >= 0) & (position < num_slots)
-    tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
-    written = wanted & in_cache
+    matrix = 0
+    if _rotates_by_products(OPERAND, TOKENS):
+        matrix = hadamard_matrix(OPERAND)
+    for i in range(tiles_per_program):
+        tile = tl.program_id(0) * tiles_per_program + i
+        if tile < num_tiles:
+            tiles_of_head = tl.cdiv(num_tokens, TOKENS)
+            batch = (tile // tiles_of_head // num_kv_heads).to(tl.int64)
+            head = (tile // tiles_of_head % num_kv_heads).to(tl.int64)
+            token = (tile % tiles_of_head * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+            wanted = token < num_tokens
+            if HAS_VALID:
+                valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
+                wanted = wanted & (tl.load(valid_ptrs, mask=wanted, other=0) != 0)
+            position_ptrs = positions_ptr + batch * position_strides[0] + token * position_strides[1]
+            position = tl.load(position_ptrs, mask=wanted, other=0)
+            in_cache = (position >= 0) & (position < num_slots)
+            tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
+            written = wanted & in_cache
 
-    channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
-    in_head = channel < OPERAND.head_dim
-    x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
-    x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0).to(tl.float32)
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
-    codes, scale, zero = _encode(x, finite, in_head, OPERAND, TOKENS)
+            channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
+            in_head = channel < OPERAND.head_dim
+            x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
+            x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
+            encoded = _encode(x, matrix, in_head, OPERAND, TOKENS, PRECISION)
+            block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
+            _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
 
-    slot = position % OPERAND.block_tokens
-    data_ptr += batch * data_strides[1] + head * data_strides[2]
-    block_ptrs = data_ptr + (position // OPERAND.block_tokens) * data_strides[0]
+
+@jit
+def _store_tile(ptr, stride_block, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Store encoded tokens at their positions in the blocks from ``ptr`` on."""
+    first = tl.min(position, 0)
+    in_order = (position == first + tl.arange(0, TOKENS)) & written
+    if OPERAND.block_tokens == TOKENS and (tl.min(in_order.to(tl.int32), 0) > 0) & (first % TOKENS < 1):
+        # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
+        block_ptr = ptr + first // TOKENS * stride_block
+        everywhere = tl.full([TOKENS], True, tl.int1)
+        _store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
+    else:
+        block_ptrs = ptr + (position // OPERAND.block_tokens) * stride_block
+        _store_sections(block_ptrs, position % OPERAND.block_tokens, written, encoded, OPERAND)
+
+
+@jit
+def _store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
+    codes, scale, zero = encoded
     _store_codes(block_ptrs, slot, written, codes, OPERAND)
     if OPERAND.has_scale:
         _store_metadata(block_ptrs + OPERAND.scale_offset, slot, written, scale, OPERAND.scale_dtype, OPERAND)
@@ -51,16 +82,28 @@ def store_kernel(
         _store_metadata(block_ptrs + OPERAND.zero_offset, slot, written, zero, OPERAND.zero_dtype, OPERAND)
 
 
+@constexpr_function
+def _rotates_by_products(operand, tokens):
+    """Whether a tile is rotated on tensor cores: it is large enough for them, and its matrix fits shared memory."""
+    return operand.rotated and tokens >= 16 and operand.padded_head_dim <= 128
+
+
 @jit
-def _encode(x, finite, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+def _encode(
+    x, matrix, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Codes [tokens, channels], scales and zeros [tokens] or, per group, [tokens, num_scales] of vectors.
 
     As in the specification, a vector that is not finite in the stored basis has the codes of zeros and scales of NaN.
     """
+    if _rotates_by_products(OPERAND, TOKENS):
+        x = rotate_by_products(x, matrix, OPERAND, PRECISION)
+    elif OPERAND.rotated:
+        x = rotate(x.to(tl.float32), OPERAND)
+    else:
+        x = x.to(tl.float32)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
     if OPERAND.code_dtype == tl.uint8:
-        if OPERAND.rotated:
-            x = rotate(x, OPERAND)
-            finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.granularity == "group":
         GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
@@ -100,15 +143,16 @@ def _store_high_bits(block_ptrs, slot, written, planes, K: tl.constexpr, OPERAND
     COUNT: tl.constexpr = OPERAND.high_planes[K]
     HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
     OTHER_PLANES: tl.constexpr = COUNT - 1
-    OTHER_PIECES: tl.constexpr = 8 // COUNT - 1
+    PIECES: tl.constexpr = 8 // COUNT
+    OTHER_PIECES: tl.constexpr = PIECES - 1
     bits = (planes[0] >> (OPERAND.low_bits + K)) & 1
     for i in tl.static_range(OTHER_PLANES):
-        bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (i + 1)
+        bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (PIECES * (i + 1))
     column = tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape)
     high = bits
     for piece in tl.static_range(OTHER_PIECES):
         index = tl.minimum(column + (piece + 1) * HIGH_WIDTH, bits.shape[1] - 1)
-        high |= tl.gather(bits, index, 1) << (COUNT * (piece + 1))
+        high |= tl.gather(bits, index, 1) << (piece + 1)
     _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
 
 

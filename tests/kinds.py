@@ -13,6 +13,7 @@ BY_TOKEN = [
     "fp8_e4m3",
     "fp8_e5m2_unit",
     "turboquant_2.5bit",
+    "turboquant_3bit",
     "turboquant_3.5bit_seed7",
     "turboquant_4bit",
     "bfloat16",

@@ -2,8 +2,8 @@
 
 A code is the byte of ``x / scale`` rounded to nearest even; ``scale = max|x| / largest`` in float32, so that the
 largest channel lands on the largest finite value of the format, 448 or 57344. Without a scale, channels saturate there.
-Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as
-+-57344, so that no byte has a level that is not finite.
+Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480; those of e5m2 as +-57344
+for infinity and 57344 for NaN, so that no byte has a level that is not finite.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -75,7 +75,8 @@ def _unpack_e5m2(packed, OPERAND: tl.constexpr):
 def _levels_e5m2(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     bits = codes.to(tl.int32)
     magnitude = tl.minimum(bits & 0x7F, 0x7B)
-    return (((bits & 0x80) | magnitude) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    sign = tl.where((bits & 0x7F) > 0x7C, 0, bits & 0x80)
+    return ((sign | magnitude) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
@@ -133,7 +134,9 @@ class Fp8(Format):
             bits = (codes.view(torch.int8).to(torch.int32) << 20) & SIGN_EXPONENT_MANTISSA
             return bits.view(torch.float32) * 2.0**120
         # The same with 5 exponent bits: the bias is 15. Patterns above the largest number saturate.
-        bits = ((codes & 0x80).to(torch.int32) << 24) | ((codes & 0x7F).clamp(max=0x7B).to(torch.int32) << 21)
+        magnitude = codes & 0x7F
+        sign = torch.where(magnitude > 0x7C, 0, codes & 0x80)
+        bits = (sign.to(torch.int32) << 24) | (magnitude.clamp(max=0x7B).to(torch.int32) << 21)
         return bits.view(torch.float32) * 2.0**112
 
 

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, bytes_to_half_pairs, jit, round_to_integer, tl
+from kvcompile.kernels.codec import Codec, bytes_to_four_planes, bytes_to_half_pairs, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
+from kvcompile.kernels.formats.ptx import unpack_four_planes
 
 
 @jit
@@ -56,6 +57,13 @@ def _unpack_4bit(packed, OPERAND: tl.constexpr):
         fma.rn.f16x2 $3, high1, sixteenth, high_center;
         }""",
     )
+
+
+@jit
+def _unpack_four_planes(packed, OPERAND: tl.constexpr):
+    """Levels less half of the number of codes."""
+    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
+    return bytes_to_four_planes(packed, OPERAND.num_high > 0, PTX)
 
 
 @jit
@@ -89,13 +97,12 @@ class AsymmetricInt(Format):
         self.group_size = group_size
         self.rotated = rotated
         self.max_code = 2**bits - 1
-        self.codec = Codec(
-            _encode,
-            _levels,
-            _unpack_4bit if bits == 4 else None,
-            center=float(2 ** (bits - 1)),
-            constants=SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION),
-        )
+        center = float(2 ** (bits - 1))
+        constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
+        if bits < 4:
+            constants.unpack_ptx = unpack_four_planes(bits == 3, 1.0, center, "mov.b32 {out}, v;")
+        unpack = _unpack_4bit if bits == 4 else _unpack_four_planes
+        self.codec = Codec(_encode, _levels, unpack, center=center, constants=constants)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)

@@ -8,9 +8,9 @@ The centroids (for unit variance) are an odd polynomial of the centred code ``u 
 
     level(u) = u * (a + b * u**2 + c * u**4)
 
-so that decoding needs no table. Its distortion on N(0, 1) is that of Lloyd-Max at 1 and 2 bits, and 0.01 % and 0.17 %
-above it at 3 and 4 bits. Rates between two integers give the first half of the (rotated) channels, or the first two
-planes of four, one bit more than the rest.
+so that decoding needs no table. Its distortion on N(0, 1) is that of Lloyd-Max at 1 and 2 bits, and 0.22 % and 0.17 %
+above it at 3 and 4 bits (``c`` is 0 up to 3 bits, where a better polynomial would cost an instruction). Rates between
+two integers give the first half of the (rotated) channels, which are the first two planes of four, one bit more.
 
 Seeds other than 0 put random signs before the Hadamard matrix (``turboquant_4bit_seed7``), as the paper does: caches
 with different seeds have independent errors.
@@ -22,7 +22,6 @@ The scale, close to the root mean square of the channels, is fp16: it saturates 
 from __future__ import annotations
 
 import itertools
-import struct
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -30,15 +29,16 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, bytes_to_half_pairs, jit, tl
+from kvcompile.kernels.codec import Codec, bytes_to_four_planes, bytes_to_half_pairs, jit, tl
 from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.ptx import half_pair, unpack_four_planes
 
 HALF_MAX = 65504.0
 
 COEFFICIENTS = {
     1: (1.5957691216, 0.0, 0.0),
-    2: (0.892888, 0.0513186, 0.0),
-    3: (0.490661308, 4.78868972e-3, 4.36545943e-4),
+    2: (0.89281553, 0.05071032, 0.0),
+    3: (0.471464502, 0.011584004, 0.0),
     4: (0.262655001, 1.29166721e-4, 2.95824209e-5),
 }
 """``(a, b, c)`` of the polynomial, by bits."""
@@ -46,8 +46,14 @@ COEFFICIENTS = {
 
 @jit
 def _unpack_4bit(packed, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = OPERAND.codec.constants.unpack_asm
+    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
     return bytes_to_half_pairs(packed[0], PTX)
+
+
+@jit
+def _unpack_four_planes(packed, OPERAND: tl.constexpr):
+    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
+    return bytes_to_four_planes(packed, OPERAND.num_high > 0, PTX)
 
 
 @jit
@@ -87,14 +93,27 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
 @jit
 def _nearest(direction, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     """Codes of the nearest centroids of a plane's codebook, and those centroids."""
-    codes = tl.zeros(direction.shape, tl.int32)
-    NUM_THRESHOLDS: tl.constexpr = OPERAND.codec.constants.num_thresholds[PLANE]
-    for i in tl.static_range(NUM_THRESHOLDS):
-        codes += (direction > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+    # The codebook is odd: the thresholds above zero tell how far a code is from the middle.
+    distance = tl.zeros(direction.shape, tl.int32)
+    NUM_POSITIVE: tl.constexpr = OPERAND.codec.constants.num_thresholds[PLANE] // 2
+    for i in tl.static_range(NUM_POSITIVE):
+        distance += (tl.abs(direction) > OPERAND.codec.constants.thresholds[PLANE][NUM_POSITIVE + 1 + i]).to(tl.int32)
+    codes = tl.where(direction > 0, NUM_POSITIVE + 1 + distance, NUM_POSITIVE - distance)
     return codes, _polynomial(codes, PLANE, OPERAND)
 
 
-def _unpack_asm(a: float, b: float, c: float) -> tuple[str, float]:
+def _cubic_ptx(bits: int) -> tuple[str, float]:
+    """PTX that unpacks a format of 2 or 3 bits, and the gain of its levels.
+
+    With ``v = u / 8`` and the cubic ``a * u + b * u**3``, ``level = gain * v * (v**2 + gamma)`` has terms near 1.
+    """
+    a, b, _ = COEFFICIENTS[bits]
+    gain = 8**3 * b
+    level = "fma.rn.f16x2 t, v, v, gamma;\nmul.rn.f16x2 {out}, t, v;"
+    return unpack_four_planes(bits == 3, 1 / 8, (2**bits - 1) / 16, level, 8 * a / gain), gain
+
+
+def _quintic_ptx(a: float, b: float, c: float) -> tuple[str, float]:
     """PTX that turns four packed bytes into eight levels of a 4-bit format, and the gain of those levels.
 
     ``0x6400 | 16 * code`` is 1024 + 16 * code in fp16, from which ``v = u / 8`` follows exactly. Completing the square,
@@ -107,9 +126,6 @@ def _unpack_asm(a: float, b: float, c: float) -> tuple[str, float]:
     beta = 8**3 * b / gain / 2
     gamma = 8 * a / gain - beta**2
 
-    def pair(x: float) -> str:
-        return "0x" + 2 * struct.pack(">e", x).hex()
-
     level = """
         fma.rn.f16x2 v, {bits}, eighth, center;
         fma.rn.f16x2 t, v, v, beta;
@@ -118,10 +134,10 @@ def _unpack_asm(a: float, b: float, c: float) -> tuple[str, float]:
     outputs = [level.format(bits=bits, out=f"${i}") for i, bits in enumerate(("low0", "low1", "high0", "high1"))]
     asm = f"""{{
         .reg .b32 first, second, low0, low1, high0, high1, eighth, center, beta, gamma, v, t;
-        mov.b32 eighth, {pair(1 / 128)};
-        mov.b32 center, {pair(-8 - 15 / 16)};
-        mov.b32 beta, {pair(beta)};
-        mov.b32 gamma, {pair(gamma)};
+        mov.b32 eighth, {half_pair(1 / 128)};
+        mov.b32 center, {half_pair(-8 - 15 / 16)};
+        mov.b32 beta, {half_pair(beta)};
+        mov.b32 gamma, {half_pair(gamma)};
         prmt.b32 first, $4, 0x64646464, 0x4140;
         prmt.b32 second, $4, 0x64646464, 0x4342;
         and.b32 high0, first, 0xfff0fff0;
@@ -152,18 +168,20 @@ class TurboQuant(Format):
         self.packing = PACKINGS[bits]
         self.plane_bits = [self.packing.plane_bits(i) for i in range(self.packing.num_planes)]
         self.thresholds = {bits: self._thresholds(bits) for bits in self.plane_bits}
-        unpack_asm = ""
+        unpack, unpack_ptx = None, ""
         if bits == 4:
-            unpack_asm, self.gain = _unpack_asm(*COEFFICIENTS[4])
+            unpack, (unpack_ptx, self.gain) = _unpack_4bit, _quintic_ptx(*COEFFICIENTS[4])
+        elif bits in (2, 3):
+            unpack, (unpack_ptx, self.gain) = _unpack_four_planes, _cubic_ptx(int(bits))
         constants = SimpleNamespace(
             coefficients=tuple(COEFFICIENTS[bits] for bits in self.plane_bits),
             middle=tuple((2**bits - 1) / 2 for bits in self.plane_bits),
             thresholds=tuple(tuple(self.thresholds[bits]) for bits in self.plane_bits),
             num_thresholds=tuple(len(self.thresholds[bits]) for bits in self.plane_bits),
             half_max=HALF_MAX,
-            unpack_asm=unpack_asm,
+            unpack_ptx=unpack_ptx,
         )
-        self.codec = Codec(_encode, _levels, _unpack_4bit if unpack_asm else None, constants=constants)
+        self.codec = Codec(_encode, _levels, unpack, constants=constants)
 
     @classmethod
     def _thresholds(cls, bits: int) -> list[float]:

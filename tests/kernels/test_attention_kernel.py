@@ -76,7 +76,10 @@ class Case:
         assert out.is_contiguous()
         assert out.dtype == self.dtype
         relative_error = (out.float() - expected).norm() / expected.norm()
-        assert relative_error < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
+        tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
+        if "bfloat16" in (self.key, self.value):
+            tolerance = max(tolerance, 5e-3)  # products of bfloat16
+        assert relative_error < tolerance
 
 
 @pytest.mark.parametrize(("format_name", "head_dim"), SHAPES)

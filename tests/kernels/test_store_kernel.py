@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +40,17 @@ def assert_stores_like_the_specification(layout, x, positions, valid=None, *, de
     if restride is not None:
         x, on_device = restride(x), restride(on_device)
     expected = random_bytes(layout, num_slots, *x.shape[:2])
-    data = expected.to(device)
+    data = expected.to(device, copy=True)
     write_tokens_(expected, layout, x, positions, valid)
     valid_on_device = None if valid is None else valid.to(device)
     launch.store(data, on_device, positions.to(device), valid_on_device, layout.format_name, layout.role)
     written, expected = layout.split(data.cpu()), layout.split(expected)
     for name in written:
-        if name == "codes":
+        if name == "codes" and written[name].dtype != torch.uint8:
+            # Triton's interpreter does not round to nearest.
+            tolerance = torch.finfo(written[name].dtype).eps if device.type == "cpu" else 0
+            torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=0, equal_nan=True)
+        elif name == "codes":
             planes = zip(layout.format.packing.planes(written), layout.format.packing.planes(expected), strict=True)
             distance = torch.stack([(a.int() - b.int()).abs() for a, b in planes])
             if layout.format.rotated:  # another order of summation, so that ties may round the other way
@@ -175,9 +180,12 @@ def test_a_position_outside_the_cache_reaches_no_memory(position, device):
 @outside
 @pytest.mark.gpu
 def test_a_position_outside_the_cache_fails_an_assertion_on_a_gpu(position):
-    folder = Path(__file__).parent
     program = f"import test_store_kernel as t; t.store_outside_the_cache(t.torch.device('cuda'), {position})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert "a position is outside of the cache" in done.stderr + done.stdout
     assert "device-side assert" in done.stderr
