@@ -68,9 +68,19 @@ def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: F
         return
     with recorder.row(case=f"{visible} visible tokens of {shape.context}", shape=str(shape), format=name) as row:
         static = caches.random(count, step=visible)
-        masked = [(shape.query(), *data, _prefix_mask(shape, visible)) for data in static]
+        mask = _prefix_mask(shape, visible)
+        masked = [(shape.query(), *data, mask) for data in static]
         row["relative_error"] = caches.check_attention(*masked[0])
+        ranges = torch.ops.kvcompile.visible_range(mask, 1, shape.context)
+        masked = [(*arguments, None, ranges) for arguments in masked]
         row |= recorder.timed(time_graph(caches.attention, masked), nbytes, ("without mask", alone))
+
+
+def time_range(recorder: Recorder, shape: Shape, visible: int) -> None:
+    """A row: what the mask shows, which a step finds out once for all its layers."""
+    with recorder.row(case=f"range of {visible} visible tokens, once a step", shape=str(shape), format="mask") as row:
+        masks = [(_prefix_mask(shape, visible), 1, shape.context) for _ in range(num_sets(shape.batch * shape.context))]
+        row |= recorder.timed(time_graph(torch.ops.kvcompile.visible_range, masks), shape.batch * shape.context)
 
 
 def _prefix_mask(shape: Shape, visible: int) -> Tensor:
@@ -95,6 +105,7 @@ def main() -> int:
             for name, pair in arguments.formats:
                 time_format(recorder, shape, name, pair, arguments.q_len, baseline)
         for shape in arguments.masked_shapes:
+            time_range(recorder, shape, arguments.visible)
             for name, pair in arguments.formats:
                 time_mask(recorder, shape, arguments.visible, name, pair)
     return recorder.finish()

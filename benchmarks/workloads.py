@@ -130,9 +130,18 @@ class Caches:
         return data
 
     def attention(
-        self, query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None = None, kv_len: int | None = None
+        self,
+        query: Tensor,
+        k_data: Tensor,
+        v_data: Tensor,
+        mask: Tensor | None = None,
+        kv_len: int | None = None,
+        ranges: Tensor | None = None,
     ) -> Tensor:
-        """Our attention; ``kv_len`` is the whole context by default. The one place that calls the operator."""
+        """Our attention; ``kv_len`` is the whole context by default. The one place that calls the operator.
+
+        ``ranges`` is what the mask shows, as compiled graphs compute it once for all layers.
+        """
         return torch.ops.kvcompile.attention(
             query,
             k_data,
@@ -146,6 +155,7 @@ class Caches:
             k_format=self.pair.key,
             v_format=self.pair.value,
             v_head_dim=self.shape.head_dim,
+            ranges=ranges,
         )
 
     def check_attention(

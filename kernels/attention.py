@@ -17,8 +17,8 @@ and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The runn
 fp16 holds them with full precision down to 2**-29 of the largest and never worse than 2**-40 of it. The sums of
 ``p = weight / v_scale`` and of ``p * v_zero`` are kept in float32.
 
-Splits take tiles in turn (split s: tiles s, s + num_splits, ...), so that a cache of which only a prefix is visible
-still occupies all of them. *Own* tokens and tiles are those of one split, counted without gaps.
+Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-th, ...), so that a cache of which only a
+part is visible still occupies all of them.
 
 Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
 scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
@@ -31,7 +31,7 @@ from kvcompile.kernels.codec import jit, log2, planes_of, rotate, tl, unrotate
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
 def attention_kernel(
-    query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, lse_ptr,
+    query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
     num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -46,6 +46,7 @@ def attention_kernel(
         key_ptr, value_ptr: packed data, strides (block, batch, head), bytes.
         mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 when MASK is "bool", any
             float when it is "float", unused when it is "none".
+        range_ptr: int32 [batch, q_len, 3], what a bool mask shows, see :mod:`kvcompile.kernels.visible_range`.
         out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
         lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, batch, num_heads, q_len].
         score_scale: factor of the scores times log2(e).
@@ -71,18 +72,20 @@ def attention_kernel(
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
 
-    # Own tiles [begin, end) are visited.
+    # Tiles [first_tile, end_tile) are visited.
     visible_len = kv_len
     if IS_CAUSAL:
         visible_len = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
-    begin = 0
-    end = (tl.cdiv(visible_len, TOKENS) - split + num_splits - 1) // num_splits
+    first_tile, end_tile = 0, tl.cdiv(visible_len, TOKENS)
+    row_begin, row_end, holes = 0, 0, 0
     if MASK == "bool":
-        first, last, all_between = _live_own_tokens(
-            mask_ptr, mask_row_ptrs, in_query, mask_strides[3], visible_len, split, num_splits, end,
-            TOKENS, MASK_PER_ROW,
-        )  # fmt: skip
-        begin, end = first // TOKENS, (last + TOKENS) // TOKENS
+        range_ptrs = range_ptr + (batch * q_len + position) * 3
+        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
+        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
+        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
+        first_tile = tl.min(row_begin, 0) // TOKENS
+        end_tile = tl.minimum(end_tile, tl.cdiv(tl.max(row_end, 0), TOKENS))
+    own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
 
     acc = tl.full([VALUE.padded_width, ROWS], 0.0, tl.float32)
     sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
@@ -92,8 +95,8 @@ def attention_kernel(
     for _ in tl.static_range(VALUE_PLANES):
         accs = accs + (acc,)  # noqa: RUF005
     state = (lowest, tl.max(lowest, 0), sums, sums, accs)
-    for own_tile in tl.range(begin, end, num_stages=NUM_STAGES):
-        tile = own_tile * num_splits + split
+    for own_tile in tl.range(0, own_tiles, num_stages=NUM_STAGES):
+        tile = first_tile + own_tile * num_splits + split
         tokens_left = kv_len - tile * TOKENS
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         keys = _load_packed(key_ptr + first_block * key_strides[0], key_strides[0], tokens_left, KEY, TOKENS)
@@ -104,15 +107,18 @@ def attention_kernel(
 
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < visible_len
-        visible, all_visible = in_cache, True
         if MASK == "bool":
-            own_token = own_tile * TOKENS + tl.arange(0, TOKENS)
-            visible = in_cache & (own_token >= first) & (own_token <= last)
-            all_visible = all_between
-        scores = _mask_scores(
-            scores, visible, all_visible, token, position, in_query, mask_ptr, mask_row_ptrs, mask_strides[3],
-            MASK, MASK_PER_ROW, IS_CAUSAL,
-        )  # fmt: skip
+            scores = _hide(
+                scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, mask_strides[3],
+                MASK_PER_ROW,
+            )  # fmt: skip
+        elif MASK == "float":
+            scores = _add_mask(
+                scores, token, in_cache, in_query, mask_ptr, mask_row_ptrs, mask_strides[3], MASK_PER_ROW
+            )
+        if IS_CAUSAL:
+            scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
+        scores = tl.where(in_cache[:, None], scores, float("-inf"))
         state = _attend_tile(state, scores, values, in_cache, VALUE, MASK == "float", PRECISION, NUM_WARPS)
 
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
@@ -154,36 +160,6 @@ def _load_mask_rows(row_ptrs, token, stride_token, in_cache, in_query):
     """Mask of a tile, [tokens, rows]; 0 outside the cache and the query."""
     ptrs = row_ptrs[None, :] + token.to(tl.int64)[:, None] * stride_token
     return tl.load(ptrs, mask=in_cache[:, None] & in_query[None, :], other=0)
-
-
-@jit
-def _live_own_tokens(
-    mask_ptr, mask_row_ptrs, in_query, stride_token, visible_len, split, num_splits, num_own_tiles,
-    TOKENS: tl.constexpr, PER_ROW: tl.constexpr,
-):  # fmt: skip
-    """First and last own token that a bool mask shows to any row, and whether it shows all between them to all rows.
-
-    Without any: (2**30, -1, False). This reads the whole mask of the split once, a byte a token, and saves reading
-    tiles that nobody sees: a static cache is mostly not yet filled.
-    """
-    CHUNK: tl.constexpr = TOKENS if PER_ROW else 4 * TOKENS
-    first = tl.full([CHUNK], 1 << 30, tl.int32)
-    last = tl.full([CHUNK], -1, tl.int32)
-    count = tl.full([CHUNK], 0, tl.int32)
-    for start in range(0, num_own_tiles * TOKENS, CHUNK):
-        own_token = start + tl.arange(0, CHUNK)
-        token = (own_token // TOKENS * num_splits + split) * TOKENS + own_token % TOKENS
-        in_cache = token < visible_len
-        if PER_ROW:
-            mask = tl.max(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query).to(tl.int32), 1)
-        else:
-            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0)
-        live = mask != 0
-        first = tl.minimum(first, tl.where(live, own_token, 1 << 30))
-        last = tl.maximum(last, tl.where(live, own_token, -1))
-        count += live.to(tl.int32)
-    first, last = tl.min(first, 0), tl.max(last, 0)
-    return first, last, (tl.sum(count, 0) == last + 1 - first) & (not PER_ROW)
 
 
 @jit
@@ -243,30 +219,33 @@ def _tanh(x):
 
 
 @jit
-def _mask_scores(
-    scores, visible, all_visible, token, position, in_query, mask_ptr, mask_row_ptrs, stride_token,
-    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+def _hide(
+    scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
+    PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Scores with the mask applied: -inf where a row does not see a token.
-
-    ``visible`` [tokens] bounds what any row sees; with ``all_visible`` a bool mask hides nothing else.
-    """
-    if MASK_PER_ROW:
-        mask = _load_mask_rows(mask_row_ptrs, token, stride_token, visible, in_query)
-        if MASK == "bool":
-            scores = tl.where(mask != 0, scores, float("-inf"))
+    """Scores with a bool mask applied: -inf where a row does not see a token. The mask is read only if it has holes."""
+    if holes != 0:
+        if PER_ROW:
+            seen = _load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query) != 0
         else:
-            scores += _log2_bias(mask)
-    elif MASK == "bool":
-        if not all_visible:
-            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=visible, other=0)
-            visible = visible & (mask != 0)
-    elif MASK == "float":
-        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=visible, other=0.0)
+            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0)
+            seen = (mask != 0)[:, None] & in_query[None, :]
+    else:
+        seen = (token[:, None] >= row_begin[None, :]) & (token[:, None] < row_end[None, :])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit
+def _add_mask(
+    scores, token, in_cache, in_query, mask_ptr, mask_row_ptrs, stride_token, PER_ROW: tl.constexpr
+):  # fmt: skip
+    """Scores with a float mask added."""
+    if PER_ROW:
+        scores += _log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
+    else:
+        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0.0)
         scores += _log2_bias(mask)[:, None]
-    if IS_CAUSAL:
-        scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
-    return tl.where(visible[:, None], scores, float("-inf"))
+    return scores
 
 
 @jit

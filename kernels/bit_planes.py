@@ -114,8 +114,10 @@ class Packing:
         packed = parts["codes"]
         if self.num_planes == 1:
             return [packed]
+        # As few operations as possible: Inductor buffers what takes many of them and is used twice.
         mask = (1 << self.low_bits) - 1
-        planes = [(packed >> (self.low_bits * i)) & mask for i in range(self.num_planes)]
+        planes = [packed] + [packed >> (self.low_bits * i) for i in range(1, self.num_planes)]
+        planes = [*(plane & mask for plane in planes[:-1]), planes[-1]]
         for k, count in enumerate(self.high):
             high = parts[HIGH_SECTIONS[k]]
             pieces = 8 // count

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
 from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
 from kvcompile.kernels.store import store_kernel
+from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ _ASSERTING = {"debug": True, "sanitize_overflow": False}
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
+launch_visible_range = Launcher(visible_range_kernel)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,8 +160,12 @@ def attention(
     k_format: str,
     v_format: str,
     v_head_dim: int,
+    ranges: Tensor | None = None,
 ) -> Tensor:
-    """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous."""
+    """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous.
+
+    ``ranges`` is :func:`visible_range` of a bool mask, if it is known.
+    """
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads = k_data.shape[2]
     group_size = num_heads // num_kv_heads
@@ -180,6 +186,9 @@ def attention(
         mask_kind = "float"
         if mask.dtype == torch.bool:
             mask_kind, mask_data = "bool", mask_data.view(torch.uint8)
+            if ranges is None:
+                ranges = visible_range(with_four_dimensions(mask, q_len, kv_len))
+            ranges = ranges.expand(batch, q_len, 3).contiguous()
 
     rows = group_size * q_len
     config = attention_config(capability, key, value, rows, mask_per_row, float32)
@@ -193,7 +202,7 @@ def attention(
         partial = lse = out
     launch_attention(
         (batch * num_kv_heads, row_tiles, splits),
-        (query, k_data, v_data, mask_data, partial, lse),
+        (query, k_data, v_data, mask_data, query if ranges is None else ranges, partial, lse),
         (query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides),
         (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
         (
@@ -217,6 +226,22 @@ def attention(
     return out
 
 
+def visible_range(mask: Tensor) -> Tensor:
+    """:func:`kvcompile.kernels.visible_range.visible_range` on a GPU."""
+    batch, num_heads, q_len, kv_len = mask.shape
+    out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
+    if out.numel():
+        launch_visible_range(
+            (batch * q_len, 1, 1),
+            (mask.view(torch.uint8), out),
+            (mask.stride(),),
+            (q_len, kv_len, num_heads),
+            (2048 if kv_len <= 2048 else 8192,),
+            {"num_warps": 8},
+        )
+    return out
+
+
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format_name: str, role: str) -> None:
     """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is an assertion there."""
     batch, num_kv_heads, num_tokens, head_dim = x.shape
@@ -226,10 +251,10 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     _, num_sms, has_ptx = _device(data.device)
-    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens, 4)
+    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens, 8)
     num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
-    tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms)))
+    tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1
     launch_store(
         (_ceil_div(num_tiles, tiles_per_program), 1, 1),
         (data, x, positions, written),

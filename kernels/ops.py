@@ -10,7 +10,7 @@ Importing this module needs neither Triton nor a GPU.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines its ops be
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.visible_range import visible_range, with_four_dimensions
 
 _library = torch.library.Library("kvcompile", "DEF")
 _library.define(
@@ -27,9 +28,10 @@ _library.define(
 )
 _library.define(
     "attention(Tensor query, Tensor k_data, Tensor v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, bool is_causal, "
-    "float scale, float softcap, str k_format, str v_format, SymInt v_head_dim) -> Tensor",
+    "float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 _layout = functools.cache(PackedLayout)
 
@@ -126,6 +128,7 @@ def _attention(
     k_format: str,
     v_format: str,
     v_head_dim: int,
+    ranges: Tensor | None = None,
 ) -> Tensor:
     key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
     _check_attention(query, k_data, v_data, sinks, kv_len, key, value)
@@ -133,8 +136,9 @@ def _attention(
         from kvcompile.kernels import launch
 
         return launch.attention(
-            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim
-        )
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
+            ranges,
+        )  # fmt: skip
     return attend(
         query,
         k_data,
@@ -150,12 +154,41 @@ def _attention(
     ).contiguous()
 
 
-def _attention_fake(query: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:3], rest[-1]))
+def _attention_fake(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+    ranges: Tensor | None = None,
+) -> Tensor:
+    return query.new_empty((*query.shape[:3], v_head_dim))
+
+
+def _visible_range(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    mask = with_four_dimensions(mask, q_len, kv_len)
+    if mask.is_cuda:
+        from kvcompile.kernels import launch
+
+        return launch.visible_range(mask)
+    return visible_range(mask)
+
+
+def _visible_range_fake(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    return mask.new_empty((mask.shape[0] if mask.dim() == 4 else 1, q_len, 3), dtype=torch.int32)
 
 
 for _device in ("CPU", "CUDA"):
     _library.impl("store", _store, _device)
     _library.impl("attention", _attention, _device)
+    _library.impl("visible_range", _visible_range, _device)
 torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
 torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
+torch.library.register_fake("kvcompile::visible_range", _visible_range_fake, lib=_library)

@@ -17,8 +17,9 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
-from kvcompile.passes.inline import fake_mode_of, inline
+from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.marker import Marker
+from kvcompile.passes.match_write import shape_of
 
 
 def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None) -> Node:
@@ -78,14 +79,28 @@ def insert_attention(
             )
 
         return inline(graph, attention, marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len)
+    ranges = None
+    if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
+        ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
     args = (
         marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
-        key.format_name, value.format_name, value.head_dim,
+        key.format_name, value.format_name, value.head_dim, ranges,
     )  # fmt: skip
-    node = graph.call_function(torch.ops.kvcompile.attention.default, args)
+    return _call(graph, torch.ops.kvcompile.attention.default, args)
+
+
+def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
+    """What ``mask`` shows: one node for all layers, which come after the first that asks."""
+    op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
+    known = next((user for user in mask.users if user.target is op and user.args == args), None)
+    return known if known is not None else _call(graph, op, args)
+
+
+def _call(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
+    node = graph.call_function(op, args)
     fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
     with fake_mode_of(graph):
-        node.meta["val"] = node.target(*fakes)
+        node.meta["val"] = op(*fakes)
     return node
 
 

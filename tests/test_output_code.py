@@ -20,10 +20,10 @@ from tiny_llama import DEVICES, PRESETS, fresh_cache, tiny_llama  # noqa: E402
 MAX_LEN = 4096
 
 
-def decode_step_code(preset: str, kind: str, device: str) -> tuple[str, Any, Any]:
+def decode_step_code(preset: str, kind: str, device: str, num_layers: int = 1) -> tuple[str, Any, Any]:
     """The output code of a steady decode step, the model and its cache."""
     torch._dynamo.reset()
-    model = tiny_llama(torch.bfloat16, device, num_layers=1)
+    model = tiny_llama(torch.bfloat16, device, num_layers=num_layers)
     cache = fresh_cache(model, kind)
     if kind == "static":
         cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
@@ -52,6 +52,13 @@ def test_a_decode_step_stores_in_place_and_buffers_no_dequantized_cache(preset: 
         for size in filter(None, shape.replace(" ", "").split(",")):
             numel *= int(size)
         assert numel < cache_numel // 4, f"a buffer of shape {shape} and dtype {dtype}"
+
+
+@pytest.mark.gpu
+def test_what_a_mask_shows_is_found_out_once_for_all_layers() -> None:
+    code, _, _ = decode_step_code("int8_per_token_head", "static", "cuda", num_layers=3)
+    assert len(re.findall(r"kvcompile\.visible_range\.default\(", code)) == 1
+    assert len(re.findall(r"kvcompile\.attention\.default\(", code)) == 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

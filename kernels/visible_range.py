@@ -1,0 +1,71 @@
+"""What a bool mask shows, as a range of tokens for every query position: computed once a step, used by all layers.
+
+A static cache is mostly not yet filled, and a sliding window hides most of a long one. With the ranges known, attention
+visits only what is visible, and where a range has no holes (causal masks, padding, windows) it does not read the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.codec import jit, tl
+
+NOTHING = 1 << 30
+"""Begin of the range of a query position that sees nothing."""
+
+
+def visible_range(mask: Tensor) -> Tensor:
+    """Ranges of tokens that a mask shows, the specification of the kernel.
+
+    Args:
+        mask: bool [batch, num_heads, q_len, kv_len], True where a query sees a token; any of the first three may be 1.
+
+    Returns:
+        int32 [batch, q_len, 3]: the first token that any head sees, the one after the last, and 1 if some head does not
+        see all tokens between them, else 0. (NOTHING, 0, 0) where nothing is visible.
+    """
+    kv_len = mask.shape[-1]
+    token = torch.arange(kv_len, device=mask.device)
+    seen = mask.any(1)
+    begin = torch.where(seen, token, NOTHING).amin(-1) if kv_len else mask.new_full(seen.shape[:-1], NOTHING, dtype=int)
+    end = torch.where(seen, token + 1, 0).amax(-1) if kv_len else torch.zeros_like(begin)
+    count = mask.sum((1, -1))
+    holes = (end > 0) & (count < (end - begin) * mask.shape[1])
+    return torch.stack([begin, end, holes.long()], dim=-1).int()
+
+
+def with_four_dimensions(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """A mask of scores, [batch or 1, num_heads or 1, q_len, kv_len], from one that only broadcasts to that."""
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    return mask.expand(*mask.shape[:2], q_len, kv_len)
+
+
+@jit(do_not_specialize=["q_len", "kv_len", "num_heads"])
+def visible_range_kernel(mask_ptr, out_ptr, mask_strides, q_len, kv_len, num_heads, TOKENS: tl.constexpr):
+    """One program: one query position of one sequence. Grid (batch * q_len,).
+
+    Args:
+        mask_ptr: uint8 [batch, num_heads, q_len, kv_len], any strides.
+        out_ptr: int32 [batch, q_len, 3].
+    """
+    batch = (tl.program_id(0) // q_len).to(tl.int64)
+    position = (tl.program_id(0) % q_len).to(tl.int64)
+    mask_ptr += batch * mask_strides[0] + position * mask_strides[2]
+    begin = tl.full([TOKENS], 1 << 30, tl.int32)
+    end = tl.full([TOKENS], 0, tl.int32)
+    count = tl.full([TOKENS], 0, tl.int32)
+    for _ in range(num_heads):
+        for start in range(0, kv_len, TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            ptrs = mask_ptr + token.to(tl.int64) * mask_strides[3]
+            seen = tl.load(ptrs, mask=token < kv_len, other=0) != 0
+            begin = tl.minimum(begin, tl.where(seen, token, 1 << 30))
+            end = tl.maximum(end, tl.where(seen, token + 1, 0))
+            count += seen.to(tl.int32)
+        mask_ptr += mask_strides[1]
+    first, last = tl.min(begin, 0), tl.max(end, 0)
+    out_ptr += tl.program_id(0).to(tl.int64) * 3
+    tl.store(out_ptr, first)
+    tl.store(out_ptr + 1, last)
+    tl.store(out_ptr + 2, ((last > 0) & (tl.sum(count, 0) < (last - first) * num_heads)).to(tl.int32))
