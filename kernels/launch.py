@@ -251,7 +251,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     _, num_sms, has_ptx = _device(data.device)
-    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens, 8)
+    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
     num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
     tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1

@@ -7,6 +7,7 @@ visits only what is visible, and where a range has no holes (causal masks, paddi
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.codec import jit, tl
@@ -25,11 +26,10 @@ def visible_range(mask: Tensor) -> Tensor:
         int32 [batch, q_len, 3]: the first token that any head sees, the one after the last, and 1 if some head does not
         see all tokens between them, else 0. (NOTHING, 0, 0) where nothing is visible.
     """
-    kv_len = mask.shape[-1]
-    token = torch.arange(kv_len, device=mask.device)
-    seen = mask.any(1)
-    begin = torch.where(seen, token, NOTHING).amin(-1) if kv_len else mask.new_full(seen.shape[:-1], NOTHING, dtype=int)
-    end = torch.where(seen, token + 1, 0).amax(-1) if kv_len else torch.zeros_like(begin)
+    seen = F.pad(mask.any(1), (0, 1))  # one token that nobody sees: there is a least and a greatest of no tokens, too
+    token = torch.arange(seen.shape[-1], device=mask.device)
+    begin = torch.where(seen, token, NOTHING).amin(-1)
+    end = torch.where(seen, token + 1, 0).amax(-1)
     count = mask.sum((1, -1))
     holes = (end > 0) & (count < (end - begin) * mask.shape[1])
     return torch.stack([begin, end, holes.long()], dim=-1).int()

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcompile.debugging import debug as debug
     from kvcompile.errors import KVCompileError as KVCompileError
     from kvcompile.errors import OptionsError as OptionsError
     from kvcompile.errors import PolicyError as PolicyError
@@ -32,6 +33,7 @@ _HOME = {
     "UnsupportedSiteError": "errors",
     "cache_nbytes": "memory",
     "collect_reports": "report",
+    "debug": "debugging",
     "explain": "explaining",
     "last_report": "report",
     "preset_names": "presets",

@@ -18,10 +18,12 @@ from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, PackedCall
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.mark_attention import mark_attention
+from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.quantize_kv_cache import PackedInput, num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import Rewritten
 from kvcompile.passes.site import Site
+from kvcompile.stages import GraphStages, Stage
 
 
 class _NothingRewrittenError(Exception):
@@ -48,7 +50,8 @@ def kvquant(
     parsed = BackendOptions.parse(mode, options)
     compiler = _GraphCompiler(gm, list(example_inputs), parsed)
     try:
-        return compiler.compile()
+        with compiler.stages.compiling():
+            return compiler.compile()
     finally:
         compiler.release()
 
@@ -64,12 +67,16 @@ class _GraphCompiler:
         self.rewritten: Rewritten | None = None
         self.sources = _source_names(gm)
         self.sites: list[Site] = []
+        self.views: list[SiteView] = []
+        self.stages = GraphStages(options.policy, self.sources)
 
     def compile(self) -> Callable[..., Any]:
+        self.stages.show(Stage.dynamo, self.original)
         with dynamo_timed("kvquant_mark_attention"):
             marked = mark_attention(self.marked)
         if not marked:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+        self.stages.show(Stage.marked, self.marked)
         if self._records_gradients():
             self.sites = sites_of(self.marked)
             for site in self.sites:
@@ -82,7 +89,8 @@ class _GraphCompiler:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
-        return AdoptingCall(compiled, self.rewritten.inputs, fallback)
+        # The method, not the object: tools such as depyf look for the code of what a backend returns.
+        return AdoptingCall(compiled, self.rewritten.inputs, fallback).__call__
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
@@ -122,9 +130,15 @@ class _GraphCompiler:
             self.sites = sites_of(gm)
             for site in self.sites:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
+            self.stages.show(Stage.aten, gm, self.sites)
             return
         self.sites, self.rewritten = quantize_kv_cache(
-            gm, example_inputs, self.options.policy.formats_for, self._packed_inputs(), self.sources
+            gm,
+            example_inputs,
+            self.options.policy.formats_for,
+            self._packed_inputs(),
+            self.sources,
+            self._view_analysed,
         )
         if self.rewritten is not None:
             packed = {index for index, value in enumerate(self.example_inputs) if isinstance(value, PackedTensor)}
@@ -134,6 +148,17 @@ class _GraphCompiler:
                 for site in filter(lambda site: site.rewritten, self.sites):
                     refuse(site, Refusal(Reason.packed_elsewhere, source=self.sources[left[0]]))
                 self.rewritten = None
+        if self.rewritten is not None:
+            self.stages.show(Stage.rewritten, gm, self.sites)
+            after = neighbourhoods(gm.graph, len(self.sites))
+            self.views = [
+                SiteView(view.before, packed if site.rewritten else None)
+                for site, view, packed in zip(self.sites, self.views, after, strict=True)
+            ]
+
+    def _view_analysed(self, gm: GraphModule, sites: list[Site]) -> None:
+        self.stages.show(Stage.aten, gm, sites)
+        self.views = [SiteView(before) for before in neighbourhoods(gm.graph, len(sites))]
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
         """The inputs that are packed caches as a whole; views of packed caches are not among them."""
@@ -157,7 +182,8 @@ class _GraphCompiler:
         return inputs
 
     def _report(self) -> None:
-        graph = report.record(self.sites)
+        graph = report.record(self.sites, self.views)
+        self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
 

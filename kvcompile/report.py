@@ -11,15 +11,18 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch._dynamo.utils import counters
 
 from kvcompile.errors import UnsupportedSiteError
+from kvcompile.passes.neighbourhood import SiteView
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.policy import OnUnsupported
@@ -54,9 +57,15 @@ def enumerate_modules(modules: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What became of one compiled graph: its attention sites, in the order of the graph."""
+    """What became of one compiled graph: its attention sites, in the order of the graph.
+
+    Attributes:
+        sites: what became of each.
+        views: what is around each in the graph, to be drawn; empty if the graph was not analysed.
+    """
 
     sites: tuple[Site, ...]
+    views: tuple[SiteView, ...] = ()
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
         """Raise on or warn of the refused sites; one warning for every reason.
@@ -159,6 +168,16 @@ class Report:
         """:meth:`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that needs nothing else: sites by layer, formats, reasons, bytes, and drawings of each site.
+
+        Raises:
+            OSError: ``path`` cannot be written.
+        """
+        from kvcompile.report_html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
     def __str__(self) -> str:
         from kvcompile.report_table import render
 
@@ -170,10 +189,10 @@ _last = Report()
 _collecting: list[Report] = []
 
 
-def record(sites: Iterable[Site]) -> GraphReport:
+def record(sites: Iterable[Site], views: Iterable[SiteView] = ()) -> GraphReport:
     """Count, log and keep what became of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites))
+    graph = GraphReport(tuple(sites), tuple(views))
     with _lock:
         _last = Report([graph])
         for report in _collecting:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
+from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend

@@ -25,6 +25,7 @@ from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
+from kvcompile.passes.site_parts import SiteParts
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer alone."""
@@ -52,6 +53,7 @@ def quantize_kv_cache(
     choose_formats: ChooseFormats,
     packed_inputs: Mapping[int, PackedInput],
     source_names: Mapping[int, str],
+    on_analysed: Callable[[GraphModule, list[Site]], None] = lambda gm, sites: None,
 ) -> tuple[list[Site], Rewritten | None]:
     """Rewrite ``gm`` in place.
 
@@ -61,6 +63,7 @@ def quantize_kv_cache(
         choose_formats: the policy.
         packed_inputs: the inputs, by position, whose caller passes packed caches.
         source_names: what the user calls each input.
+        on_analysed: shown the graph when every site is decided and nothing is rewritten; its nodes have their parts.
 
     Returns:
         one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` is then unchanged).
@@ -70,9 +73,13 @@ def quantize_kv_cache(
     candidates = _find(gm, frozenset(packed_nodes))
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)
+    sites = [candidate.site for candidate in candidates]
+    parts = SiteParts(sites, [candidate.attention for candidate in candidates])
+    parts.note_logical(gm)
+    on_analysed(gm, sites)
     accepted = [candidate for candidate in candidates if candidate.site.rewritten]
     if not accepted:
-        return [candidate.site for candidate in candidates], None
+        return sites, None
 
     sources = {placeholders[index]: name for index, name in source_names.items()}
     rewriter = CacheRewriter(gm, example_inputs)
@@ -82,14 +89,16 @@ def quantize_kv_cache(
             layouts.setdefault(cache.root, (cache, candidate.layouts[cache.role]))
         candidate.site.caches = tuple(_summary(cache, layouts[cache.root][1], sources) for cache in _caches(candidate))
     for cache, layout in layouts.values():
-        rewriter.rewrite_cache(cache, layout)
+        with parts.storing(gm, cache):
+            rewriter.rewrite_cache(cache, layout)
     for candidate in accepted:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
-        rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
+        with parts.attending(gm, candidate.site):
+            rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
     rewriter.erase_logical([cache for cache, _ in layouts.values()])
     expand_markers(gm.graph)
-    return [candidate.site for candidate in candidates], rewriter.finish(gm)
+    return sites, rewriter.finish(gm)
 
 
 def sites_of(gm: GraphModule) -> list[Site]:

@@ -20,6 +20,9 @@ BY_TOKEN = [
 ]
 """Formats whose tokens are written one by one."""
 
+BY_TOKEN_AT_16 = [name for name in BY_TOKEN if "group" not in name]
+"""Those of them that fit a head_dim of 16."""
+
 KINDS = [*BY_TOKEN, "int4_per_channel"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import BY_TOKEN
+from kinds import BY_TOKEN_AT_16
 from torch import Tensor
 
 from kvcompile.kernels.layout import PackedLayout
@@ -13,8 +13,6 @@ from kvcompile.packed_tensor import PackedTensor
 HEAD_DIM = (
     16  # its rotation matrix has entries of 1/4: with `values` below, rotating is exact in any order of summation
 )
-# Groups of 32 channels do not fit.
-BY_TOKEN_AT_16 = [name for name in BY_TOKEN if "group" not in name]
 LAYOUTS = [PackedLayout(name, role, HEAD_DIM) for name in BY_TOKEN_AT_16 for role in ("key", "value")]
 INT8 = PackedLayout("int8_per_token_head", "key", HEAD_DIM)
 

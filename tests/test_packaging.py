@@ -71,6 +71,7 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel: Path) -> None:
     modules = {name for name in names if name.suffix == ".py"}
     assert modules == SOURCES
     assert Path("kvcompile/py.typed") in names
+    assert {Path("kvcompile/report_page/style.css"), Path("kvcompile/report_page/filter.js")} <= names
     assert any(name.name == "LICENSE" for name in names)
     assert {name.parts[0] for name in names} == {"kvcompile", f"kvcompile-{version()}.dist-info"}
 

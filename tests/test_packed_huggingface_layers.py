@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from kinds import BY_TOKEN
+from kinds import BY_TOKEN_AT_16
 from packed_caches import HEAD_DIM, assert_same, quantized, values
 
 from kvcompile.adoption import adopt
@@ -62,7 +62,7 @@ class Twins:
         assert_same(self.packed.values, self.plain.values)
 
 
-every_format = pytest.mark.parametrize("name", BY_TOKEN)
+every_format = pytest.mark.parametrize("name", BY_TOKEN_AT_16)
 
 
 @every_format
