@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import Role
-from kvcompile.passes.marker import Marker, is_marker
+from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, VIEW_OPS, Read, trace_read, view_chain
@@ -41,6 +41,7 @@ class Cache:
         token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         reads: how each site reads it.
+        readers: the markers of those sites.
     """
 
     root: Node
@@ -51,6 +52,7 @@ class Cache:
     token_axis: int
     write_back: Node | None = None
     reads: list[Read] = field(default_factory=list)
+    readers: set[Node] = field(default_factory=set)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -99,6 +101,7 @@ class CacheFinder:
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         self.packed_inputs = packed_inputs
         self.caches: dict[Node, Cache] = {}
+        self.originals = owners_of_originals(graph)
 
     def attention(self, marker: Node) -> Attention:
         """Prove the caches of one site; raises Refusal."""
@@ -112,6 +115,7 @@ class CacheFinder:
         _check_heads(marker, attention)
         for cache, read in ((attention.key, key_read), (attention.value, value_read)):
             cache.reads.append(read)
+            cache.readers.add(marker)
         return attention
 
     def _read(self, operand: Node, role: Role) -> Read:
@@ -122,6 +126,9 @@ class CacheFinder:
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
                 return read
+        root, _ = view_chain(operand, self.outputs)
+        if root.op != "placeholder" and root not in self.outputs and root.target not in WRITE_OPS:
+            raise Refusal(Reason.no_cache, role=role)
         return trace_read(operand, self.outputs, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -196,7 +203,7 @@ class CacheFinder:
         understood.update(node for write in cache.writes for node in (write.node, *write.own))
         for state in states:
             for user in state.users:
-                if not _is_understood(user, understood):
+                if not self._is_understood(cache, state, user, understood):
                     raise _used_elsewhere(cache, state, user)
 
     def check_reads(self, cache: Cache) -> None:
@@ -204,24 +211,36 @@ class CacheFinder:
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         understood = {cache.write_back, *(node for read in cache.reads for node in read.chain)}
-        understood.update(user for read in cache.reads for user in _last(read).users if is_marker(user))
         if cache.kind in ("allocated", "growing"):
             understood.add(self.output)
         for user in cache.root.users:
-            if not _is_understood(user, understood):
+            if not self._is_understood(cache, cache.root, user, understood):
                 raise _used_elsewhere(cache, cache.root, user)
         for view in {node for read in cache.reads for node in read.chain}:
             for user in view.users:
-                if user is self.output or not _is_understood(user, understood):
+                if user is self.output or not self._is_understood(cache, view, user, understood):
                     who = "the caller" if user is self.output else user.format_node() or user.name
                     raise Refusal(Reason.escaping_view, role=cache.role, user=who)
 
+    def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
+        """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
 
-def _is_understood(user: Node, understood: set[Node | None]) -> bool:
-    """Whether a use is one of the known ones, asks for a size, or is a view with understood uses only."""
-    if user in understood or user.target in SIZE_OPS:
-        return True
-    return user.target in VIEW_OPS and all(_is_understood(further, understood) for further in user.users)
+        Those are: it is in ``understood``; it asks for a size; it serves only originals of sites that read the cache,
+        which are erased if they are rewritten (and if one is not, neither is any other reader of the cache); it is the
+        marker of such a site, and ``node`` is what it reads as its key or value and nothing else; it is a view with
+        known uses only.
+        """
+        if user in understood or user.target in SIZE_OPS:
+            return True
+        if user in self.originals and self.originals[user] <= cache.readers:
+            return True
+        if is_marker(user):
+            call = Marker.of(user)
+            operand = call.key if cache.role == "key" else call.value
+            return user in cache.readers and node is operand and user.args.count(node) == 1
+        return user.target in VIEW_OPS and all(
+            self._is_understood(cache, user, further, understood) for further in user.users
+        )
 
 
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
@@ -250,10 +269,6 @@ def _swaps_axes(node: Node) -> bool:
     if node.target is aten.permute.default:
         return list(node.args[1]) == [0, 2, 1, 3]
     return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
-
-
-def _last(read: Read) -> Node:
-    return read.chain[-1] if read.chain else read.root
 
 
 def _is_zeros(node: Node) -> bool:

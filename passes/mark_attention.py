@@ -1,50 +1,87 @@
-"""Stage A, on Dynamo's graph: replace every scaled-dot-product attention by one opaque marker op.
+"""Stage A, on Dynamo's graph: put an opaque marker op in the place of every attention.
 
-Leaves alone everything else; :mod:`kvcompile.passes.marker` says what a marker is and why.
+Attention is a call of ``F.scaled_dot_product_attention``, or is written out in matrix products and a softmax
+(:mod:`kvcompile.passes.match_attention`). What is attention but cannot be computed on packed caches gets a marker as
+well, which says why not. :mod:`kvcompile.passes.marker` says what a marker is.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from kvcompile.passes.marker import Marker
+from kvcompile.passes.attention_values import WrittenAttention
+from kvcompile.passes.graph_writer import GraphWriter, insert_in_place_of
+from kvcompile.passes.marker import Marker, is_marker
+from kvcompile.passes.match_attention import match_attention
+from kvcompile.passes.torch_calls import value_of
+from kvcompile.passes.write_marker import write_marker
 
+_SDPA = (
+    F.scaled_dot_product_attention,
+    torch._C._nn.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 _PARAMETERS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def is_attention(node: Node) -> bool:
-    """Whether ``node`` calls ``F.scaled_dot_product_attention``, under any of its names."""
-    return node.op == "call_function" and node.target in (
-        F.scaled_dot_product_attention,
-        torch._C._nn.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
-    )
+_FLEX = "flex_attention computes its scores by functions of its own, which attention on packed caches does not call"
 
 
 def mark_attention(gm: GraphModule) -> int:
-    """Replace attention calls in place; returns how many."""
-    calls = [node for node in gm.graph.nodes if is_attention(node)]
-    for node in calls:
-        with gm.graph.inserting_before(node):
-            marker = _read_call(node).insert(gm.graph)
-        marker.meta = dict(node.meta)
-        node.replace_all_uses_with(marker)
-        gm.graph.erase_node(node)
-    if calls:
-        gm.graph.lint()
+    """Mark attention in place; returns how many markers there are."""
+    graph = gm.graph
+    written = {attention.output: attention for attention in match_attention(graph)}
+    count = 0
+    for node in list(graph.nodes):
+        writer = _writer(node, written)
+        if writer is not None:
+            insert_in_place_of(node, writer)
+            count += 1
+    if count:
+        graph.lint()
         gm.recompile()
-    return len(calls)
+    return count
 
 
-def _read_call(node: Node) -> Marker:
-    arguments = dict(node.kwargs)
+def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[GraphWriter], Node] | None:
+    """What inserts the marker of the attention whose output is ``node``; None if it is no such output."""
+    if node in written:
+        return lambda writer: write_marker(writer, written[node], module_name(node))
+    if is_attention(node):
+        return lambda writer: writer.insert(_read_sdpa(writer, node))
+    if _is_flex(node):
+        return lambda writer: writer.insert(_read_flex(node))
+    return None
+
+
+def is_attention(node: Node) -> bool:
+    """Whether ``node`` calls ``F.scaled_dot_product_attention``, under any of its names, and has no marker yet."""
+    is_call = node.op == "call_function" and node.target in _SDPA
+    return is_call and not any(is_marker(user) for user in node.users)
+
+
+def _is_flex(node: Node) -> bool:
+    """Whether ``node`` is the output of ``flex_attention``, the first of the results of a higher-order operator."""
+    source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    return isinstance(source, Node) and source.target is torch.ops.higher_order.flex_attention
+
+
+def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:
+    arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | dict(node.kwargs)
     if "attn_mask" in arguments:
         arguments["mask"] = arguments.pop("attn_mask")
-    return Marker(**dict(zip(_PARAMETERS, node.args, strict=False)), **arguments, module=module_name(node))
+    if value_of(arguments["query"]).dtype != value_of(node).dtype:  # autocast casts the operands of the call
+        arguments["query"] = writer.call("to", arguments["query"], value_of(node).dtype)
+    return Marker(node, **arguments, module=module_name(node))
+
+
+def _read_flex(node: Node) -> Marker:
+    query, key, value, *_ = node.args[0].args
+    return Marker(node, query, key, value, module=module_name(node.args[0]), form="flex_attention", unsupported=_FLEX)
 
 
 def module_name(node: Node) -> str:

@@ -1,8 +1,15 @@
-"""The marker op ``kvcompile::sdpa``: one attention call, opaque to AOTAutograd, between stage A and stage B.
+"""The marker op ``kvcompile::sdpa``: one attention in one piece, from stage A to stage B.
 
-AOTAutograd would turn ``F.scaled_dot_product_attention`` into a backend-specific op or decompose it. A marker stays in
-one piece; it also carries the qualified name of the module that called attention, which only Dynamo's graph knows. It
-has no kernel: stage B replaces every marker.
+AOTAutograd would turn ``F.scaled_dot_product_attention`` into a backend-specific op or decompose it, and written-out
+attention into a dozen operations. A marker stays in one piece; it also carries the qualified name of the module that
+computes attention, which only Dynamo's graph knows.
+
+A marker takes the result of the attention as the model wrote it as its operand ``original``, and stands for its value.
+Both travel through AOTAutograd and Inductor's joint passes side by side. Stage B then either replaces the marker by
+attention on packed caches, and the original computation is erased, or by ``original``: what is left is, operation by
+operation, what plain Inductor would have compiled. Nothing has to be remembered beside the graph.
+
+The op has no kernel: stage B replaces every marker.
 """
 
 from __future__ import annotations
@@ -16,16 +23,35 @@ from torch.fx import Graph, Node
 
 _library = torch.library.Library("kvcompile", "FRAGMENT")
 _library.define(
-    "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, float dropout_p, bool is_causal, "
-    "float? scale, float softcap, bool enable_gqa, str module) -> Tensor",
+    "sdpa(Tensor original, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, float dropout_p, "
+    "bool is_causal, float? scale, float softcap, bool enable_gqa, str module, str form, str? unsupported) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The arguments of a marker: those of ``F.scaled_dot_product_attention``, and the module that called it."""
+    """One attention: ``softmax(softcap(scale * query @ key^T) + mask, sinks beside the keys) @ value``.
 
+    Attributes:
+        original: the result as the model computes it; shape, strides and dtype of the marker are those of it.
+        query: [batch, num_heads, q_len, head_dim].
+        key: [batch, num_kv_heads, kv_len, head_dim], of which ``num_kv_heads`` may be fewer than ``num_heads``.
+        value: [batch, num_kv_heads, kv_len, v_head_dim].
+        mask: broadcastable to [batch, num_heads, q_len, kv_len]; bool (True: attend) or float (added to the scores).
+        sinks: [num_heads], logits that take part in the softmax with a value of zero.
+        dropout_p: of the attention weights.
+        is_causal: query ``i`` sees the keys 0 to ``i``; excludes ``mask``.
+        scale: factor of the products, None for ``1 / sqrt(head_dim)``.
+        softcap: if not 0, ``softcap * tanh(score / softcap)`` takes the place of every score before the mask.
+        enable_gqa: as for ``F.scaled_dot_product_attention``.
+        module: the qualified name of the module that computes attention.
+        form: how the model writes it: ``sdpa``, ``written out`` or ``flex_attention``.
+        unsupported: why it cannot be computed on packed caches; None if it can. The tensors are then not necessarily
+            of the shapes above.
+    """
+
+    original: Node
     query: Node
     key: Node
     value: Node
@@ -37,15 +63,36 @@ class Marker:
     softcap: float = 0.0
     enable_gqa: bool = False
     module: str = ""
+    form: str = "sdpa"
+    unsupported: str | None = None
 
     @classmethod
     def of(cls, node: Node) -> Marker:
         """What the marker ``node`` says."""
         return cls(*node.args)
 
+    def describe(self) -> str:
+        """What kind of attention it is, for the report."""
+        parts = [self.form]
+        if self.mask is not None:
+            parts.append("bool mask" if _fake(self.mask).dtype == torch.bool else "float mask")
+        if self.is_causal:
+            parts.append("causal")
+        if isinstance(self.scale, float) and abs(self.scale - _fake(self.query).shape[-1] ** -0.5) > 1e-9:
+            parts.append(f"scale {self.scale:g}")
+        if self.softcap:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.sinks is not None:
+            parts.append("sinks")
+        return ", ".join(parts)
+
     def insert(self, graph: Graph) -> Node:
         """A marker node at the graph's insertion point."""
         return graph.call_function(TARGET, tuple(getattr(self, field.name) for field in fields(self)))
+
+
+def _fake(node: Node) -> Any:
+    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
 
 
 def is_marker(node: Node) -> bool:
@@ -57,8 +104,48 @@ def markers_of(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="call_function", target=TARGET))
 
 
-def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+def owners_of_originals(graph: Graph) -> dict[Node, frozenset[Node]]:
+    """The nodes that serve nothing but originals, each with the markers of those originals.
+
+    Such a node is erased once all its markers are replaced by something else.
+    """
+    owners: dict[Node, frozenset[Node]] = {}
+    for node in reversed(graph.nodes):
+        if not node.users or not _is_erasable(node):
+            continue
+        served: set[Node] = set()
+        for user in node.users:
+            if user in owners:
+                served |= owners[user]
+            elif is_marker(user) and node not in user.args[1:]:
+                served.add(user)
+            else:
+                break
+        else:
+            owners[node] = frozenset(served)
+    return owners
+
+
+def replace_marker(graph: Graph, marker: Node, result: Node) -> None:
+    """Put ``result`` in the place of a marker, and erase what served nothing but its original."""
+    marker.replace_all_uses_with(result)
+    unused = {Marker.of(marker).original: None}
+    graph.erase_node(marker)
+    while unused:
+        node, _ = unused.popitem()
+        if not node.users and _is_erasable(node) and not is_marker(node):
+            inputs = dict.fromkeys(node.all_input_nodes)
+            graph.erase_node(node)
+            unused.update(inputs)
+
+
+def _is_erasable(node: Node) -> bool:
+    # Attention kernels count as random because of their dropout, which is zero wherever a marker is rewritten.
+    return node.op == "call_function" and not node.is_impure(impure_random=False)
+
+
+def _sdpa_fake(original: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device=original.device)
 
 
 torch.library.register_fake("kvcompile::sdpa", _sdpa_fake, lib=_library)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
@@ -109,7 +108,7 @@ def sites_of(gm: GraphModule) -> list[Site]:
     if all(layer is None for layer in layers):
         layers = list(range(len(markers)))
     return [
-        Site(module, layer, _describe(marker)) for module, layer, marker in zip(modules, layers, markers, strict=True)
+        Site(module, layer, marker.describe()) for module, layer, marker in zip(modules, layers, markers, strict=True)
     ]
 
 
@@ -127,11 +126,12 @@ def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
     candidates = [_Candidate(site) for site in sites_of(gm)]
     for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
         try:
-            _check_call(Marker.of(marker))
-            candidate.attention = finder.attention(marker)
+            _prove(finder, marker, candidate)
         except Refusal as refusal:
             refuse(candidate.site, refusal)
     for candidate in candidates:
+        if not candidate.site.rewritten:
+            continue
         try:
             for cache in _caches(candidate):
                 finder.check_reads(cache)
@@ -140,9 +140,26 @@ def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
     return candidates
 
 
+def _prove(finder: CacheFinder, marker: Node, candidate: _Candidate) -> None:
+    """Prove the caches of a site, and that attention on them can be packed; raises Refusal."""
+    call = Marker.of(marker)
+    try:
+        _check_shapes(call)
+        candidate.attention = finder.attention(marker)
+    except Refusal as refusal:
+        if call.unsupported is None or refusal.reason is Reason.no_cache:
+            raise
+    _check_call(call)
+
+
 def _check_call(marker: Marker) -> None:
+    if marker.unsupported is not None:
+        raise Refusal(Reason.unrecognised, detail=marker.unsupported)
     if marker.dropout_p:
         raise Refusal(Reason.dropout, p=marker.dropout_p)
+
+
+def _check_shapes(marker: Marker) -> None:
     if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
         shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
         raise Refusal(Reason.unknown_mask, **shapes)
@@ -224,14 +241,3 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
         bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,
         bytes_per_token_after=layout.bytes_per_token,
     )
-
-
-def _describe(marker: Marker) -> str:
-    parts = ["sdpa"]
-    if marker.mask is not None:
-        parts.append("bool mask" if marker.mask.meta["val"].dtype == torch.bool else "float mask")
-    if marker.is_causal:
-        parts.append("causal")
-    if marker.scale is not None and abs(marker.scale - shape_of(marker.query)[-1] ** -0.5) > 1e-9:
-        parts.append(f"scale {marker.scale:g}")
-    return ", ".join(parts)

@@ -12,6 +12,7 @@ class Reason(enum.Enum):
     no_cache = "its {role} is computed in this graph and not cached"
     plain_read_only = "its {role} cache {source} is not written in this graph and is not packed"
     dropout = "it applies dropout (p={p})"
+    unrecognised = "{detail}"
     policy_auto = "the policy says auto for this layer"
     unknown_read = "its {role} cache is read through {op}, which is not a plain view of all heads and tokens"
     unknown_write = "its {role} cache is written by {op} in a form that is not recognised: {detail}"

@@ -17,7 +17,7 @@ from kvcompile.kernels.layout import PackedLayout, growing_blocks, num_blocks
 from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
-from kvcompile.passes.marker import Marker
+from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.match_write import WRITE_OPS, shape_of
 from kvcompile.passes.trace_read import VIEW_OPS
 
@@ -123,8 +123,10 @@ class CacheRewriter:
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
             k_data, v_data = self.packed[attention.key.root], self.packed[attention.value.root]
             result = insert_attention(self.graph, Marker.of(marker), k_data, v_data, key, value, kv_len)
-        marker.replace_all_uses_with(result)
-        self.graph.erase_node(marker)
+            dtype = marker.meta["val"].dtype
+            if result.meta["val"].dtype != dtype:
+                result = inline(self.graph, lambda out: out.to(dtype), result)
+        replace_marker(self.graph, marker, result)
 
     def erase_logical(self, caches: list[Cache]) -> None:
         """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
