@@ -31,10 +31,10 @@ class UnsupportedSiteError(KVCompileError):
         remedy: what the user can do about it.
     """
 
-    def __init__(self, module: str, reason: str, remedy: str | None = None) -> None:
+    def __init__(self, module: str, reason: str, remedy: str) -> None:
         self.module = module
         self.reason = reason
-        self.remedy = remedy or "give this module `dtype: auto` in the policy, or set on_unsupported to warn"
+        self.remedy = f"{remedy}; or give this module `dtype: auto` in the policy, or set on_unsupported to warn"
         super().__init__(f"{module or 'attention at top level'}: {reason}; {self.remedy}")
 
 

@@ -31,14 +31,15 @@ log = logging.getLogger(__name__)
 
 Outcome = Literal["rewritten", "refused", "left alone"]
 
-_NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
+NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
+"""Reasons of sites that are left alone without any fault: nobody wants them packed, or there is nothing to pack."""
 
 
 def outcome(site: Site) -> Outcome:
     """``rewritten``; ``left alone`` if the policy says so or there is no cache; otherwise ``refused``."""
     if site.rewritten:
         return "rewritten"
-    return "left alone" if site.reason_code in _NOT_REFUSED else "refused"
+    return "left alone" if site.reason_code in NOT_REFUSED else "refused"
 
 
 def modules_by_reason(sites: Iterable[Site]) -> dict[str, list[str]]:
@@ -75,7 +76,8 @@ class GraphReport:
         """
         refused = [site for site in self.sites if outcome(site) == "refused"]
         if on_unsupported == "error" and refused:
-            raise UnsupportedSiteError(refused[0].module, str(refused[0].reason))
+            site = refused[0]
+            raise UnsupportedSiteError(site.module, str(site.reason), str(site.remedy))
         if on_unsupported == "warn":
             for reason, modules in modules_by_reason(refused).items():
                 log.warning("kvquant leaves %s to plain Inductor: %s", enumerate_modules(modules), reason)

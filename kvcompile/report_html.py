@@ -229,6 +229,8 @@ def _details(site: Site, view: SiteView, drawings: _Drawings) -> Iterator[Markup
     if site.reason is not None:
         code = element("code", site.reason_code or "")
         yield element("p", f"Left to plain Inductor: {site.reason} (", code, ").")
+        if site.remedy is not None:
+            yield element("p", f"To do: {site.remedy}.")
     for cache in site.caches:
         yield _cache(cache)
     for name, neighbourhood in (("Before the rewrite", view.before), ("After the rewrite", view.after)):

@@ -33,8 +33,11 @@ def render(report: Report) -> str:
             console.print(_table(rows))
     for kind in ("refused", "left alone"):
         sites = [site for site in report.sites if outcome(site) == kind]
+        remedies = {site.reason: site.remedy for site in sites}
         for reason, modules in modules_by_reason(sites).items():
             console.print(f"{kind}: {enumerate_modules(modules)}: {reason}")
+            if kind == "refused":
+                console.print(f"  to do: {remedies[reason]}")
     for note in report.notes:
         console.print(f"note: {note}")
     console.print(_totals(report.totals))

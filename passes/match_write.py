@@ -20,7 +20,7 @@ in the model                          in the functional graph
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,25 @@ def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
     Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
-    return matcher(node, token_axis, role) if matcher else None
+    write = matcher(node, token_axis, role) if matcher else None
+    if matcher is None or write is None:
+        return None
+
+    def normalise(graph: Graph) -> Normalised:
+        """With sizes as they are known by then: what is checked after this match may have made symbols constant."""
+        write = matcher(node, token_axis, role)
+        assert write is not None, "the same write as before"
+        return write.normalise(graph)
+
+    return replace(write, normalise=normalise)
 
 
 def shape_of(node: Node) -> torch.Size:
-    return node.meta["val"].shape
+    """The sizes of a tensor; a symbol that guards have made constant since is a number, which any trace can take in."""
+    return torch.Size(
+        int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
+        for size in node.meta["val"].shape
+    )
 
 
 def heads_first(x: Tensor, token_axis: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Why a site is left to plain Inductor. Every refusal a user can read comes from this list."""
+"""Why a site is left to plain Inductor, and what to do. Every refusal a user can read comes from this list."""
 
 from __future__ import annotations
 
@@ -6,28 +6,103 @@ import enum
 
 
 class Reason(enum.Enum):
-    """A reason to leave a site alone; the value is what the user reads, filled in with the particulars."""
+    """A reason to leave a site alone.
 
-    training = "gradients are being recorded; quantized caches are for inference: use torch.no_grad()"
-    no_cache = "its {role} is computed in this graph and not cached"
-    plain_read_only = "its {role} cache {source} is not written in this graph and is not packed"
-    dropout = "it applies dropout (p={p})"
-    unrecognised = "{detail}"
-    policy_auto = "the policy says auto for this layer"
-    unknown_read = "its {role} cache is read through {op}, which is not a plain view of all heads and tokens"
-    unknown_write = "its {role} cache is written by {op} in a form that is not recognised: {detail}"
-    used_elsewhere = "its {role} cache {source} is also used by {user}"
-    escaping_view = "a view of its {role} cache escapes through {user}"
-    not_written_back = "its {role} cache {source} is updated out of place; the old cache stays visible to the caller"
-    shared_key_value = "one tensor serves as key and value"
-    unsupported_format = "{format}: {detail}"
-    unsupported_dtype = "its {role} cache holds {dtype}; supported are float32, float16 and bfloat16"
-    unsupported_shape = "the shapes of query {query} and {role} {cache} do not form grouped-query attention"
-    unknown_mask = "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores"
-    packed_elsewhere = "the graph also uses the packed tensor {source} in a way that is not understood"
-    growing_written = "its {role} cache is growing (made by cat), but this graph {verb} it without extending it"
-    partner_refused = "its {role} cache cannot be packed, because site {site} shares it: {detail}"
-    input_mismatch = "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified"
+    The value is what the user reads, filled in with the particulars.
+
+    Attributes:
+        remedy: what the user can do about it.
+    """
+
+    remedy: str
+
+    def __new__(cls, message: str, remedy: str) -> Reason:
+        reason = object.__new__(cls)
+        reason._value_ = message
+        reason.remedy = remedy
+        return reason
+
+    training = (
+        "gradients are being recorded, and quantized caches are for inference",
+        "run the model under torch.no_grad() or torch.inference_mode()",
+    )
+    no_cache = (
+        "its {role} is computed in this graph and not cached",
+        "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
+    )
+    plain_read_only = (
+        "its {role} cache {source} is not written in this graph and is not packed",
+        "let a compiled function write it, or pack it beforehand with kvcompile.PackedTensor.from_dense",
+    )
+    dropout = (
+        "it applies dropout (p={p})",
+        "call model.eval(), or pass dropout_p=0",
+    )
+    unrecognised = (
+        "{detail}",
+        "change what the reason names, or call torch.nn.functional.scaled_dot_product_attention",
+    )
+    policy_auto = (
+        "the policy says auto for this layer",
+        "give the layer a format in the policy, if its cache shall be packed",
+    )
+    unknown_read = (
+        "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
+        "read the whole cache or its first tokens, through views, and hide the rest with a mask",
+    )
+    unknown_write = (
+        "its {role} cache is written by {op} in a form that is not recognised: {detail}",
+        "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ or cat",
+    )
+    used_elsewhere = (
+        "its {role} cache {source} is also used by {user}",
+        "drop the other use, or move it out of the compiled function: eager code may read a packed cache in any way",
+    )
+    escaping_view = (
+        "a view of its {role} cache escapes through {user}",
+        "return the cache itself, or nothing of it",
+    )
+    not_written_back = (
+        "its {role} cache {source} is updated out of place; the old cache stays visible to the caller",
+        "update the cache in place (index_copy_ instead of index_copy), or let it grow by cat and return it",
+    )
+    shared_key_value = (
+        "one tensor serves as key and value",
+        "keep keys and values in two tensors",
+    )
+    unsupported_format = (
+        "{format}: {detail}",
+        "choose another format for this layer in the policy",
+    )
+    unsupported_dtype = (
+        "its {role} cache holds {dtype}; supported are float32, float16 and bfloat16",
+        "keep the cache in one of these dtypes",
+    )
+    unsupported_shape = (
+        "the shapes of query {query} and {role} {cache} do not form grouped-query attention",
+        "give queries [batch, num_heads, q_len, head_dim], and keys and values of the same batch and of "
+        "num_kv_heads, a divisor of num_heads",
+    )
+    unknown_mask = (
+        "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores",
+        "give the query four dimensions, and a mask that broadcasts to [batch, heads, q_len, kv_len]",
+    )
+    packed_elsewhere = (
+        "the graph also uses the packed tensor {source} in a way that is not understood",
+        "keep that use out of the compiled function, or pass it the plain values, cache.dequantize()",
+    )
+    growing_written = (
+        "its {role} cache is growing (made by cat), but this graph {verb} it without extending it",
+        "extend it with torch.cat, or use a cache of fixed size",
+    )
+    partner_refused = (
+        "its {role} cache cannot be packed, because site {site} shares it: {detail}",
+        "see what the reason says about the other site",
+    )
+    input_mismatch = (
+        "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified",
+        "pass every cache as a tensor of its own, which overlaps no other input",
+    )
 
 
 class Refusal(Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcompile.passes.refusal import Reason
+
 
 @dataclass(frozen=True)
 class FormatPair:
@@ -64,3 +66,9 @@ class Site:
     @property
     def rewritten(self) -> bool:
         return self.reason is None
+
+    @property
+    def remedy(self) -> str | None:
+        """What the user can do about the reason; None if there is none, or it is not of our list."""
+        reason = Reason.__members__.get(self.reason_code or "")
+        return reason.remedy if reason is not None else None

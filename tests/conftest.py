@@ -1,6 +1,9 @@
-"""Tests that need a CUDA device are skipped where there is none."""
+"""Tests that need a CUDA device are skipped where there is none; a fixture runs graphs without generating code."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,3 +15,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates."""
+    from functorch.compile import make_boxed_func
+
+    import kvcompile.backend  # not above: some tests look at a fresh import
+
+    def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default  # Inductor makes a view a copy where strides ask for it
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", interpret)
+    monkeypatch.setattr(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -125,7 +125,8 @@ def test_on_unsupported_error_raises_with_module_reason_and_remedy() -> None:
     assert caught.value.module == "model.layers.1.cross_attn"
     assert str(caught.value) == (
         "model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum; "
-        "give this module `dtype: auto` in the policy, or set on_unsupported to warn"
+        f"{Reason.used_elsewhere.remedy}; "
+        "or give this module `dtype: auto` in the policy, or set on_unsupported to warn"
     )
 
 
@@ -186,6 +187,8 @@ def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
         "|                           |                |                | used_elsewhere        |            |",
         "",
         "refused: model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum",
+        "  to do: drop the other use, or move it out of the compiled function: eager code may read a packed",
+        "cache in any way",
         "note: a remark",
         "2 attention sites: 1 rewritten, 1 refused, 0 left alone",
         "512 -> 200 bytes per token and KV head over all packed caches: 2.56 times smaller",

@@ -102,6 +102,10 @@ def test_the_page_loads_nothing(page: Path) -> None:
     assert "https:" not in text
 
 
+def test_the_details_of_a_refused_site_say_what_to_do(page: Path) -> None:
+    assert f"To do: {Reason.used_elsewhere.remedy}." in page.read_text()
+
+
 def test_text_from_a_model_stays_text(tmp_path: Path) -> None:
     evil_cache = CacheSummary("key", EVIL, EVIL, EVIL, (EVIL,), EVIL, EVIL, 256, 132)
     box = Box(EVIL, (EVIL,), "operation")

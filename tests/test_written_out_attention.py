@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch.fx import GraphModule
 from written_out_attention import FORMS, H_KV, B, D, Form, H, Operands, S, operands, repeat_kv
 
-import kvcompile.backend
 from kvcompile import collect_reports, last_report
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_tensor import PackedTensor
@@ -37,17 +34,6 @@ DISTINCT = (
 
 def form_of(name: str) -> Form:
     return next(form for form in FORMS if form.__name__ == name)
-
-
-@pytest.fixture
-def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run rewritten graphs node by node: what the passes make of a graph is tested, not the code Inductor generates."""
-
-    def interpret(gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        gm.recompile()
-        return make_boxed_func(gm.forward)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", interpret)
 
 
 def step(form: Form, q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, o: Operands) -> Any:

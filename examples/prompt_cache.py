@@ -1,0 +1,66 @@
+"""Save the packed cache of a long prompt, load it later, and continue without reading the prompt again.
+
+python examples/prompt_cache.py
+python examples/prompt_cache.py --policy int4_per_token_head --file prompt.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import VOCAB_SIZE, tiny_llama
+from transformers import StaticCache
+
+import kvcompile
+
+PROMPT_TOKENS, MAX_TOKENS = 400, 448
+
+
+def save(cache: StaticCache, file: Path) -> None:
+    """Keys, values and length of every layer; packed tensors are saved packed."""
+    torch.save([(layer.keys, layer.values, layer.cumulative_length) for layer in cache.layers], file)
+
+
+def load(model: Any, file: Path) -> StaticCache:
+    """A cache with what :func:`save` wrote. Needs no unpickling of code: ``weights_only`` is PyTorch's default."""
+    cache = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
+    config = model.config
+    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    for layer, (keys, values, length) in zip(cache.layers, torch.load(file), strict=True):
+        layer.keys, layer.values, layer.cumulative_length = keys, values, length
+    return cache
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="int8_per_token_head", help="preset or file")
+    parser.add_argument("--file", type=Path, help="where to save the cache; default: a temporary file")
+    options = parser.parse_args(arguments)
+    prompt, question = torch.randint(0, VOCAB_SIZE, (1, PROMPT_TOKENS + 1)).split((PROMPT_TOKENS, 1), dim=1)
+
+    model = tiny_llama()
+    cache = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
+    model(prompt, past_key_values=cache)  # eager, on a plain cache
+    plain_bytes = kvcompile.cache_nbytes(cache)
+    compiled = torch.compile(model, backend="kvquant", options={"policy": options.policy})
+    compiled(question, past_key_values=cache)  # packs it
+    print(f"cache {plain_bytes} -> {kvcompile.cache_nbytes(cache)} bytes")
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = options.file or Path(folder, "prompt.pt")
+        save(cache, file)
+        print(f"saved in {file.stat().st_size} bytes")
+        loaded = load(model, file)
+    expected = compiled(question, past_key_values=copy.deepcopy(cache)).logits
+    logits = compiled(question, past_key_values=loaded).logits
+    print(f"continues with the same logits: {torch.equal(logits, expected)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Writes of caches are read with the sizes that they have when they are rewritten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental import _config as symbolic_shapes_config
+
+from kvcompile import last_report
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_tensor import PackedTensor
+
+S, D = 70, 32
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    kc.index_copy_(2, pos, k)
+    vc.index_copy_(2, pos, v)
+    return F.scaled_dot_product_attention(q, kc, vc, attn_mask=(torch.arange(S) <= pos)[None])
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_length_that_a_check_after_the_match_makes_constant() -> None:
+    """The mask makes the length of the keys constant, and that they are as long as the values that of the values."""
+    q, k, v = torch.randn(3, 2, 2, 1, D).unbind()
+    kc, vc = (
+        PackedTensor.from_dense(torch.randn(2, 2, S, D), PackedLayout("int8_per_token_head", role, D), 2)
+        for role in ("key", "value")
+    )
+    args = [q, k, v, kc, vc, torch.tensor([5])]
+    expected = step(q, k, v, kc.clone(), vc.clone(), args[5])
+    options = {"on_unsupported": "error"}
+    with torch.no_grad(), symbolic_shapes_config.patch(use_duck_shape=False):
+        out = torch.compile(step, backend="kvquant", dynamic=True, options=options)(*args)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+    assert [site.reason for site in last_report().sites] == [None]
