@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile import report
+from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, PackedCall
 from kvcompile.packed_tensor import PackedTensor
@@ -90,7 +91,12 @@ class _GraphCompiler:
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
         # The method, not the object: tools such as depyf look for the code of what a backend returns.
-        return AdoptingCall(compiled, self.rewritten.inputs, fallback).__call__
+        return AdoptingCall(compiled, self.rewritten.inputs, fallback, self._guard(self.rewritten)).__call__
+
+    def _guard(self, rewritten: Rewritten) -> KeyGuard | None:
+        if self.options.policy.key_outliers == "ignore":
+            return None
+        return KeyGuard(rewritten.inputs, self.sources, self.sites, report.note)
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, check_adoptable
 from kvcompile.errors import AliasedCacheError
+from kvcompile.key_outliers import KeyGuard
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.sizes import SizeReader
@@ -60,20 +61,29 @@ class AdoptingCall:
     """The compiled function that Dynamo calls: adopts plain caches, then runs the packed graph."""
 
     def __init__(
-        self, compiled: Callable[..., Any], caches: Sequence[InputAction], fallback: Callable[[Sequence[Any]], Any]
+        self,
+        compiled: Callable[..., Any],
+        caches: Sequence[InputAction],
+        fallback: Callable[[Sequence[Any]], Any],
+        guard: KeyGuard | None = None,
     ) -> None:
         """
         Args:
             compiled: what ``compile_fx`` returned for the packed graph.
             caches: the inputs that must be packed.
             fallback: compiles the graph as plain Inductor would, for inputs like those given.
+            guard: looks at the inputs of the first call, while its caches may still be plain.
         """
         self._compiled = compiled
         self._caches = [action for action in caches if action.kind == "static"]
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
+        self._guard = guard
 
     def __call__(self, *args: Any) -> Any:
+        if self._guard is not None:
+            self._guard.look(args)
+            self._guard = None
         plain = [action for action in self._caches if not isinstance(args[action.index], PackedTensor)]
         if plain:
             try:

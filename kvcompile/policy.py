@@ -11,6 +11,7 @@ A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
         value: {dtype: int4_per_token_head}
     default: {dtype: int8_per_token_head}                    # required
     on_unsupported: warn                                     # error | warn | ignore
+    key_outliers: warn                                       # ignore | warn | promote
     strict: false                                            # true: a rule that matches nothing is an error
 """
 
@@ -41,6 +42,8 @@ POLICY_VARIABLE = "KVQUANT_POLICY"
 """Environment variable with a preset's name or a file, for callers who cannot pass options."""
 
 OnUnsupported = Literal["error", "warn", "ignore"]
+
+OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
 
 class _Strict(BaseModel):
@@ -174,6 +177,9 @@ class Policy(_Strict):
         default: decides where no rule matches.
         on_unsupported: what happens to a site that cannot be packed: an ``error``, a warning (``warn``), or neither
             (``ignore``); in the latter two it stays as it is.
+        key_outliers: what happens where outlier channels take most of the bits that the format of keys has: nothing
+            (``ignore``), a warning (``warn``), or, in ``python -m kvcompile eval``, a format that holds them
+            (``promote``). Compiled graphs have their formats fixed, and warn when they pack what eager code stored.
         strict: whether a rule that decides nothing is an error; otherwise it is a warning.
     """
 
@@ -181,6 +187,7 @@ class Policy(_Strict):
     rules: tuple[Rule, ...] = ()
     default: Choice
     on_unsupported: OnUnsupported = "warn"
+    key_outliers: OnKeyOutliers = "warn"
     strict: bool = False
 
     @classmethod

@@ -87,7 +87,16 @@ def test_every_command_is_a_module_that_registers_itself() -> None:
         assert re.search(rf"^  {name} ", out, re.MULTILINE)
 
 
-PAGES = [(), ("plan",), ("policy",), ("policy", "show"), ("policy", "validate"), ("policy", "schema"), ("doctor",)]
+PAGES = [
+    (),
+    ("plan",),
+    ("policy",),
+    ("policy", "show"),
+    ("policy", "validate"),
+    ("policy", "schema"),
+    ("eval",),
+    ("doctor",),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
@@ -105,7 +114,8 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+# tests/test_evaluation.py runs those of eval, which need a model.
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("eval ")])
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")
     out, err = run(command)

@@ -218,7 +218,10 @@ def test_a_wrong_policy_is_one_line_that_names_place_and_remedy(spec: object, me
 @pytest.mark.parametrize("field", ["residual_length", "sink_tokens"])
 def test_a_field_that_does_not_exist_is_rejected_with_the_list_of_those_that_do(field: str) -> None:
     error = error_of({"default": {"dtype": "fp8_e4m3"}, field: 4})
-    assert error == f"policy: unknown field {field!r} (known: version, rules, default, on_unsupported, strict)"
+    assert (
+        error
+        == f"policy: unknown field {field!r} (known: version, rules, default, on_unsupported, key_outliers, strict)"
+    )
 
 
 def test_every_fault_of_a_file_has_a_line_with_file_rule_and_field(tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ on_unsupported: raise
         ("p.yaml", "default: {dtype: auto}\ndefault: {dtype: fp8_e4m3}", "line 2, column 1: 'default' is given twice"),
         ("p.json", '{"default": }', "line 1, column 13: Expecting value"),
         ("p.json", '{"strict": 1, "strict": 0}', "'strict' is given twice"),
-        ("p.yaml", "", "expected fields (version, rules, default, on_unsupported, strict), got None"),
+        ("p.yaml", "", "expected fields (version, rules, default, on_unsupported, key_outliers, strict), got None"),
     ],
 )
 def test_a_file_that_is_no_policy_is_an_error_with_its_name_and_line(

@@ -1,0 +1,70 @@
+"""What ``kvcompile eval`` prints."""
+
+from __future__ import annotations
+
+from kvcompile.cli.output import table
+from kvcompile.evaluation.results import Evaluation, PolicyResult
+
+HEADER = ["policy", "bits", "{metric}", "change", "+-", "KL", "median", "99.9%", "top-1", "attn"]
+
+LEGEND = (
+    "bits: of an element of the cache, measured from its storage.  {metric}: {name}.  +-: standard error of the "
+    "change, in percent.  KL: divergence from the unquantized model in nats: mean, median and 99.9th percentile.  "
+    "top-1: same most likely token, percent.  attn: error of the attention outputs, relative L2, percent, mean of the "
+    "layers."
+)
+
+SHORT = {"bits per byte": "bpb", "perplexity": "ppl"}
+
+
+def summary(evaluation: Evaluation) -> str:
+    """The table of all policies."""
+    header = [title.format(metric=SHORT[evaluation.metric]) for title in HEADER]
+    reference = [f"none: {evaluation.dtype}", f"{evaluation.reference_bits:.2f}", f"{evaluation.reference:.4f}"]
+    rows = [_row(result) for result in evaluation.results]
+    return table(header, [reference + [""] * (len(header) - len(reference)), *rows])
+
+
+def legend(evaluation: Evaluation) -> str:
+    """What the columns mean."""
+    return LEGEND.format(metric=SHORT[evaluation.metric], name=evaluation.metric)
+
+
+def _row(result: PolicyResult) -> list[str]:
+    divergences = (result.mean_divergence, result.median_divergence, result.p999_divergence)
+    return [
+        result.policy,
+        f"{result.effective_bits:.2f}",
+        f"{result.quality:.4f}",
+        f"{round(100 * result.change, 2) + 0.0:+.2f}%",  # never -0.00
+        f"{100 * result.change_error:.2f}",
+        *(f"{divergence:.1e}".replace("e-0", "e-") for divergence in divergences),
+        f"{100 * result.same_top1:.1f}",
+        f"{100 * result.mean_attention_error:.1f}",
+    ]
+
+
+def layers(evaluation: Evaluation) -> str:
+    """The error of the attention outputs of every layer, in percent."""
+    modules = dict.fromkeys(name for result in evaluation.results for name in result.attention_errors)
+    header = ["module", *(result.policy for result in evaluation.results)]
+    rows = [
+        [module, *(_percent(result.attention_errors.get(module)) for result in evaluation.results)]
+        for module in modules
+    ]
+    return table(header, rows)
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:.2f} %"
+
+
+def circumstances(evaluation: Evaluation) -> str:
+    """What was run on what, in a line."""
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
+    windows = f"{evaluation.num_windows} window" + "s" * (evaluation.num_windows > 1)
+    return (
+        f"{evaluation.model} on {evaluation.data}: {windows}, prefill of {evaluation.prefill}, "
+        f"then {evaluation.decode} tokens in steps of {evaluation.chunk}; {evaluation.dtype}, {evaluation.device}; "
+        f"{versions}"
+    )

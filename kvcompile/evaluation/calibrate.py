@@ -1,0 +1,55 @@
+"""Looks for outlier keys before anything is compiled, where every value can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvcompile.evaluation.attention_sites import attention_sites, listen
+from kvcompile.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
+from kvcompile.passes.quantize_kv_cache import num_layers
+from kvcompile.passes.site import Site
+from kvcompile.policy import Policy
+
+
+class Calibration:
+    """The attention sites of a model, and what each policy does to the keys of one prefill.
+
+    Args:
+        model: a Hugging Face causal language model.
+        tokens: int64 [n]; the first SAMPLE_TOKENS are read.
+        policies: those to be examined.
+    """
+
+    def __init__(self, model: Any, tokens: Tensor, policies: Sequence[Policy]) -> None:
+        self.sites = attention_sites(model, tokens[:1])
+        self.num_layers = num_layers(self.sites)
+        self._examined: dict[tuple[str, str], KeyOutliers | None] = {}
+        wanted = {site.module: self._formats(site, policies) for site in self.sites}
+
+        def look(site: Site, keys: Tensor) -> None:
+            for name in wanted.get(site.module, ()):
+                if self._examined.get((site.module, name)) is None:
+                    self._examined[site.module, name] = examine(keys, name, site.module)
+
+        if any(wanted.values()):
+            listen(model, tokens[:SAMPLE_TOKENS], look)
+
+    def _formats(self, site: Site, policies: Sequence[Policy]) -> list[str]:
+        """The formats of the site's keys under the policies that want to know."""
+        watching = [policy for policy in policies if policy.key_outliers != "ignore"]
+        formats = [policy.formats_for(site.module, site.layer, self.num_layers) for policy in watching]
+        return list(dict.fromkeys(pair.key for pair in formats if pair is not None))
+
+    def outliers(self, policy: Policy) -> list[KeyOutliers]:
+        """The layers whose keys would collapse under one of the policies."""
+        found = (
+            self._examined.get((site.module, name)) for site in self.sites for name in self._formats(site, [policy])
+        )
+        return [outliers for outliers in found if outliers is not None]
+
+    def promoted(self, policy: Policy) -> Policy:
+        """The policy with formats that hold the keys of all layers."""
+        return promoted(policy, self.sites, self.num_layers, self.outliers(policy))

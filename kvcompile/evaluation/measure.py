@@ -1,0 +1,193 @@
+"""Evaluates policies: the compiled model with packed caches against the model as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+
+from kvcompile.evaluation.attention_sites import tapped
+from kvcompile.evaluation.calibrate import Calibration
+from kvcompile.evaluation.compare import Comparison
+from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
+from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
+from kvcompile.evaluation.text import Text
+from kvcompile.key_outliers import KeyOutliers
+from kvcompile.policy import Policy
+from kvcompile.report import Report, collect_reports, enumerate_modules, modules_by_reason
+
+OnProgress = Callable[[str, int, int], None]
+"""Hears what is being done, how many steps are done, and how many there are."""
+
+OnResult = Callable[[Evaluation], None]
+"""Hears of the evaluation as it stands after every policy."""
+
+
+def evaluate(
+    model: Any,
+    text: Text,
+    policies: Sequence[str | Path | Policy],
+    *,
+    model_name: str = "",
+    on_progress: OnProgress = lambda doing, done, total: None,
+    on_result: OnResult = lambda evaluation: None,
+) -> Evaluation:
+    """Compare ``model`` under each of ``policies`` with itself.
+
+    The reference is the model uncompiled, with a plain cache. Both predict all tokens of all windows but the first of
+    each, in the steps of ``text.schedule``. Dynamo is reset before every policy: what else was compiled in this process
+    compiles again. The outputs of the reference are kept in memory, on the CPU. A policy with ``key_outliers: promote``
+    is evaluated as it comes out of the calibration.
+
+    Args:
+        model: a Hugging Face causal language model in inference mode.
+        text: from :func:`kvcompile.evaluation.text.read_text`.
+        policies: what :meth:`kvcompile.policy.Policy.load` takes.
+        model_name: for the result.
+        on_progress: hears of every step.
+        on_result: hears of every policy.
+
+    Raises:
+        PolicyError: a policy does not exist or is wrong; nothing has run then.
+    """
+    loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
+    calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
+    run = _Run(model, text, calibration, len(loaded), on_progress)
+    with torch.no_grad():
+        reference, nats, bits = run.reference()
+        evaluation = _describe(model, text, model_name, nats, bits)
+        for name, policy in loaded:
+            found = calibration.outliers(policy)
+            if policy.key_outliers == "promote":
+                policy = calibration.promoted(policy)
+            evaluation.results.append(run.policy(name, policy, reference, found))
+            on_result(evaluation)
+    return evaluation
+
+
+def _name(policy: str | Path | Policy) -> str:
+    return f"policy {policy.fingerprint()}" if isinstance(policy, Policy) else str(policy)
+
+
+def _describe(model: Any, text: Text, name: str, nats: float, bits: float) -> Evaluation:
+    return Evaluation(
+        model=name or type(model).__name__,
+        data=text.source,
+        metric=text.metric,
+        prefill=text.schedule.prefill,
+        decode=text.schedule.decode,
+        chunk=text.schedule.chunk,
+        num_windows=len(text.windows),
+        tokens=len(text.windows) * text.schedule.num_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device_name(model.device),
+        reference=text.quality(nats),
+        reference_bits=bits,
+    )
+
+
+def _targets(window: torch.Tensor, step: Step) -> torch.Tensor:
+    """The tokens that follow those of a step."""
+    return window[step.positions.start + 1 : step.positions.stop + 1]
+
+
+class _Run:
+    """Runs the model over the windows, once as it is and once for every policy."""
+
+    def __init__(
+        self, model: Any, text: Text, calibration: Calibration, num_policies: int, on_progress: OnProgress
+    ) -> None:
+        self.model = model
+        self.text = text
+        self.windows = text.windows.to(model.device)
+        self.sites = calibration.sites
+        self.done = 0
+        self.total = (1 + num_policies) * len(text.windows) * len(text.schedule.steps())
+        self.on_progress = on_progress
+
+    def reference(self) -> tuple[list[list[Step]], float, float]:
+        """With a plain cache: the steps of every window, on the CPU; the mean loss in nats; bits of an element."""
+        windows, nats = [], []
+        with tapped(self.model, self.sites) as heard:
+            for window in self.windows:
+                cache = new_cache(self.model, self.text.schedule)
+                steps = []
+                for step in replay(self.model, window, cache, self.text.schedule, heard):
+                    nats.append(F.cross_entropy(step.logits.float(), _targets(window, step), reduction="sum").item())
+                    steps.append(step.to("cpu"))
+                    self._advance("reference")
+                windows.append(steps)
+        return windows, sum(nats) / (len(windows) * self.text.schedule.num_tokens), effective_bits(cache)
+
+    def policy(self, name: str, policy: Policy, reference: list[list[Step]], found: list[KeyOutliers]) -> PolicyResult:
+        """Compile the model under a policy, run it over the windows, and compare."""
+        begin = time.monotonic()
+        compared = Comparison()
+        self.on_progress(f"{name}: compiling", self.done, self.total)
+        torch._dynamo.reset()
+        # Sizes stay what they are in each graph, and no graph may fall back to eager code unseen.
+        strict = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        options: dict[str, Any] = {"policy": policy, "on_unsupported": "ignore"}
+        compiled = torch.compile(self.model, backend="kvquant", dynamic=False, options=options)
+        with collect_reports() as report, strict, tapped(self.model, self.sites) as heard:
+            for window, expected in zip(self.windows, reference, strict=True):
+                cache = new_cache(self.model, self.text.schedule)
+                steps = replay(compiled, window, cache, self.text.schedule, heard)
+                for step, exact in zip(steps, expected, strict=True):
+                    compared.add(step, exact.to(window.device), _targets(window, step))
+                    self._advance(name)
+        torch._dynamo.reset()
+        notes = [*_left_alone(report), *report.notes, *map(str, found)]
+        return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
+
+    def _advance(self, doing: str) -> None:
+        self.done += 1
+        self.on_progress(doing, self.done, self.total)
+
+    def _result(
+        self, name: str, report: Report, compared: Comparison, bits: float, seconds: float, notes: list[str]
+    ) -> PolicyResult:
+        nats, exact = torch.cat(compared.nats), torch.cat(compared.reference_nats)
+        divergence, difference = torch.cat(compared.divergence), nats - exact
+        left = {site.module for site in report.sites if not site.rewritten}
+        modules = {site.module for site in report.sites}
+        return PolicyResult(
+            policy=name,
+            formats=_formats(report),
+            packed_layers=len(modules - left),
+            num_layers=len(modules),
+            effective_bits=bits,
+            quality=self.text.quality(nats.mean().item()),
+            change=self.text.relative_change(exact.mean().item(), difference.mean().item()),
+            change_error=self.text.relative_change(
+                exact.mean().item(), difference.std().item() / len(difference) ** 0.5
+            ),
+            mean_divergence=divergence.mean().item(),
+            median_divergence=divergence.median().item(),
+            p999_divergence=divergence.quantile(0.999).item(),
+            same_top1=torch.cat(compared.same_top).double().mean().item(),
+            attention_errors=compared.attention_errors(),
+            seconds=seconds,
+            notes=tuple(notes),
+        )
+
+
+def _formats(report: Report) -> tuple[str, ...]:
+    """``K / V`` of every kind of layer."""
+    pairs = []
+    for site in report.sites:
+        formats = {cache.role: cache.format for cache in site.caches}
+        if formats:
+            pairs.append(" / ".join(dict.fromkeys(formats[role] for role in ("key", "value") if role in formats)))
+    return tuple(dict.fromkeys(pairs))
+
+
+def _left_alone(report: Report) -> list[str]:
+    """A line for every reason why caches are not packed."""
+    left = modules_by_reason(site for site in report.sites if not site.rewritten)
+    return [f"{enumerate_modules(modules)} not packed: {reason}" for reason, modules in left.items()]

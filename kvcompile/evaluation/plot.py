@@ -1,0 +1,53 @@
+"""Draws quality against effective bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.results import Evaluation
+
+SUFFIXES = (".png", ".svg", ".pdf")
+MARKERS = "osD^v<>Pp*X"
+
+
+def check_plot(path: Path) -> None:
+    """EvaluationError if no plot can be written to ``path``."""
+    if path.suffix not in SUFFIXES:
+        raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EvaluationError("--plot needs Matplotlib: pip install 'kvcompile[benchmarks]'")
+
+
+def draw(evaluation: Evaluation, path: Path) -> None:
+    """Two panels over the effective bits: the change of the metric, and the mean divergence on a logarithmic scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure.suptitle(
+        f"{evaluation.model}: {evaluation.metric} {evaluation.reference:.4f} unquantized "
+        f"({evaluation.num_windows} windows of {evaluation.prefill} + {evaluation.decode} tokens)",
+        fontsize="medium",
+    )
+    change, divergence = figure.subplots(1, 2)
+    _scatter(change, evaluation, "change", 100.0)
+    change.set_ylabel(f"change of {evaluation.metric}, %")
+    change.axhline(0, color="black", linewidth=0.8)
+    _scatter(divergence, evaluation, "mean_divergence", 1.0)
+    divergence.set_ylabel("mean KL divergence, nats")
+    if all(result.mean_divergence > 0 for result in evaluation.results):
+        divergence.set_yscale("log")
+    handles, labels = change.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _scatter(axes: Any, evaluation: Evaluation, attribute: str, factor: float) -> None:
+    """A point for every policy."""
+    axes.set_xlabel("effective bits per element of the cache")
+    axes.grid(alpha=0.3)
+    for index, result in enumerate(evaluation.results):
+        value = factor * getattr(result, attribute)
+        axes.plot(result.effective_bits, value, MARKERS[index % len(MARKERS)], label=Path(result.policy).stem)

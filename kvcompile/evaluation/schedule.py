@@ -1,0 +1,49 @@
+"""How a window of text is read: one prefill, then decode steps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvcompile.evaluation.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps in which a model reads a window; every token but the window's first is predicted.
+
+    Attributes:
+        prefill: tokens of the first step.
+        decode: tokens of all later steps, which read what the cache holds by then.
+        chunk: tokens of one later step.
+
+    Raises:
+        EvaluationError: ``decode`` is not a multiple of ``chunk``.
+    """
+
+    prefill: int = 2048
+    decode: int = 256
+    chunk: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.prefill, self.decode, self.chunk) < 1:
+            raise EvaluationError("--prefill, --decode and --chunk must be at least 1")
+        if self.decode % self.chunk:
+            raise EvaluationError(
+                f"--decode {self.decode} is not a multiple of --chunk {self.chunk}: steps of one length share a graph"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are fed to the model, and slots of its cache."""
+        return self.prefill + self.decode
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of a window: the last one is predicted and not fed."""
+        return self.num_tokens + 1
+
+    def steps(self) -> list[slice]:
+        """The positions of every step."""
+        starts = [0, *range(self.prefill, self.num_tokens, self.chunk), self.num_tokens]
+        return [slice(start, stop) for start, stop in itertools.pairwise(starts)]

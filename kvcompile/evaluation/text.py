@@ -1,0 +1,102 @@
+"""The text that a model is evaluated on: windows of tokens from all over a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.models import first_line, reads_bytes, text_config
+from kvcompile.evaluation.schedule import Schedule
+
+HELD_OUT = "val.bin"
+"""The file beside a byte-level model that is read if no other is named."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of a text, and how its loss is reported.
+
+    Attributes:
+        source: the file.
+        windows: int64 [num_windows, schedule.window_tokens].
+        schedule: the steps in which a model reads a window.
+        in_bytes: whether tokens are bytes.
+    """
+
+    source: str
+    windows: Tensor
+    schedule: Schedule
+    in_bytes: bool
+
+    @property
+    def metric(self) -> str:
+        return "bits per byte" if self.in_bytes else "perplexity"
+
+    def quality(self, nats: float) -> float:
+        """The metric for a mean loss of so many nats a token."""
+        return nats / math.log(2) if self.in_bytes else math.exp(nats)
+
+    def relative_change(self, nats: float, difference: float) -> float:
+        """By what part the metric grows from a mean loss of ``nats`` when that grows by ``difference``."""
+        return difference / nats if self.in_bytes else math.expm1(difference)
+
+
+def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule, num_windows: int) -> Text:
+    """Windows that are spread evenly over a file.
+
+    Args:
+        model: what they are for; a vocabulary of 256 means bytes, any other takes the model's tokenizer.
+        model_name: where the tokenizer lies, and ``val.bin`` of a byte-level model.
+        path: the file; by default ``val.bin``.
+        schedule: the steps in which a window is read.
+        num_windows: how many.
+
+    Raises:
+        EvaluationError: there is no text, no tokenizer, too little text, or the model reads no window that long.
+        OSError: the file cannot be read.
+    """
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is not None and schedule.num_tokens > limit:
+        raise EvaluationError(
+            f"--prefill {schedule.prefill} and --decode {schedule.decode} make {schedule.num_tokens} tokens, and the "
+            f"model reads {limit} at most"
+        )
+    path = path if path is not None else _held_out(model, model_name)
+    tokens = _tokens(path.read_bytes(), model, model_name)
+    if len(tokens) < schedule.window_tokens:
+        raise EvaluationError(
+            f"{path}: {len(tokens)} tokens, and a window takes {schedule.window_tokens}; give more text, or a smaller "
+            "--prefill or --decode"
+        )
+    starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
+    windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)]
+    return Text(str(path), windows, schedule, reads_bytes(model))
+
+
+def _held_out(model: Any, model_name: str) -> Path:
+    path = Path(model_name) / HELD_OUT
+    if not reads_bytes(model):
+        raise EvaluationError("give a text with --data FILE")
+    if not path.is_file():
+        raise EvaluationError(f"there is no {path}; give a text with --data FILE")
+    return path
+
+
+def _tokens(data: bytes, model: Any, model_name: str) -> Tensor:
+    """The tokens of a text, int64 [n]."""
+    if reads_bytes(model):
+        return torch.tensor(list(data), dtype=torch.int64)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise EvaluationError(f"--model {model_name}: no tokenizer: {first_line(error)}") from error
+    text = data.decode("utf-8", errors="replace")
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)

@@ -1,0 +1,71 @@
+"""Byte-level Llamas for tests of the evaluation: saved to a folder, run without Inductor, or with outlier keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from functorch.compile import make_boxed_func
+from torch.fx import GraphModule
+
+import kvcompile.backend
+
+HEAD_DIM = 32
+CONTEXT = 160
+MODULES = ("model.layers.0.self_attn", "model.layers.1.self_attn")
+
+
+def small_model(num_layers: int = 2, vocab_size: int = 256) -> Any:
+    """A Llama with random weights."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def some_bytes(count: int) -> bytes:
+    return bytes(torch.randint(256, (count,), generator=torch.Generator().manual_seed(1)).tolist())
+
+
+def save(model: Any, folder: Path) -> None:
+    """A byte-level model with held-out text beside it."""
+    model.save_pretrained(folder)
+    (folder / "val.bin").write_bytes(some_bytes(2000))
+
+
+@torch.no_grad()
+def give_outlier_keys(model: Any, factor: float, pair: int = 3, layers: tuple[int, ...] = (0, 1)) -> Any:
+    """Scale a RoPE pair of every key head by ``factor`` and of every query head by its inverse; for powers of two the
+    model computes exactly what it did."""
+    for layer in layers:
+        attention = model.model.layers[layer].self_attn
+        for projection, scale in ((attention.k_proj, factor), (attention.q_proj, 1 / factor)):
+            heads = projection.weight.unflatten(0, (-1, attention.head_dim))
+            heads[:, [pair, pair + attention.head_dim // 2]] *= scale
+    return model
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run rewritten graphs node by node, in place of the code that Inductor generates for them."""
+
+    def interpreted(gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        # Inductor chooses strides itself, so that a view there is never refused.
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", interpreted)
