@@ -24,7 +24,7 @@ from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import pack_tokens
 from kvcompile.kernels.reference_attention import attend
 from kvcompile.passes.site import FormatPair
-from kvcompile.presets import preset_names, resolve
+from kvcompile.presets import PRESETS, preset_names, resolve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
@@ -82,12 +82,19 @@ def parse_formats(name: str) -> tuple[str, FormatPair]:
         raise argparse.ArgumentTypeError(str(error)) from None
     if pair is None:
         raise argparse.ArgumentTypeError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
+    if _keeps_tokens(pair):
+        raise argparse.ArgumentTypeError(f"{name!r} keeps recent tokens as they are: the caches timed here have none")
     return name, pair
 
 
+def _keeps_tokens(pair: FormatPair) -> bool:
+    return pair.residual("key", DTYPE) is not None or pair.residual("value", DTYPE) is not None
+
+
 def default_formats() -> list[tuple[str, FormatPair]]:
-    """A cache that keeps its dtype, and all presets."""
-    return [parse_formats(name) for name in ("bfloat16", *preset_names())]
+    """A cache that keeps its dtype, and all presets whose caches are packed throughout."""
+    presets = (name for name in preset_names() if not _keeps_tokens(PRESETS[name]))
+    return [parse_formats(name) for name in ("bfloat16", *presets)]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _library.define(
 )
 _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
-_layout = functools.cache(PackedLayout)
+_layout = PackedLayout.parse
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,7 +48,7 @@ def _check_data(
         )
     if shape[3] != layout.block_bytes:
         raise ValueError(
-            f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.format_name} with head_dim "
+            f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.spec} with head_dim "
             f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim that it was written with"
         )
     if any(stride % BLOCK_TOKENS for stride in strides[:3]) or strides[3] != 1:
@@ -81,7 +81,8 @@ def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, for
 
         launch.store(data, x, positions, valid, format, role)
     else:
-        write_tokens_(data, layout, x, positions, valid)
+        blocks = torch.unique(positions // BLOCK_TOKENS) if layout.residual is not None else None
+        write_tokens_(data, layout, x, positions, valid, blocks)
 
 
 def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
@@ -100,7 +101,8 @@ def _check_attention(
     _check_data("attention", "k_data", k_data.dtype, k_data.shape, k_data.stride(), key)
     _check_data("attention", "v_data", v_data.dtype, v_data.shape, v_data.stride(), value)
     batch, num_heads = query.shape[:2]
-    if k_data.shape[:3] != v_data.shape[:3] or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
+    same_size = key.token_blocks(k_data) == value.token_blocks(v_data) and k_data.shape[1:3] == v_data.shape[1:3]
+    if not same_size or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
         raise ValueError(
             f"kvcompile::attention: query {list(query.shape)}, k_data {list(k_data.shape)} and v_data "
             f"{list(v_data.shape)} do not match: they need the same batch, k_data and v_data the same blocks and KV "
@@ -108,11 +110,9 @@ def _check_attention(
         )
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"kvcompile::attention: sinks must be [{num_heads}], one a head, but is {list(sinks.shape)}")
-    if not 0 <= kv_len <= k_data.shape[0] * BLOCK_TOKENS:
-        raise ValueError(
-            f"kvcompile::attention: kv_len {kv_len} is not within the {k_data.shape[0] * BLOCK_TOKENS} tokens of the "
-            f"cache"
-        )
+    capacity = key.token_blocks(k_data) * BLOCK_TOKENS
+    if not 0 <= kv_len <= capacity:
+        raise ValueError(f"kvcompile::attention: kv_len {kv_len} is not within the {capacity} tokens of the cache")
 
 
 def _attention(

@@ -4,9 +4,13 @@ With ``K = scale * level + zero`` (and V alike) attention needs no dequantized c
 
     scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
 
-and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. The decode path
-below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte of
-the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
+and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys
+that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``. The decode
+path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
+of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
+
+Blocks that the slots of a residual hold (:mod:`kvcompile.kernels.residual`) are attended to as they are: their scores
+replace those of the packed blocks, and their weights go to the slots' values instead of the packed ones.
 
 Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
 """
@@ -22,6 +26,7 @@ from torch import Tensor
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import read_stored_tokens
+from kvcompile.kernels.residual import held_blocks, holding_slots
 from kvcompile.kernels.rotation import rotate, unrotate
 
 MAX_DECODE_ROWS = 16  # query rows (query heads of a KV head times q_len) that the decode path keeps in registers
@@ -47,13 +52,13 @@ def attend(
     Args:
         query: [batch, num_heads, q_len, k_layout.head_dim], any float dtype.
         k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
-        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks.
+        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks of tokens.
         k_layout: layout of ``k_data``.
         v_layout: layout of ``v_data``.
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
         sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
-        kv_len: tokens in the cache, at most ``BLOCK_TOKENS * num_blocks``; slots beyond it have no influence, whatever
+        kv_len: tokens in the cache, at most as many as its blocks hold; slots beyond it have no influence, whatever
             their bytes.
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
@@ -72,18 +77,21 @@ def attend(
         raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
     if mask is not None and is_causal:
         raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")
-    capacity = BLOCK_TOKENS * k_data.shape[0]
+    capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
         raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
-    if k_layout.format.rotated:
-        q = rotate(q, k_layout.format.rotation_seed)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     path = _attend_levels if few_rows else _attend_dequantized
-    out = path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap)
-    if v_layout.format.rotated:
-        out = unrotate(out, v_layout.format.rotation_seed)
-    return out.to(query.dtype)
+    return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
+
+
+def _to_stored_basis(q: Tensor, layout: PackedLayout) -> Tensor:
+    return rotate(q, layout.format.rotation_seed) if layout.format.rotated else q
+
+
+def _to_original_basis(out: Tensor, layout: PackedLayout) -> Tensor:
+    return unrotate(out, layout.format.rotation_seed) if layout.format.rotated else out
 
 
 def _attend_dequantized(
@@ -98,13 +106,15 @@ def _attend_dequantized(
     is_causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention of scaled queries in the stored bases, on dequantized keys and values."""
+    """Attention of scaled queries on keys and values that are dequantized in their stored bases."""
+    q = _to_stored_basis(q, k_layout)
     k = read_stored_tokens(k_data, k_layout, kv_len)
     v = read_stored_tokens(v_data, v_layout, kv_len)
     if mask is not None:
         mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
     if sinks is None and not softcap:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+        return _to_original_basis(out, v_layout)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
@@ -122,7 +132,8 @@ def _attend_dequantized(
     if sinks is not None:
         total = total + torch.exp(sinks[:, None, None].float() - top)
     out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
-    return out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
+    out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
+    return _to_original_basis(out, v_layout)
 
 
 def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
@@ -148,14 +159,14 @@ def _attend_levels(
     is_causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention of scaled queries in the stored bases, on levels.
+    """Attention of scaled queries, on levels.
 
     Works in block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS], a row being a query head of the KV head
     at one query position (position fastest).
     """
     batch, num_heads, q_len, _ = q.shape
-    blocks, _, num_kv_heads, _ = k_data.shape
-    q = _computed_once(q).reshape(batch, num_kv_heads, -1, q.shape[-1])
+    blocks, num_kv_heads = k_layout.token_blocks(k_data), k_data.shape[2]
+    q = q.reshape(batch, num_kv_heads, -1, q.shape[-1])
     token = torch.arange(blocks * BLOCK_TOKENS, device=q.device).reshape(blocks, 1, 1, 1, BLOCK_TOKENS)
     in_cache = token < kv_len
 
@@ -189,14 +200,34 @@ def _attend_levels(
 
 def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
+    scores = _packed_scores(_to_stored_basis(q, layout), data, layout)
+    if layout.residual is None:
+        return scores
+    # The same products with the rows of slots; then each block looks at the slot that holds it.
+    keys = layout.rows(data).float()
+    rows = [(keys * row).sum(-1) for row in _computed_once(q)[:, :, :, None, None].unbind(2)]
+    slot, held = holding_slots(data, layout)
+    held_scores = torch.stack(rows, 3)[:, :, slot].permute(2, 0, 1, 3, 4)
+    return torch.where(held[..., None, None], held_scores, scores)
+
+
+def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``q . k`` in block form for queries in the stored basis."""
     parts, fmt = layout.split(data), layout.format
     levels = _levels(parts, fmt, transposed=False)
+    zero_scores = None
+    if fmt.granularity == "channel":
+        if "zero" in parts:
+            zero_scores = (parts["zero"].float() * q).sum(-1, keepdim=True)
+        q = parts["scale"].float() * q
     # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
     rows = []
-    for row in q.unsqueeze(-2).unbind(2):
+    for row in _computed_once(q).unsqueeze(-2).unbind(-3):
         products = [level * part for level, part in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
         rows.append(sum(products[1:], products[0]).sum(-1))
     scores = torch.stack(rows, 3)
+    if zero_scores is not None:
+        scores = scores + zero_scores
     if fmt.granularity != "token":
         return scores
     if "scale" in parts:
@@ -208,6 +239,23 @@ def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
 
 def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
+    if layout.residual is None:
+        return _to_original_basis(_weighted_packed_values(p, in_cache, data, layout), layout)
+    _, held = holding_slots(data, layout)
+    packed_p = torch.where(held[..., None, None], 0.0, p)
+    out = _to_original_basis(_weighted_packed_values(packed_p, in_cache, data, layout), layout)
+
+    block, holds = held_blocks(data, layout)
+    sequence, head = (torch.arange(size, device=data.device) for size in block.shape[:2])
+    weights = torch.where(holds[..., None, None], p[block, sequence[:, None, None], head[:, None]], 0.0)
+    visible = holds[..., None] & in_cache[:, 0, 0, 0][block]
+    values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # not even as 0 * NaN
+    rows = [(values * row[..., None]).sum((2, 3)) for row in _computed_once(weights).unbind(3)]
+    return out + torch.stack(rows, 2)
+
+
+def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``sum(p * v)`` over the packed blocks, in the stored basis."""
     parts, fmt = layout.split(data), layout.format
     levels = _levels(parts, fmt, transposed=True)
     if fmt.scale_dtype is None or fmt.granularity != "token":
@@ -233,10 +281,10 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
 def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
     """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
 
-    With scales that are not per token, which cannot be taken out of the products, the dequantized values.
+    With scales per group of channels, which cannot be taken out of the products, the dequantized values.
     """
     levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(parts))]
-    if fmt.granularity != "token":
+    if fmt.granularity == "group":
         for name in ("scale", "zero"):
             if name in parts:
                 metadata = fmt.per_channel(parts[name]).chunk(len(levels), dim=-1)

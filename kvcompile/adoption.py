@@ -66,8 +66,8 @@ def _why_not_adoptable(plain: Tensor, layout: PackedLayout, token_dim: int) -> s
         or not plain.is_floating_point()
     ):
         return f"it is not a 4-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along 1 or 2"
-    if (reason := layout.format.unsupported(layout.head_dim, layout.role)) is not None:
-        return f"format {layout.format_name}: {reason}"
+    if (reason := layout.unsupported(plain.dtype)) is not None:
+        return f"format {layout.spec}: {reason}"
     if plain.requires_grad:
         return "it requires grad, and a packed cache has no gradient"
     if not plain.is_contiguous():

@@ -4,6 +4,9 @@ In plain PyTorch ``cat([cache, new])`` copies the cache for every token. Here th
 as the shorter one, appended in place, as long as nobody can tell: an append that does not start at the fill mark copies
 (:meth:`GrowingBuffer.copy_of`), and so does a write to a token that another cache of the same storage can see
 (:meth:`Lineage.make_exclusive`).
+
+With a residual the caches of a storage also share the slots that hold recent tokens: while a longer cache fills its
+last blocks, the shorter ones may read their own last tokens quantized, as they would if they were longer.
 """
 
 from __future__ import annotations
@@ -26,31 +29,34 @@ class GrowingBuffer:
 
     Attributes:
         storage: uint8 [capacity in blocks, batch, num_kv_heads, block_bytes].
-        fill: tokens that some cache uses, counted from the first block.
+        fill: tokens that some cache uses, counted from the first block of tokens.
+        header_blocks: blocks before that of the first token, see :mod:`kvcompile.kernels.layout`.
         lineages: the caches that live in it, as long as they are alive.
     """
 
-    def __init__(self, storage: Tensor, fill: int) -> None:
+    def __init__(self, storage: Tensor, fill: int, header_blocks: int = 0) -> None:
         self.storage = storage
         self.fill = fill
+        self.header_blocks = header_blocks
         self.lineages: weakref.WeakSet[Lineage] = weakref.WeakSet()
 
     @classmethod
-    def copy_of(cls, data: Tensor, fill: int) -> GrowingBuffer:
+    def copy_of(cls, data: Tensor, fill: int, header_blocks: int = 0) -> GrowingBuffer:
         """A new buffer with room for ``fill`` tokens and more, which starts with a copy of ``data``.
 
         ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. What it does not cover is zeros: they decode
         to zeros in every format, so that nothing in a buffer ever decodes to NaN.
         """
-        storage = torch.empty((capacity_blocks(fill), *data.shape[1:]), dtype=data.dtype, device=data.device)
+        blocks = header_blocks + capacity_blocks(fill)
+        storage = torch.empty((blocks, *data.shape[1:]), dtype=data.dtype, device=data.device)
         copied = min(data.shape[0], storage.shape[0])
         storage[:copied].copy_(data[:copied])
         storage[copied:].zero_()
-        return cls(storage, fill)
+        return cls(storage, fill, header_blocks)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether the storage holds ``num_tokens`` tokens, counted from its first block."""
-        return num_tokens <= self.storage.shape[0] * BLOCK_TOKENS
+        """Whether the storage holds ``num_tokens`` tokens, counted from its first block of tokens."""
+        return num_tokens <= (self.storage.shape[0] - self.header_blocks) * BLOCK_TOKENS
 
 
 class Lineage:
@@ -70,5 +76,5 @@ class Lineage:
         """Moves this cache to a storage of its own if another cache shares it, so that a write is seen by no other."""
         if len(self.buffer.lineages) > 1:
             self.buffer.lineages.discard(self)
-            self.buffer = GrowingBuffer.copy_of(self.buffer.storage, self.end)
+            self.buffer = GrowingBuffer.copy_of(self.buffer.storage, self.end, self.buffer.header_blocks)
             self.buffer.lineages.add(self)

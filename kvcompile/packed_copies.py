@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcompile.kernels.layout import growing_blocks, num_blocks
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
-from kvcompile.packed_writes import coordinates_of, encoded, put, read_bytes, stored_bytes
+from kvcompile.packed_writes import coordinates_of, encoded, put, put_along, read, stored
 
 aten = torch.ops.aten
 
@@ -46,19 +46,24 @@ def _to_copy(
 
 @handles(aten.index_select.default)
 def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
-    """Copies bytes: beams are reordered, tokens are evicted without another quantization."""
+    """Copies bytes: beams are reordered, tokens are evicted without another quantization.
+
+    Single tokens of a cache with a residual are read instead: in other blocks they would be quantized again.
+    """
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
     axis = cache.axes[dim]
+    if axis == "t" and cache.packed_layout.residual is not None:
+        return NotImplemented
     index = index.reshape(-1)
     size = list(cache.shape)
     size[dim] = index.shape[0]
     if axis != "t":
         return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
-    values = read_bytes(cache, coordinates_of(cache, "t", index))
+    values = read(cache, coordinates_of(cache, "t", index))
     blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
     result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)
-    put(result.packed, result, coordinates_of(result), values)
+    put(result, result.packed, coordinates_of(result), values)
     return result
 
 
@@ -98,8 +103,7 @@ def _where(condition: Tensor, chosen: Tensor, otherwise: Tensor) -> Any:
     result = _clone(cache)
     keep = cache.to_stored_axes(keep[..., :1].expand(*cache.shape[:-1], 1))
     written = encoded(cache, cache.to_stored_axes(new.expand(cache.shape)))
-    coordinates = coordinates_of(result)
-    put(result.packed, result, coordinates, torch.where(keep, read_bytes(result, coordinates), written))
+    put(result, result.packed, coordinates_of(result), written, valid=~keep[..., 0])
     return result
 
 
@@ -144,6 +148,6 @@ def _append(cache: PackedTensor, others: Sequence[Tensor], dim: int) -> PackedTe
     for other in others:
         tokens = torch.arange(begin, begin + other.shape[dim], device=cache.device)
         # The new slots are seen by no other cache: written in place even where the storage is shared.
-        put(result.packed, result, coordinates_of(result, "t", tokens), stored_bytes(result, other))
+        put_along(result, result.packed, "t", tokens, stored(result, other))
         begin = begin + other.shape[dim]
     return result

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, growing_blocks, num_blocks
-from kvcompile.kernels.packing import pack_tokens, read_tokens
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.packing import pack_blocks, read_tokens
+from kvcompile.kernels.residual import header_of
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
 STORED_AXES = "bhtd"
@@ -50,7 +51,8 @@ class CacheMeta:
         axes: the logical dimensions in order, letters of ``bhtd``: ``bhtd`` is [batch, heads, tokens, head_dim],
             ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was selected away; the packed data
             holds one index of it.
-        start: tokens of the first block that come before this view, 0 to 63.
+        start: tokens of the first block that come before this view, 0 to 63; with a residual, whose header every view
+            needs, tokens of the cache that come before it.
         growing: whether the cache grows by concatenation.
     """
 
@@ -138,8 +140,11 @@ class PackedTensor(torch.Tensor):
         chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
         for block in range(0, num_blocks(x.shape[2]), chunk_blocks):
             chunk = x[:, :, block * BLOCK_TOKENS : (block + chunk_blocks) * BLOCK_TOKENS]
-            data = pack_tokens(layout, chunk)
-            result.packed[block : block + data.shape[0]].copy_(data)
+            data = pack_blocks(layout, chunk)
+            first = layout.header_blocks + block
+            result.packed[first : first + data.shape[0]].copy_(data)
+        if layout.residual is not None:
+            result.packed[: layout.header_blocks].copy_(header_of(layout, x))
         return result
 
     @classmethod
@@ -159,11 +164,11 @@ class PackedTensor(torch.Tensor):
                              "[batch, tokens, heads, head_dim] (1)")  # fmt: skip
         if len(shape) != 4 or shape[3] != layout.head_dim:
             raise ValueError(f"shape {tuple(shape)} is not that of a 4-dimensional cache of head_dim {layout.head_dim}")
-        if (reason := layout.format.unsupported(layout.head_dim, layout.role)) is not None:
-            raise ValueError(f"format {layout.format_name} cannot hold this cache: {reason}")
+        if (reason := layout.unsupported(dtype)) is not None:
+            raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
         axes = "bhtd" if token_dim == 2 else "bthd"
         batch, heads, tokens = (shape[axes.index(axis)] for axis in "bht")
-        blocks = capacity_blocks(tokens) if growing else num_blocks(tokens)
+        blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
         data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
 
@@ -207,8 +212,9 @@ class PackedTensor(torch.Tensor):
         if not cache_meta.growing or not can_be_buffer or "t" not in cache_meta.axes:
             return cls(data, cache_meta, size)
         end = cache_meta.start + size[cache_meta.axes.index("t")]
-        lineage = Lineage(GrowingBuffer(data, end), end)
-        return cls(data[: growing_blocks(end)], cache_meta, size, lineage=lineage)
+        layout = cache_meta.layout
+        lineage = Lineage(GrowingBuffer(data, end, layout.header_blocks), end)
+        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage)
 
     def view_as_part(
         self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
@@ -300,15 +306,15 @@ class PackedTensor(torch.Tensor):
         cache_meta = self.cache_meta if self.growing else replace(self.cache_meta, growing=True)
         if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
-            data = torch.cat([self._packed, spare])[: growing_blocks(end)]
+            data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
             return PackedTensor(data, cache_meta, size)
         first_block = self._first_block_to_append(num_new)
         if self._lineage is None or first_block is None:
-            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end)
+            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks)
         else:
             buffer = self._lineage.buffer
             buffer.fill += num_new
-        packed = buffer.storage[first_block : first_block + growing_blocks(end)]
+        packed = buffer.storage[first_block : first_block + self.packed_layout.growing_blocks(end)]
         return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, buffer.fill))
 
     def _first_block_to_append(self, num_new: int) -> int | None:
@@ -385,7 +391,7 @@ class PackedTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         facts = (
-            f"format='{self.format_name}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
+            f"format='{self.packed_layout.spec}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
             f"dtype={self.dtype}, device='{self.device}'"
         )
         if is_traced(self._packed):  # there are no values, and sizes may be symbolic
@@ -406,7 +412,7 @@ class PackedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         meta = self.cache_meta
         data = self.packed.clone(memory_format=torch.contiguous_format)
-        layout = (meta.layout.format_name, meta.layout.role, meta.layout.head_dim)
+        layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
         return rebuild_packed_tensor, (
             data,
             layout,
@@ -418,8 +424,8 @@ class PackedTensor(torch.Tensor):
 def rebuild_packed_tensor(
     data: Tensor, layout: tuple[Any, ...], meta: tuple[Any, ...], shape: tuple[int, ...]
 ) -> PackedTensor:
-    """What ``torch.load`` calls to make a saved cache again; the tuples are fields of PackedLayout and CacheMeta."""
-    return PackedTensor.owning(data, CacheMeta(PackedLayout(*layout), *meta), shape)
+    """What ``torch.load`` calls to make a saved cache again, from what names its layout and the fields of CacheMeta."""
+    return PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
 
 
 torch.serialization.add_safe_globals([rebuild_packed_tensor])

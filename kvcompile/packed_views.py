@@ -52,12 +52,18 @@ def _clamp(index: int, extent: int) -> int:
 def _token_range(
     cache: PackedTensor, start: int, length: int, size: Sequence[int], stride: Sequence[int], **changes: Any
 ) -> PackedTensor:
-    """The view of tokens ``start`` to ``start + length``; its ``packed`` begins at the first block that it needs."""
+    """The view of tokens ``start`` to ``start + length``; its ``packed`` begins at the first block that it needs.
+
+    With a residual that is the header, whose tags count blocks from the cache's first token on.
+    """
+    layout = cache.packed_layout
     begin = cache.start + start
-    first, last = begin // BLOCK_TOKENS, num_blocks(begin + length)
+    skipped = begin // BLOCK_TOKENS if layout.residual is None else 0
+    last = num_blocks(begin + length)
     if cache.growing:
-        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
-    return cache.view_as_part(size, stride, cache.packed[first:last], start=begin % BLOCK_TOKENS, **changes)
+        last = torch.sym_max(last, skipped + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
+    packed = cache.packed[skipped : layout.header_blocks + last]
+    return cache.view_as_part(size, stride, packed, start=begin - skipped * BLOCK_TOKENS, **changes)
 
 
 @handles(aten.select.int)

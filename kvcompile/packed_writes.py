@@ -1,8 +1,9 @@
 """Writes of whole token vectors to a packed cache: each one quantizes its vectors.
 
 Every write comes down to three index tensors (sequence, head, position in the packed data) that broadcast to the
-addressed vectors, and the bytes of the vectors. Indexing checks the bounds, as it does for a plain cache. Positions
-must be distinct: with duplicates the bytes of a vector may come from several of its writers.
+addressed vectors, and what is stored there: the bytes of the vectors or, in a cache with a residual, whose bytes depend
+on the other tokens of a block, the vectors. Indexing checks the bounds, as it does for a plain cache. Positions must be
+distinct: with duplicates the bytes of a vector may come from several of its writers.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
-from kvcompile.kernels.packing import byte_index
+from kvcompile.kernels.packing import byte_index, read_tokens, replace_blocks_, write_tokens_, write_vectors_
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
-from kvcompile.tracing import ends_functional_graph
+from kvcompile.tracing import ends_functional_graph, is_traced
 
 aten = torch.ops.aten
 
@@ -46,18 +47,19 @@ def _extent(cache: PackedTensor, axis: str) -> int:
 
 
 def encoded(cache: PackedTensor, x: Tensor) -> Tensor:
-    """Vectors [..., head_dim], rounded to the cache's dtype as by a plain cache -> bytes [..., bytes_per_token]."""
+    """Vectors [..., head_dim], rounded to the cache's dtype as by a plain cache -> what is stored, [..., width]."""
     layout = cache.packed_layout
-    return layout.token_bytes(layout.format.encode(x.detach().to(cache.device, cache.dtype)))
+    x = x.detach().to(cache.device, cache.dtype)
+    return x if layout.residual is not None else layout.token_bytes(layout.format.encode(x))
 
 
-def stored_bytes(cache: PackedTensor, source: Tensor) -> Tensor:
-    """The bytes, [batch, heads, tokens, bytes_per_token], that storing ``source`` (axes as ``cache``) writes.
+def stored(cache: PackedTensor, source: Tensor) -> Tensor:
+    """What storing ``source`` (axes as ``cache``) writes, [batch, heads, tokens, width].
 
-    Of a packed source with the same meaning they are its own bytes, so that nothing is quantized twice.
+    Bytes of a packed source with the same meaning are its own, so that nothing is quantized twice.
     """
     if isinstance(source, PackedTensor) and _meaning(source) == _meaning(cache):
-        return read_bytes(source, coordinates_of(source)).to(cache.device)
+        return read(source, coordinates_of(source)).to(cache.device)
     return encoded(cache, cache.to_stored_axes(plain(source)))
 
 
@@ -65,14 +67,41 @@ def _meaning(cache: PackedTensor) -> tuple[Any, ...]:
     return cache.packed_layout, cache.dtype, cache.axes
 
 
-def read_bytes(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
-    """Bytes of the vectors at ``coordinates``, uint8 [*N, bytes_per_token]."""
-    return cache.packed[byte_index(cache.packed_layout, *coordinates)]
+def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
+    """What is stored at ``coordinates``, [*N, width]."""
+    layout = cache.packed_layout
+    if layout.residual is None:
+        return cache.packed[byte_index(layout, *coordinates)]
+    return read_tokens(cache.packed, layout, cache.start + cache.num_tokens)[tuple(coordinates)].to(cache.dtype)
 
 
-def put(data: Tensor, cache: PackedTensor, coordinates: Coordinates, values: Tensor) -> None:
-    """Writes bytes of vectors to the packed ``data`` of ``cache``."""
-    data.index_put_(byte_index(cache.packed_layout, *coordinates), values)
+def put(
+    cache: PackedTensor, data: Tensor, coordinates: Coordinates, values: Tensor, valid: Tensor | None = None
+) -> None:
+    """Stores ``values`` in the packed ``data`` of ``cache``, except where ``valid`` [*N] is False."""
+    if cache.packed_layout.residual is not None:
+        vectors = values.expand(*torch.broadcast_shapes(*(c.shape for c in coordinates)), values.shape[-1])
+        sequence, head, position = coordinates
+        write_vectors_(data, cache.packed_layout, vectors, sequence, head, position, valid, _blocks_of(position))
+        return
+    index = byte_index(cache.packed_layout, *coordinates)
+    data.index_put_(index, values if valid is None else torch.where(valid[..., None], values, data[index]))
+
+
+def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None, values: Tensor) -> None:
+    """The same for all vectors whose index along ``axis`` is in ``index``, int64 [n] (None: all vectors)."""
+    coordinates = coordinates_of(cache, axis, index)
+    if cache.packed_layout.residual is None or axis in ("b", "h"):
+        put(cache, data, coordinates, values)
+        return
+    positions = coordinates[2].reshape(-1)
+    x = values.expand(*data.shape[1:3], positions.shape[0], values.shape[-1])
+    write_tokens_(data, cache.packed_layout, x, positions, blocks=_blocks_of(positions))
+
+
+def _blocks_of(positions: Tensor) -> Tensor | None:
+    """The blocks that positions lie in; unknown in traced code."""
+    return None if is_traced(positions) else torch.unique(positions // BLOCK_TOKENS)
 
 
 def plain(x: Any) -> Any:
@@ -97,21 +126,40 @@ def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
         cache.packed.copy_(source.packed)
         return cache
     source = source if source.shape == cache.shape else plain(source).expand(cache.shape)
-    values = stored_bytes(cache, source)
-    put(cache.packed_for_write(), cache, coordinates_of(cache), values)
+    if isinstance(source, PackedTensor) and _has_same_blocks(cache, source):
+        _copy_blocks(cache, source)
+    else:
+        put_along(cache, cache.packed_for_write(), "t", None, stored(cache, source))
     return cache
+
+
+def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
+    """Whether the tokens of ``source`` lie in blocks as those of ``cache``, which has a residual."""
+    same = cache.packed_layout.residual is not None and _meaning(source) == _meaning(cache)
+    return same and cache.start == source.start == 0 and "t" in cache.axes
+
+
+def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
+    """Copies blocks as they are; of the last one, which may have tokens that are not of ``cache``, what differs."""
+    data, blocks = cache.packed_for_write(), cache.num_tokens // BLOCK_TOKENS
+    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device))
+    begin = blocks * BLOCK_TOKENS
+    tail, new = (part.narrow(part.token_dim, begin, part.num_tokens - begin) for part in (cache, source))
+    assert isinstance(tail, PackedTensor)
+    coordinates, values = coordinates_of(tail), stored(tail, new)
+    put(tail, data, coordinates, values, valid=(values != read(tail, coordinates)).any(-1))
 
 
 @handles(aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(cache: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
-    put(cache.packed_for_write(), cache, coordinates_of(cache), _constant(cache, value))
+    put_along(cache, cache.packed_for_write(), "t", None, _constant(cache, value))
     return cache
 
 
 def _constant(cache: PackedTensor, value: Any) -> Tensor:
-    """Bytes of a vector whose channels all are ``value``, a number or a tensor of no dimensions."""
+    """What is stored for a vector whose channels all are ``value``, a number or a tensor of no dimensions."""
     vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device)
     return encoded(cache, vector.fill_(plain(value)))
 
@@ -124,12 +172,12 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
     data = cache.packed_for_write()
     ranges = [(begin, end)]
     if first < last:
-        data[first:last].zero_()
+        replace_blocks_(data, cache.packed_layout, first, last)
         ranges = [(begin, first * BLOCK_TOKENS), (last * BLOCK_TOKENS, end)]
     for low, high in ranges:
         if low < high:
             tokens = torch.arange(low - begin, high - begin, device=data.device)
-            put(data, cache, coordinates_of(cache, "t", tokens), data.new_zeros(()))
+            put_along(cache, data, "t", tokens, torch.zeros_like(_constant(cache, 0)))
     return cache
 
 
@@ -144,8 +192,8 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
             f"index_copy_ into a packed cache: source is {source.dtype} {tuple(source.shape)}, expected {cache.dtype} "
             f"{tuple(expected)}"
         )
-    values = stored_bytes(cache, source)
-    put(cache.packed_for_write(), cache, coordinates_of(cache, cache.axes[dim], index.reshape(-1)), values)
+    values = stored(cache, source)
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), values)
     return cache
 
 
@@ -153,8 +201,7 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
 def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
-    coordinates = coordinates_of(cache, cache.axes[dim], index.reshape(-1))
-    put(cache.packed_for_write(), cache, coordinates, _constant(cache, value))
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), _constant(cache, value))
     return cache
 
 
@@ -171,17 +218,16 @@ def _index_put_(
         return NotImplemented
     if len(dims) == 1 and (index := indices[dims[0]]) is not None and index.dim() == 1:
         # The common form, without a grid: one index vector along one axis.
-        coordinates = coordinates_of(cache, cache.axes[dims[0]], index)
-        size = list(cache.shape)
-        size[dims[0]] = coordinates["bht".index(cache.axes[dims[0]])].numel()
-        put(cache.packed_for_write(), cache, coordinates, stored_bytes(cache, plain(values).expand(size)))
+        axis, size = cache.axes[dims[0]], list(cache.shape)
+        size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
+        put_along(cache, cache.packed_for_write(), axis, index, stored(cache, plain(values).expand(size)))
         return cache
     # The coordinates of the addressed vectors: index a grid of coordinates (with one channel) in the same way.
     grid = [_extent(cache, axis) for axis in "bht"]
     logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]
     coordinates = [aten.index.Tensor(c, indices)[..., 0] for c in logical]
     vectors = plain(values).expand(*coordinates[0].shape, cache.packed_layout.head_dim)
-    put(cache.packed_for_write(), cache, coordinates, encoded(cache, vectors))
+    put(cache, cache.packed_for_write(), coordinates, encoded(cache, vectors))
     return cache
 
 
@@ -217,5 +263,5 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
         values = encoded(cache, source)
     else:
         values = _constant(cache, source)
-    put(cache.packed_for_write(), cache, coordinates, values)
+    put(cache, cache.packed_for_write(), coordinates, values)
     return cache

@@ -7,9 +7,12 @@ A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
       - {match: {layers: "0-1, -2:"}, dtype: fp8_e4m3}
       - {match: {module: "re:.*cross_attn"}, dtype: auto}    # auto: leave the cache as it is
       - match: {layers: "2:-2"}
-        key: {dtype: int8_per_token_head}
+        key: {dtype: int4, granularity: per_channel, group_size: 64}
         value: {dtype: int4_per_token_head}
+        sink_tokens: 64                                      # in these layers
     default: {dtype: int8_per_token_head}                    # required
+    residual_length: 64                                      # recent tokens that stay as they are
+    sink_tokens: 0                                           # first tokens that stay as they are
     on_unsupported: warn                                     # error | warn | ignore
     key_outliers: warn                                       # ignore | warn | promote
     strict: false                                            # true: a rule that matches nothing is an error
@@ -24,14 +27,17 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcompile import presets
 from kvcompile.errors import PolicyError, did_you_mean
+from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.layout import Role
 from kvcompile.layers import LayerSet
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy_text import parse_json, parse_yaml
@@ -44,6 +50,11 @@ POLICY_VARIABLE = "KVQUANT_POLICY"
 OnUnsupported = Literal["error", "warn", "ignore"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
+
+Granularity = Literal["per_token_head", "per_channel", "per_group"]
+
+Tokens = Annotated[int, Field(ge=0, strict=True)]
+"""A number of tokens."""
 
 
 class _Strict(BaseModel):
@@ -106,10 +117,32 @@ class Half(_Strict):
     """The format of one half, keys or values, of a cache.
 
     Attributes:
-        dtype: a format, or a preset, which stands for its format of this half.
+        dtype: a format, or a preset, which stands for its format of this half; with ``granularity`` what the elements
+            are: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
+        granularity: what shares a scale: a vector (``per_token_head``), a channel of 64 tokens (``per_channel``, for
+            keys), or ``group_size`` channels of a vector (``per_group``).
+        group_size: channels of a group: 32, 64 or 128; with ``per_channel`` it can only be 64.
     """
 
     dtype: str
+    granularity: Granularity | None = None
+    group_size: int | None = None
+
+    @model_validator(mode="after")
+    def _exists(self) -> Half:
+        if self.granularity is None and self.group_size is not None:
+            raise PolicyError("group_size needs a granularity: per_group, or per_channel")
+        self.format_name("key")
+        return self
+
+    def format_name(self, role: Role) -> str:
+        """The format of keys or values; PolicyError if there is none."""
+        if self.granularity is not None:
+            return presets.described(self.dtype, self.granularity, self.group_size)
+        formats = presets.resolve(self.dtype)
+        if formats is None:
+            raise PolicyError("dtype: auto is for whole caches; give the rule `dtype: auto` and neither key nor value")
+        return formats.format_name(role)
 
 
 class Choice(_Strict):
@@ -132,13 +165,6 @@ class Choice(_Strict):
             presets.resolve(dtype)
         return dtype
 
-    @field_validator("key", "value")
-    @classmethod
-    def _known_half(cls, half: Half | None) -> Half | None:
-        if half is not None and presets.resolve(half.dtype) is None:
-            raise PolicyError("dtype: auto is for whole caches; give the rule `dtype: auto` and neither key nor value")
-        return half
-
     @model_validator(mode="after")
     def _complete(self) -> Choice:
         missing = [name for name in ("key", "value") if getattr(self, name) is None]
@@ -146,14 +172,21 @@ class Choice(_Strict):
             raise PolicyError(f"no format for the {' and the '.join(missing)}; give dtype, or key and value")
         if self.dtype == presets.AUTO and len(missing) < 2:
             raise PolicyError("dtype: auto leaves the whole cache alone; drop it, or drop key and value")
+        formats = self.formats()
+        if formats is not None and get_format(formats.value).granularity == "channel":
+            raise PolicyError(
+                f"values cannot have scales per channel ({formats.value}), which keys can; give them scales per token, "
+                f"e.g. value: {{dtype: int4_unrotated}}"
+            )
         return self
 
     def formats(self) -> FormatPair | None:
         """The formats of keys and values, or None to leave the cache alone."""
-        both = presets.resolve(self.dtype) if self.dtype is not None else None
-        key = presets.resolve(self.key.dtype) if self.key is not None else both
-        value = presets.resolve(self.value.dtype) if self.value is not None else both
-        return FormatPair(key.key, value.value) if key is not None and value is not None else None
+        both = Half(dtype=self.dtype) if self.dtype is not None and self.dtype != presets.AUTO else None
+        key, value = self.key or both, self.value or both
+        if key is None or value is None:
+            return None
+        return FormatPair(key.format_name("key"), value.format_name("value"))
 
 
 class Rule(Choice):
@@ -161,9 +194,13 @@ class Rule(Choice):
 
     Attributes:
         match: which sites.
+        residual_length: in place of the policy's.
+        sink_tokens: in place of the policy's.
     """
 
     match: Match
+    residual_length: Tokens | None = None
+    sink_tokens: Tokens | None = None
 
 
 class Policy(_Strict):
@@ -175,6 +212,10 @@ class Policy(_Strict):
         version: of the form of policies; 1.
         rules: the first one that matches a site decides.
         default: decides where no rule matches.
+        residual_length: how many of the most recent tokens stay in the dtype of the cache, rounded up to whole blocks
+            of 64. The newest block is rarely full: with 128, between 65 and 128 tokens stay. Keys with scales per
+            channel keep at least one block.
+        sink_tokens: how many of the first tokens stay in the dtype of the cache, rounded up to whole blocks of 64.
         on_unsupported: what happens to a site that cannot be packed: an ``error``, a warning (``warn``), or neither
             (``ignore``); in the latter two it stays as it is.
         key_outliers: what happens where outlier channels take most of the bits that the format of keys has: nothing
@@ -186,6 +227,8 @@ class Policy(_Strict):
     version: Literal[1] = 1
     rules: tuple[Rule, ...] = ()
     default: Choice
+    residual_length: Tokens = 0
+    sink_tokens: Tokens = 0
     on_unsupported: OnUnsupported = "warn"
     key_outliers: OnKeyOutliers = "warn"
     strict: bool = False
@@ -252,8 +295,17 @@ class Policy(_Strict):
             layer: its layer index; None if its name has none, and then no rule with ``layers`` matches.
             num_layers: layers of the whole model, which negative indices count from.
         """
-        rule = self._rule_for(module, layer, num_layers)
-        return (self.default if rule is None else self.rules[rule]).formats()
+        index = self._rule_for(module, layer, num_layers)
+        rule = self.rules[index] if index is not None else None
+        formats = (rule or self.default).formats()
+        if formats is None:
+            return None
+        residual_length, sink_tokens = self.residual_length, self.sink_tokens
+        if rule is not None and rule.residual_length is not None:
+            residual_length = rule.residual_length
+        if rule is not None and rule.sink_tokens is not None:
+            sink_tokens = rule.sink_tokens
+        return replace(formats, residual_length=residual_length, sink_tokens=sink_tokens)
 
     def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
         matches = (i for i, rule in enumerate(self.rules) if rule.match.matches(module, layer, num_layers))

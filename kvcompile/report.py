@@ -91,6 +91,7 @@ class Totals:
         graphs, sites, rewritten, refused, left_alone: counts.
         bytes_per_token_before: bytes per token and KV head of all packed caches, had they stayed as they were.
         bytes_per_token_after: the same packed, metadata included.
+        residual_bytes: bytes per sequence and KV head of recent and first tokens that they keep as they are.
     """
 
     graphs: int
@@ -100,10 +101,11 @@ class Totals:
     left_alone: int
     bytes_per_token_before: int
     bytes_per_token_after: int
+    residual_bytes: int
 
     @property
     def ratio(self) -> float | None:
-        """How many times smaller the packed caches are; None if there are none."""
+        """How many times smaller the packed caches are, as they get long; None if there are none."""
         return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
 
 
@@ -136,6 +138,7 @@ class Report:
             left_alone=outcomes["left alone"],
             bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
             bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
+            residual_bytes=sum(cache.residual_bytes for cache in caches),
         )
 
     def _caches(self) -> list[CacheSummary]:

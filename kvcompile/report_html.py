@@ -84,7 +84,10 @@ def _summary(report: Report) -> Markup:
             element("dl", *_memory_row("before", [("before", before)], before, before)),
             element("dl", *_memory_row("after", [("after", after)], after, before)),
         ]
-        what = element("p", "per token and KV head, all packed caches together, scales included", class_="muted")
+        text = "per token and KV head, all packed caches together, scales included"
+        if totals.residual_bytes:
+            text += f"; and {totals.residual_bytes:,} bytes per sequence and KV head for recent and first tokens"
+        what = element("p", text, class_="muted")
         cards.append(_card(f"Caches {totals.ratio:.2f} times smaller", *rows, what))
     return element("div", *cards, class_="cards")
 
@@ -247,6 +250,8 @@ def _cache(cache: CacheSummary) -> Markup:
         "format": cache.format,
         "bytes per token and KV head": f"{cache.bytes_per_token_before} → {cache.bytes_per_token_after}",
     }
+    if cache.residual_bytes:
+        facts["bytes per sequence and KV head for recent and first tokens"] = f"{cache.residual_bytes:,}"
     pairs = [element("div", element("dt", name), element("dd", fact)) for name, fact in facts.items()]
     return element("div", element("h3", f"{cache.role.capitalize()} cache"), element("dl", *pairs), class_="cache")
 

@@ -78,4 +78,7 @@ def _totals(totals: Totals) -> str:
     if totals.ratio is None:
         return text
     sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
-    return f"{text}\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+    text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+    if totals.residual_bytes:
+        text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
+    return text

@@ -1,7 +1,9 @@
 """Insert store and attention on packed caches into a graph, in the form that suits the device.
 
 On CUDA they are the ops ``kvcompile::store`` and ``kvcompile::attention``, which run Triton kernels. Elsewhere their
-plain-PyTorch meaning is traced into the graph and Inductor generates the code.
+plain-PyTorch meaning is traced into the graph and Inductor generates the code; but a store of many tokens to a cache
+with a residual is the op there too: it changes whole blocks, which ones is known when it runs, and code that is traced
+before would go through the whole cache.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.residual import is_few
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.marker import Marker
 from kvcompile.passes.match_write import shape_of
@@ -29,7 +32,7 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
     (or its scatter lowering, on a CPU) do it in place.
     """
-    if not _uses_kernels(data):
+    if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
 
         def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
             return write_tokens(data, layout, x, positions, valid)
@@ -43,7 +46,7 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
             "x": x,
             "positions": positions,
             "valid": valid,
-            "format": layout.format_name,
+            "format": layout.spec,
             "role": layout.role,
             "_data_base_index": 0,
             "_all_bases": [data],
@@ -85,7 +88,7 @@ def insert_attention(
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
     args = (
         marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
-        key.format_name, value.format_name, value.head_dim, ranges,
+        key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
     return _call(graph, torch.ops.kvcompile.attention.default, args)
 

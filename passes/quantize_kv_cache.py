@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
@@ -177,6 +178,8 @@ def _choose(
             candidate.layouts = {
                 cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
             }
+            for cache in _caches(candidate):
+                check_kernels(candidate.layouts[cache.role], cache.root.meta["val"].device)
         except Refusal as refusal:
             refuse(candidate.site, refusal)
 
@@ -193,11 +196,17 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         return packed.layout
     if formats is None:
         raise Refusal(Reason.policy_auto)
-    layout = PackedLayout(formats.key if cache.role == "key" else formats.value, cache.role, cache.head_dim)
-    unsupported = layout.format.unsupported(cache.head_dim, cache.role)
+    layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
+    unsupported = layout.unsupported(cache.dtype)
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
+
+
+def check_kernels(layout: PackedLayout, device: torch.device) -> None:
+    """Raise Refusal if a cache of this layout has no kernels on ``device``."""
+    if layout.residual is not None and device.type == "cuda":
+        raise Refusal(Reason.residual_on_gpu, role=layout.role)
 
 
 def _settle(candidates: list[_Candidate]) -> None:
@@ -237,7 +246,8 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
         source=sources.get(cache.base, cache.root.name),
         shape=tuple(size if isinstance(size, int) else str(size) for size in cache.shape),
         dtype=str(cache.dtype).removeprefix("torch."),
-        format=layout.format_name,
+        format=layout.description,
         bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,
         bytes_per_token_after=layout.bytes_per_token,
+        residual_bytes=layout.residual_bytes,
     )

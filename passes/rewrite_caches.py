@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.kernels.layout import PackedLayout, growing_blocks, num_blocks
+from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
@@ -146,12 +146,10 @@ class CacheRewriter:
             if node in remains and not node.users:
                 self.graph.erase_node(node)
 
-    def _blocks(self, cache: Cache) -> Any:
-        grows = cache.kind in ("growing", "fresh")
-        return growing_blocks(cache.num_tokens) if grows else num_blocks(cache.num_tokens)
-
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
-        return (self._blocks(cache), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+        grows = cache.kind in ("growing", "fresh")
+        blocks = layout.growing_blocks(cache.num_tokens) if grows else layout.blocks(cache.num_tokens)
+        return (blocks, cache.shape[0], cache.num_kv_heads, layout.block_bytes)
 
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.layout import PackedLayout, Residual, Role, num_blocks
 from kvcompile.passes.refusal import Reason
 
 
 @dataclass(frozen=True)
 class FormatPair:
-    """The formats of one layer's cache, by registry name."""
+    """How one layer's cache is stored.
+
+    Attributes:
+        key: format of keys, by registry name.
+        value: format of values.
+        residual_length: recent tokens that are kept in the dtype of the cache, in whole blocks; at least one block of
+            keys whose scales are per channel.
+        sink_tokens: first tokens that are kept so, in whole blocks.
+    """
 
     key: str
     value: str
+    residual_length: int = 0
+    sink_tokens: int = 0
+
+    def format_name(self, role: Role) -> str:
+        return self.key if role == "key" else self.value
+
+    def residual(self, role: Role, dtype: torch.dtype) -> Residual | None:
+        """What keys or values of a cache of ``dtype`` keep as they are."""
+        recent_blocks, sink_blocks = num_blocks(self.residual_length), num_blocks(self.sink_tokens)
+        if get_format(self.format_name(role)).granularity == "channel":
+            recent_blocks = max(recent_blocks, 1)
+        return Residual(sink_blocks, recent_blocks, dtype) if recent_blocks + sink_blocks else None
+
+    def layout(self, role: Role, head_dim: int, dtype: torch.dtype) -> PackedLayout:
+        """The layout of keys or values of a cache of ``dtype``."""
+        return PackedLayout(self.format_name(role), role, head_dim, self.residual(role, dtype))
 
 
 @dataclass(frozen=True)
@@ -27,9 +55,10 @@ class CacheSummary:
         source: where the tensor comes from, in Dynamo's words (``L['past_key_values'].layers[0].keys``), or its node.
         shape: logical shape, symbolic sizes as strings.
         dtype: logical dtype, e.g. ``bfloat16``.
-        format: registry name of its format.
+        format: registry name of its format, and what it keeps as it is: ``int4_per_channel (64 recent)``.
         bytes_per_token_before: bytes per token and KV head of the logical dtype.
         bytes_per_token_after: bytes per token and KV head in the packed cache, metadata included.
+        residual_bytes: bytes per sequence and KV head of recent and first tokens that it keeps as they are besides.
     """
 
     role: str
@@ -41,6 +70,7 @@ class CacheSummary:
     format: str
     bytes_per_token_before: int
     bytes_per_token_after: int
+    residual_bytes: int = 0
 
 
 @dataclass

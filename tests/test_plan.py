@@ -30,7 +30,7 @@ from model_configs import (
 
 from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.formats.base import HEAD_DIM
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Residual, Role
 from kvcompile.planning.capacity import bytes_at, longest_context
 from kvcompile.planning.config_file import read_config
 from kvcompile.planning.decode_time import payoff
@@ -39,7 +39,7 @@ from kvcompile.planning.errors import NoRoomError
 from kvcompile.planning.model_caches import CONTEXT, read_model_caches
 from kvcompile.planning.parameters import count_parameters
 from kvcompile.planning.plan import Plan
-from kvcompile.planning.storage import compressed
+from kvcompile.planning.storage import Measure, compressed
 from kvcompile.planning.stored_caches import apply_policy
 from kvcompile.planning.units import format_context, format_size, parse_context, parse_rate, parse_size
 from kvcompile.planning.weights import WEIGHT_FORMATS, read_weights
@@ -106,6 +106,30 @@ def test_allocated_bytes_are_those_of_the_packed_layout(name: str, head_dim: int
         for tokens in (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 1000):
             planned = compressed(name).nbytes(head_dim, CONTEXT, "allocated").subs(CONTEXT, tokens)
             assert planned == torch.Size(layout.shape(tokens, 1, 1)).numel()
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (1, 0), (2, 3)])
+@pytest.mark.parametrize("name", ["int4_per_channel", "fp8_e4m3"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_tokens_that_stay_as_they_are_are_counted(name: str, head_dim: int, sinks: int, recent: int) -> None:
+    residual = Residual(sinks, recent, torch.bfloat16)
+    layout, storage = PackedLayout(name, "key", head_dim, residual), compressed(name, residual)
+    for tokens in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 1000):
+        nbytes = {
+            measure: storage.nbytes(head_dim, CONTEXT, measure).subs(CONTEXT, tokens) for measure in get_args(Measure)
+        }
+        assert nbytes["allocated"] == torch.Size(layout.shape(tokens, 1, 1)).numel()
+        assert nbytes["payload"] == compressed(name).nbytes(head_dim, CONTEXT, "payload").subs(CONTEXT, tokens)
+        kept = (sinks + recent) * (BLOCK_TOKENS * head_dim * 2 + 4)
+        assert nbytes["stored"] == compressed(name).nbytes(head_dim, CONTEXT, "stored").subs(CONTEXT, tokens) + kept
+
+
+def test_the_preset_with_scales_per_channel_is_planned_with_its_recent_tokens() -> None:
+    caches = apply_policy("int4", model_of(LLAMA_3_1_8B))
+    heads = 32 * 8
+    assert caches.bytes_per_token("stored") == heads * (72 + 68)
+    allocated = caches.nbytes("allocated").subs(CONTEXT, 1000)
+    assert allocated == heads * (4 * 64 * 72 + 16 * 64 * (72 + 68))
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.site import FormatPair
@@ -43,6 +46,12 @@ def test_the_table_of_formats_is_the_arithmetic_of_the_formats() -> None:
         bits = f"{FORMATS[pair.key].bits:g} / {FORMATS[pair.value].bits:g}"
         expected.append((name, bits, str(key), str(value), str(key + value), share))
     assert rows == expected
+
+
+def test_the_bytes_of_recent_tokens_are_those_of_the_layout() -> None:
+    layout = PRESETS["int4"].layout("key", 128, torch.bfloat16)
+    assert f"`int4` {layout.residual_bytes // 1024} KiB more per sequence and KV head" in README.replace("\n", " ")
+    assert layout.residual_bytes % 1024 == 0
 
 
 def test_the_example_of_a_policy_is_one() -> None:

@@ -99,8 +99,8 @@ class Format(abc.ABC):
             return f"head_dim {head_dim} is not a multiple of 16 between 16 and 256"
         if self.group_size and head_dim % self.group_size:
             return f"head_dim {head_dim} is not a multiple of the group size {self.group_size}"
-        if self.granularity == "channel":
-            return "scales per channel need the tokens of a whole block at once, and caches are written token by token"
+        if self.granularity == "channel" and role == "value":
+            return "scales per channel are for keys; give values scales per token"
         return None
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:

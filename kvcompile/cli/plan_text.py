@@ -141,6 +141,9 @@ def _half_formulas(stored: StoredCache) -> Iterator[str]:
         else:
             share = 100 * float(metadata / payload)
             yield f"{role} {storage.name}: {storage.stored} = {payload} + {metadata} bytes, {share:.3g} % metadata"
+        if storage.residual is not None:
+            kept = storage.residual_bytes(width, "stored")
+            yield f"  and {kept} bytes a sequence and KV head for {storage.residual.description} tokens as they are"
 
 
 def _weights_formulas(weights: Weights, parameters: ParameterCount) -> str:

@@ -30,8 +30,13 @@ def policy_schema() -> dict[str, Any]:
 
 
 def _dtypes(name: str) -> list[str]:
-    """What ``dtype`` may be in the class called ``name``: one half of a cache cannot be left as it is."""
-    return [dtype for dtype in presets.known_names() if name != policy.Half.__name__ or dtype != presets.AUTO]
+    """What ``dtype`` may be in the class called ``name``.
+
+    One half of a cache cannot be left as it is, and may be described by its elements.
+    """
+    if name != policy.Half.__name__:
+        return presets.known_names()
+    return [dtype for dtype in (*presets.known_names(), *presets.element_dtypes()) if dtype != presets.AUTO]
 
 
 def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:

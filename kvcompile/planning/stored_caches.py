@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sympy
+import torch
 
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.layout import Role
@@ -45,8 +46,8 @@ class StoredCache:
         return parts
 
     def bytes_per_token(self, measure: Measure) -> int:
-        """Bytes of a token that is kept, without the padding of blocks."""
-        vectors = [storage.nbytes(width, sympy.Integer(1), measure) for _, storage, width in self.halves]
+        """Bytes that one more token adds, without the padding of blocks."""
+        vectors = [storage.bytes_per_token(width, measure) for _, storage, width in self.halves]
         return int(self.cache.num_kv_heads * sum(vectors))
 
 
@@ -141,7 +142,10 @@ def _stored(cache: LayerCache, policy: Policy, model: ModelCaches, refusals: Cou
     formats = policy.formats_for(cache.module, cache.layer, model.num_layers)
     if formats is None:
         return StoredCache(cache, plain, plain)
-    stored = StoredCache(cache, compressed(formats.key), compressed(formats.value))
+    dtype = getattr(torch, model.dtype)
+    key = compressed(formats.key, formats.residual("key", dtype))
+    value = compressed(formats.value, formats.residual("value", dtype))
+    stored = StoredCache(cache, key, value)
     for role, storage, width in stored.halves:
         reason = storage.refusal(width, role)
         if reason is not None:

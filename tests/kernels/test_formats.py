@@ -240,8 +240,9 @@ def test_only_multiples_of_16_and_of_the_group_up_to_256_are_accepted_as_head_di
         assert str(head_dim) in fmt.unsupported(head_dim, "key")
 
 
-def test_a_cache_cannot_have_scales_per_channel():
-    assert "need the tokens of a whole block" in get_format("int4_per_channel").unsupported(64, "key")
+def test_only_keys_can_have_scales_per_channel():
+    assert get_format("int4_per_channel").unsupported(64, "key") is None
+    assert "scales per channel are for keys" in get_format("int4_per_channel").unsupported(64, "value")
 
 
 def test_a_seed_changes_the_rotation_and_nothing_else():

@@ -1,0 +1,188 @@
+"""Compiled models on caches with a residual mean what eager code on such caches means, and store in place.
+
+Most tests run the rewritten graphs node by node; what Inductor makes of such a graph is the matter of the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import test_packed_tensor_compiled
+import torch
+from test_hand_written_model import Decoder, masked_update, slice_assignment
+from test_packed_tensor_compiled import PROGRAMS, compare
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from kvcompile import last_report
+from kvcompile.kernels.layout import PackedLayout, Residual
+from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.quantize_kv_cache import check_kernels
+from kvcompile.passes.refusal import Refusal
+from kvcompile.policy import Policy
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import fresh_cache, tiny_llama  # noqa: E402
+
+SINKS = {
+    "default": {"key": {"dtype": "int8", "granularity": "per_channel"}, "value": {"dtype": "turboquant_4bit"}},
+    "residual_length": 65,
+    "sink_tokens": 4,
+}
+CHUNKS = [120, 6, *[1] * 5]  # across the boundaries of blocks at 64 and 128
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def packed(plain: Tensor, role: str, policy: Any, *, growing: bool = False) -> PackedTensor:
+    formats = Policy.load(policy).formats_for("", 0, 1)
+    return PackedTensor.from_dense(plain, formats.layout(role, plain.shape[-1], plain.dtype), 2, growing=growing)
+
+
+def pack_layers(cache: Any, policy: Any, *, growing: bool) -> Any:
+    """A copy of a Hugging Face cache with packed tensors."""
+    cache = copy.deepcopy(cache)
+    for layer in cache.layers:
+        layer.keys = packed(layer.keys, "key", policy, growing=growing)
+        layer.values = packed(layer.values, "value", policy, growing=growing)
+    return cache
+
+
+def eager_cache(model: Any, kind: str, policy: Any, batch: int) -> Any:
+    """A Hugging Face cache that is packed and holds no token."""
+    cache = fresh_cache(model, kind)
+    config = model.config
+    example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype)
+    for index in range(config.num_hidden_layers):
+        layer = cache.layers[index]
+        layer.lazy_initialization(example, example)
+        if kind == "dynamic":
+            layer.keys = layer.values = example[:, :, :0]
+    return pack_layers(cache, policy, growing=kind == "dynamic")
+
+
+def compiled(model: Any, policy: Any) -> Any:
+    options = {"policy": policy, "on_unsupported": "error", "fx_graph_cache": False}
+    return torch.compile(model, backend="kvquant", options=options)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("static", SINKS), ("dynamic", "int4")], ids=["static", "dynamic"])
+@pytest.mark.usefixtures("without_code_generation")
+def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling(kind: str, policy: Any) -> None:
+    model = tiny_llama(num_layers=1)
+    step, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
+    graphs = []
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS))).split(CHUNKS, dim=1):
+        logits = step(input_ids=ids, past_key_values=cache).logits
+        assert_near(logits, model(input_ids=ids, past_key_values=expected_cache).logits)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    assert graphs[3] == graphs[-1] <= 4
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("static", "int4"), ("dynamic", SINKS)], ids=["static", "dynamic"])
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(kind: str, policy: Any) -> None:
+    model = tiny_llama(num_layers=1)
+    step, cache = compiled(model, policy), fresh_cache(model, kind)
+    ids = torch.randint(0, 97, (2, 105))
+    model(input_ids=ids[:, :100], past_key_values=cache)
+    filled = cache.layers[0].keys[:, :, 64:100].clone()
+    expected_cache = pack_layers(cache, policy, growing=kind == "dynamic")
+    for token in ids[:, 100:].split(1, dim=1):
+        logits = step(input_ids=token, past_key_values=cache).logits
+        assert_near(logits, model(input_ids=token, past_key_values=expected_cache).logits)
+    assert torch.equal(cache.layers[0].keys[:, :, 64:100].clone().dequantize(), filled)
+
+
+@pytest.mark.parametrize(("write", "policy"), [(slice_assignment, "int4"), (masked_update, SINKS)])
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any) -> None:
+    model = Decoder(write, batch=2).eval()
+    expected_model = copy.deepcopy(model)
+    expected_model.keys = packed(model.keys, "key", policy)
+    expected_model.values = packed(model.values, "value", policy)
+    step, start = compiled(model, policy), 0
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS))).split(CHUNKS, dim=1):
+        assert_near(step(ids, start), expected_model(ids, start))
+        start += ids.shape[1]
+    assert isinstance(model.keys, PackedTensor)
+    torch.testing.assert_close(model.keys.dequantize(), expected_model.keys.dequantize(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> None:
+    model = tiny_llama(torch.bfloat16, num_layers=1)
+    step, cache = compiled(model, "int4"), fresh_cache(model, "static")
+    step(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
+    (site,) = last_report().sites
+    key, value = site.caches
+    assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_unrotated")
+    assert (key.bytes_per_token_after, value.bytes_per_token_after) == (36, 36)
+    layout = cache.layers[0].keys.packed_layout
+    assert key.residual_bytes == layout.header_blocks * layout.block_bytes >= 65 * 128
+    assert value.residual_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["a slice", "a masked update", "cat of a crop", "a crop as input"])
+def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout("float32", "key", 16, Residual(1, 1, torch.float32))
+    monkeypatch.setattr(test_packed_tensor_compiled, "INT8", layout)
+    program, make_cache = PROGRAMS[name]
+    compare(program, make_cache, backend="aot_eager")
+
+
+def test_such_a_cache_on_a_gpu_is_left_alone_with_the_reason() -> None:
+    key = PackedLayout.parse("int4_per_channel[recent=1,sinks=0,bfloat16]", "key", 64)
+    with pytest.raises(
+        Refusal, match="its key cache keeps recent or first tokens as they are, which has no GPU kernels"
+    ):
+        check_kernels(key, torch.device("cuda"))
+    check_kernels(key, torch.device("cpu"))
+    check_kernels(PackedLayout("fp8_e4m3", "key", 64), torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_runs_as_under_plain_inductor() -> None:
+    model = tiny_llama(torch.bfloat16, "cuda", num_layers=1)
+    step = torch.compile(model, backend="kvquant", options={"policy": "int4", "on_unsupported": "ignore"})
+    cache = fresh_cache(model, "static")
+    step(input_ids=torch.randint(0, 97, (2, 3), device="cuda"), past_key_values=cache)
+    assert [site.reason_code for site in last_report().sites] == ["residual_on_gpu"]
+    assert not isinstance(cache.layers[0].keys, PackedTensor)
+
+
+def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
+    model = tiny_llama(torch.bfloat16, num_layers=1)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=4096)
+    ids = torch.randint(0, 97, (2, 64))  # the token that is decoded begins a block, which takes the slot
+    step = compiled(model, "int4")
+    model(input_ids=ids, past_key_values=cache)
+    expected_cache = pack_layers(cache, "int4", growing=False)
+    logits, codes = run_and_get_code(step, input_ids=ids[:, :1], past_key_values=cache)
+    expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
+    assert (logits.logits - expected.logits).norm() < 2e-2 * expected.logits.norm()
+    assert torch.equal(
+        cache.layers[0].keys[:, :, :65].dequantize(), expected_cache.layers[0].keys[:, :, :65].dequantize()
+    )
+    body = codes[-1][codes[-1].index("def call") :]
+    assert not re.search(r"clone\(|\.copy_\(", body)
+    for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", body):
+        sizes = [int(size) for size in shape.replace(" ", "").split(",") if size]
+        assert torch.Size(sizes).numel() < 2 * 2 * 4096 * 64 // 4, f"a buffer of shape {sizes}"
