@@ -25,6 +25,7 @@ OPERAND is the :class:`PackedOperand`; ``OPERAND.codec.constants`` holds the num
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.kernels.bit_planes import HIGH_SECTIONS
-from kvcompile.kernels.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
 
 if TYPE_CHECKING:
-    from kvcompile.kernels.layout import Role
+    from kvcompile.kernels.formats.base import Format
+    from kvcompile.kernels.layout import PackedLayout, Role
 
 try:
     import triton
@@ -46,7 +47,6 @@ except ImportError:
     triton = tl = None
 
 
-HASH_MULTIPLIERS: Any = None if tl is None else tl.constexpr(_HASH_MULTIPLIERS)
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 
@@ -79,6 +79,31 @@ class Codec:
     unpack: Any = None
     center: float = 0.0
     constants: SimpleNamespace = field(default_factory=SimpleNamespace)
+
+
+@dataclass(frozen=True)
+class HeldBlocks:
+    """What a kernel knows at compile time about a :class:`~kvcompile.kernels.layout.Residual`.
+
+    Attributes:
+        dtype: of the tokens that are kept as they are.
+        sink_blocks: the first blocks that have slots,
+        recent_blocks: and how many slots the others share.
+        num_slots: of both.
+        padded_slots: the next power of two.
+        header_blocks: blocks before those of tokens.
+        rows_per_block: tokens in a block of the header.
+        row_bytes: bytes of such a token.
+    """
+
+    dtype: Any
+    sink_blocks: int
+    recent_blocks: int
+    num_slots: int
+    padded_slots: int
+    header_blocks: int
+    rows_per_block: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,6 +142,8 @@ class PackedOperand:
         center: of the codec's levels.
         codec: the codec of the format.
         fast: whether to use the codec's ``unpack``.
+        query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
+        residual: blocks that are kept as they are; None without any.
     """
 
     name: str
@@ -149,6 +176,18 @@ class PackedOperand:
     center: float
     codec: Codec
     fast: bool
+    query_exponent: int
+    residual: HeldBlocks | None
+
+    @property
+    def header_blocks(self) -> int:
+        """Blocks before those of tokens."""
+        return 0 if self.residual is None else self.residual.header_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that are kept as they are."""
+        return 0 if self.residual is None else self.residual.num_slots
 
     @property
     def tile_bits(self) -> int:
@@ -166,14 +205,14 @@ class PackedOperand:
 
 
 @functools.cache
-def packed_operand(format_name: str, role: Role, head_dim: int, float32: bool, has_ptx: bool) -> PackedOperand:
-    """The compile-time description of a packed cache of ``format_name`` for ``role`` and ``head_dim``.
+def packed_operand(spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool) -> PackedOperand:
+    """The compile-time description of a packed cache of layout ``spec`` for ``role`` and ``head_dim``.
 
     ``float32`` asks for products in float32, ``has_ptx`` says whether inline PTX can run.
     """
     from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout  # the formats import this module
 
-    layout = PackedLayout(format_name, role, head_dim)
+    layout = PackedLayout.parse(spec, role, head_dim)
     fmt, offsets = layout.format, layout.section_offsets
     sections = {section.name: section for section in layout.sections}
     high = [section for section in layout.sections if section.name in HIGH_SECTIONS]
@@ -183,7 +222,7 @@ def packed_operand(format_name: str, role: Role, head_dim: int, float32: bool, h
         products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bits of bfloat16
     scale, zero = sections.get("scale"), sections.get("zero")
     return PackedOperand(
-        name=re.sub(r"\W", "_", f"{format_name}_{role}_{head_dim}_{products}{'_ptx' if has_ptx else ''}"),
+        name=re.sub(r"\W", "_", f"{spec}_{role}_{head_dim}_{products}{'_ptx' if has_ptx else ''}"),
         dtype=products,
         head_dim=head_dim,
         padded_head_dim=triton.next_power_of_2(head_dim),
@@ -213,6 +252,36 @@ def packed_operand(format_name: str, role: Role, head_dim: int, float32: bool, h
         center=fmt.codec.center,
         codec=fmt.codec,
         fast=has_ptx and not float32 and fmt.codec.unpack is not None,
+        query_exponent=_query_exponent(fmt),
+        residual=_held_blocks(layout),
+    )
+
+
+def _query_exponent(fmt: Format) -> int:
+    """See :class:`PackedOperand`.
+
+    7 leaves 21 binary orders to the smallest normal fp16 number, and a bf16 query is exact in them. Scales per channel
+    multiply the query before its products: fp16 scales, at most ``2**17 / max_code``, must not take it to 2**16;
+    float32 scales are normalised to less than 2, so that nearly all the range of fp16 serves their differences.
+    """
+    if fmt.granularity != "channel":
+        return 7
+    return 14 if fmt.scale_dtype == torch.float32 else int(math.log2(fmt.codec.constants.max_code)) - 1
+
+
+def _held_blocks(layout: PackedLayout) -> HeldBlocks | None:
+    residual = layout.residual
+    if residual is None:
+        return None
+    return HeldBlocks(
+        dtype=_TRITON_DTYPES[residual.dtype](),
+        sink_blocks=residual.sink_blocks,
+        recent_blocks=residual.recent_blocks,
+        num_slots=residual.num_slots,
+        padded_slots=triton.next_power_of_2(residual.num_slots),
+        header_blocks=layout.header_blocks,
+        rows_per_block=layout.rows_per_block,
+        row_bytes=layout.row_bytes,
     )
 
 
@@ -271,109 +340,17 @@ def log2(x, FAST: tl.constexpr):
 
 
 @jit
-def random_signs(channel, SEED: tl.constexpr):
-    """The signs of :func:`kvcompile.kernels.rotation.random_signs` for int32 channels."""
-    OF_CHANNEL: tl.constexpr = HASH_MULTIPLIERS[0]
-    OF_SEED: tl.constexpr = HASH_MULTIPLIERS[1] * SEED & 0xFFFFFFFF
-    BETWEEN: tl.constexpr = HASH_MULTIPLIERS[2]
-    x = channel.to(tl.uint64) * OF_CHANNEL + OF_SEED
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * BETWEEN) & 0xFFFFFFFF
-    x = x ^ (x >> 13)
-    return 1.0 - 2.0 * ((x >> 7) & 1).to(tl.float32)
+def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of a float32 tile as DTYPE, scaled to a largest channel in ``[2**(EXPONENT - 1), 2**EXPONENT)``.
 
-
-@jit
-def rotate(x, OPERAND: tl.constexpr):
-    """Rows of a float32 tile [rows, channels] into the stored basis."""
-    if OPERAND.rotation_seed != 0:
-        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
-    return hadamard(x, OPERAND.head_dim)
-
-
-@jit
-def hadamard_matrix(OPERAND: tl.constexpr):
-    """The Hadamard matrix of :func:`hadamard` without its norm: 1, -1 and 0, float32 [channels, channels]."""
-    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
-    row = tl.arange(0, CHANNELS)[:, None]
-    column = tl.arange(0, CHANNELS)[None, :]
-    matrix = tl.zeros([CHANNELS, CHANNELS], tl.float32)
-    for bit in tl.static_range(4, 9):
-        odd = row & column & ((1 << bit) - 1)
-        odd = odd ^ (odd >> 4)
-        odd = odd ^ (odd >> 2)
-        odd = (odd ^ (odd >> 1)) & 1
-        in_block = _in_rotation_block(row, bit, OPERAND.head_dim) & _in_rotation_block(column, bit, OPERAND.head_dim)
-        matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
-    return matrix
-
-
-@jit
-def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`rotate` for at least 16 rows of any float dtype, as a product with :func:`hadamard_matrix`.
-
-    Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
+    Also what takes that back, a power of two a row. With 7 a bf16 row is exact in fp16 except for channels below
+    ``2**-23`` of the largest.
     """
-    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
-    channel = tl.arange(0, CHANNELS)
-    if PRECISION == "ieee":
-        x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
-    if OPERAND.rotation_seed != 0:
-        x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
-    norm = tl.zeros([CHANNELS], tl.float32)
-    for bit in tl.static_range(4, 9):
-        norm = tl.where(_in_rotation_block(channel, bit, OPERAND.head_dim), 2.0 ** (-bit / 2), norm)
-    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * norm[None, :]
-
-
-@jit
-def unrotate(x, OPERAND: tl.constexpr):
-    """Inverse of :func:`rotate`."""
-    x = hadamard(x, OPERAND.head_dim)
-    if OPERAND.rotation_seed != 0:
-        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
-    return x
-
-
-@jit
-def hadamard(x, HEAD_DIM: tl.constexpr):
-    """Rotate the rows of a float32 tile [rows, channels] as :func:`kvcompile.kernels.rotation.rotate` does.
-
-    The fast Walsh-Hadamard transform, one bit of the channel index a stage: a stage adds and subtracts neighbours and
-    moves the bit that tells them apart to the front, so that every stage is the same and the last one restores the
-    order. With a HEAD_DIM that is not a power of two the matrix is block-diagonal; a block of ``2**n`` channels takes
-    part in the first ``n`` stages only. Channels beyond HEAD_DIM are padding.
-    """
-    ROWS: tl.constexpr = x.shape[0]
-    CHANNELS: tl.constexpr = x.shape[1]
-    pair = tl.arange(0, CHANNELS // 2)[None, :] * 2
-    channel = tl.arange(0, CHANNELS)[None, :]
-    norm = tl.zeros([1, CHANNELS], tl.float32)
-    for bit in tl.static_range(4, 9):
-        norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
-    for stage in tl.static_range(0, 8):
-        if 1 << stage < CHANNELS:
-            even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))
-            total, difference = even + odd, even - odd
-            if HEAD_DIM != CHANNELS:
-                # Undo the moves of the earlier stages to know the pair's channel.
-                origin = ((pair << stage) | (pair // (CHANNELS >> stage))) & (CHANNELS - 1)
-                takes_part = origin < 0
-                for bit in tl.static_range(4, 9):
-                    if bit > stage:
-                        takes_part = takes_part | _in_rotation_block(origin, bit, HEAD_DIM)
-                total = tl.where(takes_part, total, even)
-                difference = tl.where(takes_part, difference, odd)
-            x = tl.reshape(tl.permute(tl.join(total, difference), (0, 2, 1)), [ROWS, CHANNELS])
-    return x * norm
-
-
-@jit
-def _in_rotation_block(channel, bit: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Whether ``channel`` is in the block of ``2**bit`` channels, the place of that binary digit of HEAD_DIM."""
-    START: tl.constexpr = (HEAD_DIM >> (bit + 1)) << (bit + 1)
-    END: tl.constexpr = START + (HEAD_DIM & (1 << bit))
-    return (channel >= START) & (channel < END)
+    # Exponents as float32 has them: ``bits << 23`` are those of 2**(bits - 127).
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), 252 if EXPONENT == 0 else 254)
+    x = (x * ((253 + EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
+    return x, ((exponent + 1 - EXPONENT) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -399,3 +376,13 @@ def planes_of(x, OPERAND: tl.constexpr):
             plane = tl.gather(x, tl.where(in_plane, channel + i * OPERAND.width, 0), 1)
             planes = planes + (tl.where(in_plane, plane, 0),)  # noqa: RUF005
     return planes
+
+
+@jit
+def transposed(planes, OPERAND: tl.constexpr):
+    """Planes [rows, padded_width] as [padded_width, rows]."""
+    result = ()
+    NUM: tl.constexpr = OPERAND.num_planes
+    for i in tl.static_range(NUM):
+        result = result + (tl.trans(planes[i]),)  # noqa: RUF005
+    return result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcompile.kernels import deepseek_v4 as spec
 from kvcompile.kernels.codec import INTERPRETED, jit, tl, triton
-from kvcompile.kernels.launch import Launcher
+from kvcompile.kernels.launch import ASSERTING, Launcher
 
 NOPE_DIM = tl.constexpr(spec.NOPE_DIM)
 ROPE_DIM = tl.constexpr(spec.ROPE_DIM)
@@ -211,9 +211,6 @@ def _gather_tile(
     tl.store(out_ptrs + (NOPE_DIM + rope_channel) * out_strides[2], rope, mask=gathered)
 
 
-# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
-_ASSERTING = {"debug": True, "sanitize_overflow": False}
-
 launch_insert = Launcher(insert_kernel)
 launch_gather = Launcher(gather_kernel)
 
@@ -231,7 +228,7 @@ def quantize_and_insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor
         (k.stride(), slot_mapping.stride()),
         (k_cache.stride(0) // 8, num_tokens, num_blocks * block_size),
         (block_size, tokens, hardware_fp8),
-        {"num_warps": NUM_WARPS, **_ASSERTING},
+        {"num_warps": NUM_WARPS, **ASSERTING},
     )
 
 
@@ -263,7 +260,7 @@ def dequantize_and_gather_k_cache(
             k_cache.shape[0], offset,
         ),
         (block_size, tokens, triton.next_power_of_2(num_reqs), hardware_fp8),
-        {"num_warps": num_warps, **_ASSERTING},
+        {"num_warps": num_warps, **ASSERTING},
     )  # fmt: skip
 
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
 from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel
+from kvcompile.kernels.store_blocks import place_tokens_kernel, store_blocks_kernel, store_few_kernel
 from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
 
@@ -83,7 +86,10 @@ def attention_config(
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     if padded_head_dim > 128:
         return PORTABLE
-    return DECODE.get((capability, key.tile_bits, value.tile_bits), PORTABLE)
+    config = DECODE.get((capability, key.tile_bits, value.tile_bits), PORTABLE)
+    if key.granularity == "channel" and config.tokens not in (key.block_tokens, key.block_tokens * config.num_warps):
+        return PORTABLE  # a tile has one block for every warp, or is a block
+    return config
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
@@ -133,11 +139,14 @@ class Launcher:
 
 
 # Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
-_ASSERTING = {"debug": True, "sanitize_overflow": False}
+ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
+launch_store_few = Launcher(store_few_kernel)
+launch_place_tokens = Launcher(place_tokens_kernel)
+launch_store_blocks = Launcher(store_blocks_kernel)
 launch_visible_range = Launcher(visible_range_kernel)
 
 
@@ -242,15 +251,28 @@ def visible_range(mask: Tensor) -> Tensor:
     return out
 
 
-def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format_name: str, role: str) -> None:
+def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
     """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is an assertion there."""
-    batch, num_kv_heads, num_tokens, head_dim = x.shape
+    batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand = packed_operand(format_name, role, head_dim, True, False)
+    operand = packed_operand(spec, role, head_dim, True, False)
+    if operand.granularity == "channel" and operand.residual is None:
+        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
-    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    valid = None if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    if operand.residual is None:
+        _store_tokens(data, x, positions, valid, operand)
+    elif num_tokens <= MAX_FEW_TOKENS:
+        _store_few(data, x, positions, valid, operand)
+    else:
+        _store_blocks(data, x, positions, valid, operand, PackedLayout.parse(spec, role, head_dim).tags(data))
+
+
+def _store_tokens(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand) -> None:
+    batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = _device(data.device)
+    written = positions if valid is None else valid
     tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
     num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
@@ -261,7 +283,51 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, form
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
         (operand, valid is not None, tokens, "tf32x3" if has_ptx else "ieee"),
-        {"num_warps": num_warps, **_ASSERTING},
+        {"num_warps": num_warps, **ASSERTING},
+    )
+
+
+def _store_few(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand) -> None:
+    batch, num_kv_heads, num_tokens, _ = x.shape
+    written = positions if valid is None else valid
+    _, _, has_ptx = _device(data.device)
+    launch_store_few(
+        (batch * num_kv_heads, 1, 1),
+        (data, x, positions, written),
+        (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
+        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
+        (operand, valid is not None, triton.next_power_of_2(num_tokens), "tf32x3" if has_ptx else "ieee"),
+        {"num_warps": 8, **ASSERTING},
+    )
+
+
+def _store_blocks(
+    data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand, tags: Tensor
+) -> None:
+    batch, num_kv_heads, num_tokens, _ = x.shape
+    written = positions if valid is None else valid
+    _, num_sms, has_ptx = _device(data.device)
+    num_blocks = data.shape[0] - operand.header_blocks
+    num_slots = num_blocks * operand.block_tokens
+    places = torch.full((batch, num_slots + operand.num_slots), -1, dtype=torch.int32, device=data.device)
+    launch_place_tokens(
+        (batch, _ceil_div(num_tokens, 256), 1),
+        (places, positions, written),
+        (positions.stride(), written.stride()),
+        (num_tokens, num_slots),
+        (operand, valid is not None, 256),
+        {"num_warps": 4, **ASSERTING},
+    )
+    # As for tiles of tokens; and a grid has at most 65535 programs in its second dimension.
+    blocks_per_program = max(1, min(16, num_blocks * batch * num_kv_heads // (8 * num_sms))) if operand.rotated else 1
+    blocks_per_program = max(blocks_per_program, _ceil_div(num_blocks, 65535))
+    launch_store_blocks(
+        (batch * num_kv_heads, _ceil_div(num_blocks, blocks_per_program), 1),
+        (data, x, places, tags.clone(memory_format=torch.contiguous_format)),
+        (data.stride()[:3], x.stride()),
+        (num_kv_heads, num_slots, num_blocks, blocks_per_program),
+        (operand, "tf32x3" if has_ptx else "ieee"),
+        {"num_warps": 8},
     )
 
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import (
-    constexpr_function,
-    hadamard_matrix,
-    jit,
-    planes_of,
-    rotate,
-    rotate_by_products,
-    tl,
-)
+from kvcompile.kernels.codec import jit, planes_of, tl
+from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 
 
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
@@ -28,9 +21,7 @@ def store_kernel(
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
     """
-    matrix = 0
-    if _rotates_by_products(OPERAND, TOKENS):
-        matrix = hadamard_matrix(OPERAND)
+    matrix = rotation_matrix(OPERAND, TOKENS)
     for i in range(tiles_per_program):
         tile = tl.program_id(0) * tiles_per_program + i
         if tile < num_tiles:
@@ -38,23 +29,35 @@ def store_kernel(
             batch = (tile // tiles_of_head // num_kv_heads).to(tl.int64)
             head = (tile // tiles_of_head % num_kv_heads).to(tl.int64)
             token = (tile % tiles_of_head * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-            wanted = token < num_tokens
-            if HAS_VALID:
-                valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
-                wanted = wanted & (tl.load(valid_ptrs, mask=wanted, other=0) != 0)
-            position_ptrs = positions_ptr + batch * position_strides[0] + token * position_strides[1]
-            position = tl.load(position_ptrs, mask=wanted, other=0)
-            in_cache = (position >= 0) & (position < num_slots)
-            tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
-            written = wanted & in_cache
+            position, written = load_positions(
+                positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
+                HAS_VALID,
+            )  # fmt: skip
 
             channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
             in_head = channel < OPERAND.head_dim
             x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
             x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
-            encoded = _encode(x, matrix, in_head, OPERAND, TOKENS, PRECISION)
+            encoded = encode_tile(x, matrix, in_head, OPERAND, TOKENS, PRECISION)
             block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
             _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
+
+
+@jit
+def load_positions(
+    positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
+    HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """Positions of tokens, int64, and whether they are written; asserts that those which should be are in the cache."""
+    wanted = token < num_tokens
+    if HAS_VALID:
+        valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
+        wanted = wanted & (tl.load(valid_ptrs, mask=wanted, other=0) != 0)
+    position_ptrs = positions_ptr + batch * position_strides[0] + token * position_strides[1]
+    position = tl.load(position_ptrs, mask=wanted, other=0)
+    in_cache = (position >= 0) & (position < num_slots)
+    tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
+    return position, wanted & in_cache
 
 
 @jit
@@ -66,14 +69,15 @@ def _store_tile(ptr, stride_block, position, written, encoded, OPERAND: tl.const
         # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
         block_ptr = ptr + first // TOKENS * stride_block
         everywhere = tl.full([TOKENS], True, tl.int1)
-        _store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
+        store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
     else:
         block_ptrs = ptr + (position // OPERAND.block_tokens) * stride_block
-        _store_sections(block_ptrs, position % OPERAND.block_tokens, written, encoded, OPERAND)
+        store_sections(block_ptrs, position % OPERAND.block_tokens, written, encoded, OPERAND)
 
 
 @jit
-def _store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
+def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
+    """Store encoded tokens at ``slot`` [tokens] of blocks that start at ``block_ptrs``, one or [tokens]."""
     codes, scale, zero = encoded
     _store_codes(block_ptrs, slot, written, codes, OPERAND)
     if OPERAND.has_scale:
@@ -82,26 +86,17 @@ def _store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
         _store_metadata(block_ptrs + OPERAND.zero_offset, slot, written, zero, OPERAND.zero_dtype, OPERAND)
 
 
-@constexpr_function
-def _rotates_by_products(operand, tokens):
-    """Whether a tile is rotated on tensor cores: it is large enough for them, and its matrix fits shared memory."""
-    return operand.rotated and tokens >= 16 and operand.padded_head_dim <= 128
-
-
 @jit
-def _encode(
+def encode_tile(
     x, matrix, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Codes [tokens, channels], scales and zeros [tokens] or, per group, [tokens, num_scales] of vectors.
+    """Codes [tokens, channels], scales and zeros of vectors.
 
-    As in the specification, a vector that is not finite in the stored basis has the codes of zeros and scales of NaN.
+    Scales and zeros are [tokens], per group [tokens, num_scales], and per channel, where TOKENS are those of a block,
+    [channels]. As in the specification, a vector that is not finite in the stored basis has the codes of zeros and, if
+    they are its own, scales of NaN.
     """
-    if _rotates_by_products(OPERAND, TOKENS):
-        x = rotate_by_products(x, matrix, OPERAND, PRECISION)
-    elif OPERAND.rotated:
-        x = rotate(x.to(tl.float32), OPERAND)
-    else:
-        x = x.to(tl.float32)
+    x = to_stored_basis(x, matrix, OPERAND, PRECISION)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
@@ -113,6 +108,10 @@ def _encode(
         codes = tl.reshape(codes, [TOKENS, OPERAND.padded_head_dim])
         scale, zero = tl.reshape(scale, [TOKENS, GROUPS]), tl.reshape(zero, [TOKENS, GROUPS])
         scale = tl.where(finite[:, None], scale, float("nan"))
+    elif OPERAND.granularity == "channel":
+        in_block = tl.full([1, TOKENS], True, tl.int1)
+        codes, scale, zero = OPERAND.codec.encode(tl.trans(x), in_block, OPERAND)
+        codes = tl.trans(codes)
     else:
         codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
         scale = tl.where(finite, scale, float("nan"))
@@ -172,11 +171,14 @@ def _store_columns(
 
 @jit
 def _store_metadata(section_ptrs, slot, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
-    """Store scales or zero points, [tokens] or [tokens, groups]."""
+    """Store scales or zero points, [tokens], [tokens, groups] or [channels]."""
     ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
     if OPERAND.granularity == "group":
         group = tl.arange(0, x.shape[1])[None, :]
         ptrs = (ptrs + slot * OPERAND.num_scales)[:, None] + group
         tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))
+    elif OPERAND.granularity == "channel":
+        channel = tl.arange(0, x.shape[0])
+        tl.store(ptrs + channel, x.to(DTYPE), mask=channel < OPERAND.num_scales)
     else:
         tl.store(ptrs + slot, x.to(DTYPE), mask=written)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
     from kvcompile.explaining import explain as explain
     from kvcompile.memory import cache_nbytes as cache_nbytes
+    from kvcompile.packed_static_cache import static_cache as static_cache
     from kvcompile.packed_tensor import PackedTensor as PackedTensor
     from kvcompile.policy import Policy as Policy
     from kvcompile.presets import preset_names as preset_names
@@ -37,6 +38,7 @@ _HOME = {
     "explain": "explaining",
     "last_report": "report",
     "preset_names": "presets",
+    "static_cache": "packed_static_cache",
 }
 
 __all__ = sorted(_HOME)

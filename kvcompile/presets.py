@@ -18,7 +18,7 @@ AUTO = "auto"
 PRESETS: dict[str, FormatPair] = {
     "int8_per_token_head": FormatPair("int8_per_token_head", "int8_per_token_head"),
     "fp8_e4m3": FormatPair("fp8_e4m3", "fp8_e4m3"),
-    "int4": FormatPair("int4_per_channel", "int4_unrotated"),
+    "int4": FormatPair("int4_per_channel", "int4_per_token_head"),
     "int4_per_token_head": FormatPair("int4_per_token_head", "int4_per_token_head"),
     "turboquant_k8v4": FormatPair("fp8_e4m3_unit", "int4_unrotated"),
     "turboquant_4bit_nc": FormatPair("turboquant_4bit", "int4_unrotated"),
@@ -27,7 +27,8 @@ PRESETS: dict[str, FormatPair] = {
 }
 """Presets carry vLLM's names and mean what vLLM means by them. ``int4`` has none there: keys of four bits with scales
 per channel, whose last block of tokens stays in the dtype of the cache, and values with scales per token (KIVI,
-arXiv:2402.02750)."""
+arXiv:2402.02750), which are rotated here: it takes no bytes and halves what quantizing adds to the bits per byte of
+docs/quality.md."""
 
 GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group": "group"}
 """What shares a scale, in the words of a policy and in those of formats."""

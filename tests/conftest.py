@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,17 +1,12 @@
-"""Byte-level Llamas for tests of the evaluation: saved to a folder, run without Inductor, or with outlier keys."""
+"""Byte-level Llamas for tests of the evaluation: saved to a folder, or with outlier keys."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
-from functorch.compile import make_boxed_func
-from torch.fx import GraphModule
-
-import kvcompile.backend
 
 HEAD_DIM = 32
 CONTEXT = 160
@@ -56,16 +51,3 @@ def give_outlier_keys(model: Any, factor: float, pair: int = 3, layers: tuple[in
             heads = projection.weight.unflatten(0, (-1, attention.head_dim))
             heads[:, [pair, pair + attention.head_dim // 2]] *= scale
     return model
-
-
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run rewritten graphs node by node, in place of the code that Inductor generates for them."""
-
-    def interpreted(gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        # Inductor chooses strides itself, so that a view there is never refused.
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            node.target = torch.ops.aten.reshape.default
-        gm.recompile()
-        return make_boxed_func(gm.forward)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", interpreted)

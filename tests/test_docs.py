@@ -109,7 +109,8 @@ def commands(language: str) -> list[str]:
     return list(dict.fromkeys(line.partition("  #")[0].removeprefix("$ ").strip() for line in lines if line.strip()))
 
 
-@pytest.mark.parametrize("command", commands("console"))
+# tests/test_evaluation.py runs those of eval, which need a model.
+@pytest.mark.parametrize("command", [command for command in commands("console") if "kvcompile eval" not in command])
 def test_commands_of_the_command_line_run(command: str, folder: Path) -> None:
     arguments = command.removeprefix("python -m kvcompile ")
     assert arguments != command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import CONTEXT, HEAD_DIM, MODULES, give_outlier_keys, interpret, save, small_model, some_bytes
+from small_models import CONTEXT, HEAD_DIM, MODULES, give_outlier_keys, save, small_model, some_bytes
+from test_docs import commands
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
@@ -25,6 +27,7 @@ from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text, read_text
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy import Policy
+from kvcompile.presets import PRESETS
 
 PREFILL, DECODE, CHUNK = 64, 8, 4
 READING = f"--prefill {PREFILL} --decode {DECODE} --chunk {CHUNK} --windows 2"
@@ -38,10 +41,9 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def folder(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(saved_model: Path, monkeypatch: pytest.MonkeyPatch, without_code_generation: None) -> Path:
     """The folder of a model, in which the commands run."""
     monkeypatch.chdir(saved_model)
-    interpret(monkeypatch)
     return saved_model
 
 
@@ -158,10 +160,10 @@ def test_attention_is_heard_with_the_keys_that_it_reads(folder: Path) -> None:
         torch.testing.assert_close(keys[:, :: keys.shape[1] // 2], layer.keys)
 
 
-# The examples of the help, and mistakes
+# The examples of the help and of the documentation, and mistakes
 
 
-def test_the_examples_of_the_help_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that fit a model with few positions; what the evaluation does is tested above."""
     evaluated: list[tuple[Schedule, list[str]]] = []
 
@@ -173,12 +175,18 @@ def test_the_examples_of_the_help_run_up_to_the_evaluation(folder: Path, monkeyp
     (folder / "policy.yaml").write_text("version: 1\ndefault: {dtype: int8_per_token_head}\n")
     (folder / "text.txt").write_bytes(some_bytes(300))
     examples = [line.partition("kvcompile ")[2] for line in run("eval --help")[0].splitlines() if "    python" in line]
+    pages = [command.partition("kvcompile ")[2] for command in commands("console")]
+    examples += [re.sub(r"--model \S+", "--model .", command) for command in pages if command.startswith("eval ")]
     for example in examples:
         assert "none: float32" in cells(run(f"{example} --prefill 16 --decode 8")[0])
-    assert evaluated == [
+    assert evaluated[:3] == [
         (Schedule(16, 8, 1), ["int8_per_token_head", "turboquant_4bit_nc"]),
         (Schedule(16, 8, 8), ["policy.yaml"]),
         (Schedule(16, 8, 1), ["fp8_e4m3"]),
+    ]
+    assert evaluated[3:] == [
+        (Schedule(16, 8, 1), ["int8_per_token_head", "turboquant_4bit_nc"]),
+        (Schedule(16, 8, 8), list(PRESETS)),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import MODULES, give_outlier_keys, interpret, small_model, some_bytes
+from small_models import MODULES, give_outlier_keys, small_model, some_bytes
 
 import kvcompile
 from kvcompile.errors import PolicyError
@@ -97,12 +97,9 @@ def test_slots_that_nothing_was_written_to_do_not_count() -> None:
     assert examine(padded, "turboquant_4bit") == expected
 
 
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(("key_outliers", "warned"), [("warn", True), ("ignore", False)])
-def test_a_cache_that_is_filled_by_eager_code_is_looked_at_when_it_is_packed(
-    key_outliers: str, warned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interpret(monkeypatch)
-    torch._dynamo.reset()
+def test_a_cache_that_is_filled_by_eager_code_is_looked_at_when_it_is_packed(key_outliers: str, warned: bool) -> None:
     model = give_outlier_keys(small_model(), 16, layers=(1,))
     policy = {"default": {"dtype": "turboquant_4bit_nc"}, "key_outliers": key_outliers}
     compiled = torch.compile(model, backend="kvquant", options={"policy": policy})

@@ -63,8 +63,12 @@ def test_what_a_mask_shows_is_found_out_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_packed_bytes_are_those_of_the_formats_arithmetic(preset: str, device: str) -> None:
+def test_packed_bytes_are_those_of_the_formats_arithmetic(
+    preset: str, device: str, request: pytest.FixtureRequest
+) -> None:
     torch._dynamo.reset()
+    if device == "cpu":
+        request.getfixturevalue("without_code_generation")
     model = tiny_llama(torch.bfloat16, device, num_layers=2)
     cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
     ids = torch.randint(0, 97, (2, 30), device=device)
@@ -87,6 +91,7 @@ def test_packed_bytes_are_those_of_the_formats_arithmetic(preset: str, device: s
     assert cache_nbytes(cache) < 0.55 * before
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_a_growing_cache_has_at_most_half_its_length_to_spare() -> None:
     torch._dynamo.reset()
     model = tiny_llama(num_layers=1)

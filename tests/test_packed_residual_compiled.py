@@ -133,7 +133,7 @@ def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> 
     step(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
     (site,) = last_report().sites
     key, value = site.caches
-    assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_unrotated")
+    assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_per_token_head")
     assert (key.bytes_per_token_after, value.bytes_per_token_after) == (36, 36)
     layout = cache.layers[0].keys.packed_layout
     assert key.residual_bytes == layout.header_blocks * layout.block_bytes >= 65 * 128
@@ -151,7 +151,7 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
 def test_such_a_cache_on_a_gpu_is_left_alone_with_the_reason() -> None:
     key = PackedLayout.parse("int4_per_channel[recent=1,sinks=0,bfloat16]", "key", 64)
     with pytest.raises(
-        Refusal, match="its key cache keeps recent or first tokens as they are, which has no GPU kernels"
+        Refusal, match="its key cache keeps recent or first tokens as they are, which is not offered on GPUs yet"
     ):
         check_kernels(key, torch.device("cuda"))
     check_kernels(key, torch.device("cpu"))
@@ -178,9 +178,13 @@ def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() ->
     logits, codes = run_and_get_code(step, input_ids=ids[:, :1], past_key_values=cache)
     expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
     assert (logits.logits - expected.logits).norm() < 2e-2 * expected.logits.norm()
-    assert torch.equal(
-        cache.layers[0].keys[:, :, :65].dequantize(), expected_cache.layers[0].keys[:, :, :65].dequantize()
-    )
+    keys, expected_keys = cache.layers[0].keys, expected_cache.layers[0].keys
+    tags = keys.packed_layout.tags(keys.packed)
+    assert torch.equal(tags, keys.packed_layout.tags(expected_keys.packed))
+    assert tags.eq(2).all()
+    # The token itself: its projection is rounded to bfloat16 in other places.
+    torch.testing.assert_close(keys[:, :, 64].dequantize(), expected_keys[:, :, 64].dequantize(), rtol=0.05, atol=0.01)
+    assert torch.equal(keys[:, :, :64].dequantize(), expected_keys[:, :, :64].dequantize())
     body = codes[-1][codes[-1].index("def call") :]
     assert not re.search(r"clone\(|\.copy_\(", body)
     for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", body):

@@ -213,14 +213,14 @@ def test_kept_tokens_are_whole_blocks_and_scales_per_channel_keep_one_at_least()
         assert pair is not None
         return [pair.layout(role, 64, torch.bfloat16).spec for role in ("key", "value")]
 
-    assert kept() == ["int4_per_channel[recent=1,sinks=0,bfloat16]", "int4_unrotated"]
+    assert kept() == ["int4_per_channel[recent=1,sinks=0,bfloat16]", "int4_per_token_head"]
     assert kept(residual_length=65, sink_tokens=4) == [
         "int4_per_channel[recent=2,sinks=1,bfloat16]",
-        "int4_unrotated[recent=2,sinks=1,bfloat16]",
+        "int4_per_token_head[recent=2,sinks=1,bfloat16]",
     ]
     assert kept(sink_tokens=64) == [
         "int4_per_channel[recent=1,sinks=1,bfloat16]",
-        "int4_unrotated[recent=0,sinks=1,bfloat16]",
+        "int4_per_token_head[recent=0,sinks=1,bfloat16]",
     ]
 
 
@@ -302,7 +302,9 @@ def test_a_wrong_policy_is_one_line_that_names_place_and_remedy(spec: object, me
 def test_a_field_that_does_not_exist_is_rejected_with_the_list_of_those_that_do(field: str) -> None:
     error = error_of({"default": {"dtype": "fp8_e4m3"}, field: 4})
     assert error.startswith(f"policy: unknown field {field!r}")
-    assert "(known: version, rules, default, residual_length, sink_tokens, on_unsupported, key_outliers, strict)" in error
+    assert (
+        "(known: version, rules, default, residual_length, sink_tokens, on_unsupported, key_outliers, strict)" in error
+    )
 
 
 def test_every_fault_of_a_file_has_a_line_with_file_rule_and_field(tmp_path: Path) -> None:

@@ -30,21 +30,23 @@ from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.codec import Codec, bytes_to_four_planes, bytes_to_half_pairs, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
-from kvcompile.kernels.formats.ptx import unpack_four_planes
+from kvcompile.kernels.formats.ptx import half_pair, unpack_four_planes
 
 
 @jit
 def _unpack_4bit(packed, OPERAND: tl.constexpr):
-    """Levels less 8, so that the sums of attention cancel early and stay small."""
-    # 0x6400 | byte is 1024 + byte in fp16: 1024 + low nibble, or 1024 + 16 * high nibble. 0xe408 is -1032, 0x2c00 is
-    # 1/16 and 0xd480 is -72.
-    return bytes_to_half_pairs(
-        packed[0],
-        """{
+    """Levels less the center, so that the sums of attention cancel early and stay small."""
+    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
+    return bytes_to_half_pairs(packed[0], PTX)
+
+
+def _unpack_4bit_ptx(center: float) -> str:
+    """``0x6400 | byte`` is 1024 + byte in fp16: 1024 + low nibble, or 1024 + 16 * high nibble."""
+    return f"""{{
         .reg .b32 first, second, low0, low1, high0, high1, center, sixteenth, high_center;
-        mov.b32 center, 0xe408e408;
-        mov.b32 sixteenth, 0x2c002c00;
-        mov.b32 high_center, 0xd480d480;
+        mov.b32 center, {half_pair(-1024.0 - center)};
+        mov.b32 sixteenth, {half_pair(1 / 16)};
+        mov.b32 high_center, {half_pair(-64.0 - center)};
         prmt.b32 first, $4, 0x64646464, 0x4140;
         prmt.b32 second, $4, 0x64646464, 0x4342;
         and.b32 low0, first, 0xff0fff0f;
@@ -55,13 +57,12 @@ def _unpack_4bit(packed, OPERAND: tl.constexpr):
         add.rn.f16x2 $1, low1, center;
         fma.rn.f16x2 $2, high0, sixteenth, high_center;
         fma.rn.f16x2 $3, high1, sixteenth, high_center;
-        }""",
-    )
+        }}"""
 
 
 @jit
 def _unpack_four_planes(packed, OPERAND: tl.constexpr):
-    """Levels less half of the number of codes."""
+    """Levels less the center."""
     PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
     return bytes_to_four_planes(packed, OPERAND.num_high > 0, PTX)
 
@@ -97,9 +98,12 @@ class AsymmetricInt(Format):
         self.group_size = group_size
         self.rotated = rotated
         self.max_code = 2**bits - 1
-        center = float(2 ** (bits - 1))
+        # Kernels add the center to zero points in float32; those of channels they multiply in fp16, as they are stored.
+        center = 0.0 if granularity == "channel" else float(2 ** (bits - 1))
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
-        if bits < 4:
+        if bits == 4:
+            constants.unpack_ptx = _unpack_4bit_ptx(center)
+        else:
             constants.unpack_ptx = unpack_four_planes(bits == 3, 1.0, center, "mov.b32 {out}, v;")
         unpack = _unpack_4bit if bits == 4 else _unpack_four_planes
         self.codec = Codec(_encode, _levels, unpack, center=center, constants=constants)

@@ -92,7 +92,7 @@ def evaluate(
     if promote is not None and len(parsed) != 1:
         raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}")
     _check_files(output, plot, promote)
-    _quiet()
+    models.silence_transformers()
     subject = models.load_model(model, device, dtype)
     read = text.read_text(subject, model, data, schedule, windows)
     if promote is not None:
@@ -127,14 +127,6 @@ def _check_files(output: Path | None, plot: Path | None, promote: Path | None) -
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not os.access(path.parent, os.W_OK):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist, or cannot be written", str(path))
-
-
-def _quiet() -> None:
-    """Transformers' own progress bars and advice are about other things."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 @contextmanager

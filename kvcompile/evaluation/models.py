@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def silence_transformers() -> None:
+    """Its progress bars and advice are about other things than the evaluation."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def load_model(name: str, device: str | None = None, dtype: str | None = None) -> PreTrainedModel:
     """A causal language model, ready for inference.
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
 CPU = torch.device("cpu")
 INT8 = "int8_per_token_head"
+RESIDUAL = "[recent=1,sinks=1,bfloat16]"
 
 
 class CompileOnly:
@@ -66,7 +67,9 @@ def compiled(capability, monkeypatch):
     monkeypatch.setattr(launch, "_device", lambda device: (capability // 10, 108, True))
     monkeypatch.setattr(launch, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
-    for name in ("attention", "combine", "store", "visible_range"):
+    for name in (
+        "attention", "combine", "store", "store_few", "place_tokens", "store_blocks", "visible_range",
+    ):  # fmt: skip
         kernel = CompileOnly(getattr(launch, f"{name}_kernel"))
         monkeypatch.setattr(launch, f"launch_{name}", launch.Launcher(kernel))
         kernels[name] = kernel.compiled
@@ -76,7 +79,7 @@ def compiled(capability, monkeypatch):
 def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
            is_causal=False, sinks=None, softcap=0.0):  # fmt: skip
     """Compile attention for these arguments."""
-    layouts = PackedLayout(key, "key", head_dim), PackedLayout(value, "value", head_dim)
+    layouts = PackedLayout.parse(key, "key", head_dim), PackedLayout.parse(value, "value", head_dim)
     data = [empty_packed(layout, kv_len, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 2 * group_size, q_len, head_dim, dtype=dtype)
     launch.attention(query, *data, mask, sinks, kv_len, is_causal, 0.1, softcap, key, value, head_dim)
@@ -118,6 +121,19 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "LDG")
 
 
+@pytest.mark.parametrize("key", ["int4_per_channel", "int4_per_channel" + RESIDUAL])
+def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):
+    attend(key, "int4_per_token_head")
+    attend("int4_per_token_head", "int4_per_token_head")
+    loop, loop_per_token = map(main_loop, compiled["attention"])
+    assert not uses(loop, "STL")  # what does not change in the loop may be loaded again
+    assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # of the zeros
+    assert sum("BAR.SYNC" in line for line in loop) == sum("BAR.SYNC" in line for line in loop_per_token)
+    if key == "int4_per_channel":
+        assert not uses(loop, "LDG")
+        assert len(loop) < 1.05 * len(loop_per_token)
+
+
 @pytest.mark.parametrize("key", [INT8, "turboquant_4bit"])
 @pytest.mark.parametrize("value", [INT8, "int4_per_token_head"])
 def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
@@ -140,6 +156,21 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
     assert count(instructions, "LDL") + count(instructions, "STL") <= (0 if tokens == 1 else len(instructions) // 20)
 
 
+@pytest.mark.parametrize(
+    ("format_name", "role", "tokens"),
+    [("int4_per_channel", "key", 16), ("int8_per_channel", "key", 16), ("int4_per_token_head", "value", 64)],
+)
+def test_storing_with_a_residual_compiles(format_name, role, tokens, compiled):
+    layout = PackedLayout.parse(format_name + RESIDUAL, role, 128)
+    data = empty_packed(layout, 64, 1, 2, CPU)
+    x = torch.zeros(1, tokens, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
+    launch.store(data, x, torch.arange(tokens), None, layout.spec, role)
+    kernels = [*compiled["store_few"], *compiled["place_tokens"], *compiled["store_blocks"]]
+    assert len(kernels) == (1 if tokens <= 16 else 2)
+    for kernel in kernels:
+        assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
 VARIANTS = {
     "prefill": {"q_len": 100, "is_causal": True},
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
@@ -159,6 +190,12 @@ VARIANTS = {
 )
 def test_formats_of_few_bits_compile(key, value, compiled):
     attend(key, value)
+    assert len(compiled["attention"]) == 1
+
+
+@pytest.mark.parametrize("variant", ["prefill", "float mask"])
+def test_every_kind_of_attention_to_slots_compiles(variant, compiled):
+    attend("int8_per_channel" + RESIDUAL, "turboquant_2.5bit" + RESIDUAL, **VARIANTS[variant])
     assert len(compiled["attention"]) == 1
 
 

@@ -16,6 +16,7 @@ from kvcompile.kernels.codec import packed_operand
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.residual import holding_slots
 
 every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
 INT8 = "int8_per_token_head"
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 class Case:
     """Random queries, keys and values, packed in a buffer that is full of NaN elsewhere.
 
-    ``spread`` is the standard deviation of keys and values.
+    ``spread`` is the standard deviation of keys and values, ``key_bias`` the mean of one key channel in eight.
     """
 
     device: torch.device
@@ -43,6 +44,7 @@ class Case:
     v_head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     spread: float = 1.0
+    key_bias: float = 0.0
     scale: float = 0.2
 
     def __post_init__(self):
@@ -50,12 +52,14 @@ class Case:
         num_heads = self.num_kv_heads * self.group_size
         self.query = torch.randn(self.batch, num_heads, self.q_len, self.head_dim, generator=generator).to(self.dtype)
         self.layouts = (
-            PackedLayout(self.key, "key", self.head_dim),
-            PackedLayout(self.value, "value", self.v_head_dim),
+            PackedLayout.parse(self.key, "key", self.head_dim),
+            PackedLayout.parse(self.value, "value", self.v_head_dim),
         )
         self.data = []
         for layout in self.layouts:
             x = torch.randn(self.batch, self.num_kv_heads, self.kv_len, layout.head_dim, generator=generator)
+            if layout.role == "key":
+                x[..., ::8] += self.key_bias
             shape = layout.shape(self.kv_len + 64, self.batch, self.num_kv_heads)
             data = torch.full(shape, NAN_BYTES, dtype=torch.uint8)
             write_tokens_(data, layout, x * self.spread, torch.arange(self.kv_len))
@@ -77,7 +81,7 @@ class Case:
         assert out.dtype == self.dtype
         relative_error = (out.float() - expected).norm() / expected.norm()
         tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}[self.dtype]
-        if "bfloat16" in (self.key, self.value):
+        if any(layout.format_name == "bfloat16" for layout in self.layouts):
             tolerance = max(tolerance, 5e-3)  # products of bfloat16
         assert relative_error < tolerance
 
@@ -251,6 +255,109 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
     case.check((torch.arange(case.kv_len) < 300).expand(1, 1, 1, -1))
 
 
+ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", "[recent=2,sinks=1,bfloat16]"
+
+
+def hide_packed_form(case):
+    """Nonsense codes in the packed form of all blocks that slots hold: nothing may read it."""
+    generator = torch.Generator().manual_seed(5)
+    for layout, data in zip(case.layouts, case.data, strict=True):
+        if layout.residual is not None:
+            codes = layout.split(data)["codes"]
+            _, held = holding_slots(data, layout)
+            noise = torch.randint(0, 256, codes.shape, generator=generator).to(codes.dtype)
+            codes.copy_(torch.where(held[..., None, None], noise, codes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kv_len"),
+    [
+        ("int4_per_channel" + ONE, INT8, 130),
+        ("int4_per_channel" + BOTH, "int4_per_token_head", 300),
+        ("int4_per_channel" + ONE, "int4_unrotated" + BOTH, 65),
+        ("int8_per_channel" + BOTH, "int4_per_token_head" + ONE, 257),
+        ("int2_per_channel" + ONE, "fp8_e5m2_unit" + SINK, 128),
+        (INT8, "turboquant_2.5bit" + BOTH, 300),
+        ("turboquant_4bit" + BOTH, "int2_per_group_32" + ONE, 100),
+        ("int3_unrotated" + SINK, "int3_unrotated" + ONE, 64),
+    ],
+)
+def test_blocks_that_slots_hold_are_read_as_they_are(key, value, kv_len, device):
+    case = Case(device, key, value, batch=1, kv_len=kv_len, dtype=torch.float16)
+    hide_packed_form(case)
+    case.check()
+
+
+@pytest.mark.parametrize(("key", "head_dim"), [("int4_per_channel" + ONE, 64), ("int8_per_channel" + BOTH, 80)])
+@pytest.mark.parametrize("value", ["int4_unrotated", "int4_per_token_head" + BOTH])
+def test_tiles_of_several_blocks_have_scales_of_each(key, head_dim, value, device, monkeypatch):
+    monkeypatch.setattr(launch, "attention_config", lambda *_: launch.AttentionConfig(8, 256))
+    case = Case(device, key, value, batch=1, kv_len=610, head_dim=head_dim, dtype=torch.float16)
+    hide_packed_form(case)
+    case.check()
+
+
+@pytest.mark.parametrize("key", ["int4_per_channel", "int8_per_channel"])
+@pytest.mark.parametrize(("spread", "key_bias"), [(1.0, 300.0), (1e-3, 0.0), (1e3, 0.0)])
+def test_scales_per_channel_keep_their_precision(key, spread, key_bias, device):
+    case = Case(device, key + SINK.replace("recent=0", "recent=1"), INT8, batch=1, kv_len=200, dtype=torch.float16,
+                spread=spread, key_bias=key_bias, scale=0.2 / spread)  # fmt: skip
+    case.query[..., ::8] /= max(1.0, key_bias)
+    case.check()
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 100])
+def test_masks_hide_tokens_in_slots_as_all_others(q_len, device):
+    case = Case(device, "int4_per_channel" + BOTH, "bfloat16" + ONE, q_len=q_len, kv_len=220, batch=1, group_size=1)
+    hide_packed_form(case)
+    if q_len == 100:
+        case.check(is_causal=True)
+        return
+    case.check(torch.arange(220) % 3 > 0)
+    case.check((torch.arange(220) > 5) & (torch.arange(220) < 150))
+    case.check(torch.zeros(220).index_fill(0, torch.arange(200), torch.finfo(torch.float32).min), softcap=3.0)
+
+
+@pytest.mark.parametrize("kv_len", [1, 70, 130])
+def test_a_shorter_cache_does_not_see_the_slots_of_later_blocks(kv_len, device):
+    case = Case(device, "int4_per_channel" + BOTH, "int4_unrotated" + ONE, batch=1, kv_len=310)
+    case.kv_len = kv_len
+    case.check()
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_slots_of_blocks_far_apart_are_shared_out_among_the_splits(num_sms, device, monkeypatch):
+    capability, _, has_ptx = launch._device(device)
+    monkeypatch.setattr(launch, "_device", lambda device: (capability, num_sms, has_ptx))
+    case = Case(device, "int4_per_channel" + BOTH, "int4_per_token_head" + ONE, batch=1, kv_len=600)
+    x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(8))
+    for data, layout in zip(case.data, case.layouts, strict=True):
+        write_tokens_(data, layout, x, torch.tensor([200, 400]))  # rewritten, so that their blocks are held
+    hide_packed_form(case)
+    case.check()
+
+
+@pytest.mark.parametrize("bad", ["key", "value"])
+def test_a_token_in_a_slot_that_is_not_finite_spoils_its_own_head_only(bad, device):
+    case = Case(device, "int4_per_channel" + ONE, "int4_unrotated" + ONE)
+    x = torch.zeros(2, 2, 1, 64)
+    x[1, 0] = torch.nan
+    index = ["key", "value"].index(bad)
+    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([129]))
+    out = case.kernel()
+    assert out[1, :2].isnan().all()
+    assert not out[0].isnan().any()
+    assert not out[1, 2:].isnan().any()
+
+
+def test_data_with_a_residual_may_have_any_strides(device):
+    case = Case(device, "int4_per_channel" + ONE, "int4_unrotated" + BOTH, num_kv_heads=1)
+    data = [torch.cat([data, data], 1).to(device)[:, : case.batch] for data in case.data]
+    expected = case.kernel()
+    case.data = data
+    assert torch.equal(case.kernel(), expected)
+
+
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, False) for role in ("key", "value"))
     config = launch.attention_config(9, key, value, 4, False, False)
@@ -264,10 +371,11 @@ def test_splits_fill_one_wave_and_none_is_without_a_tile():
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_two_gigabytes_are_right():
+@pytest.mark.parametrize(("key", "value"), [(INT8, INT8), ("int4_per_channel" + ONE, "int4_unrotated" + BOTH)])
+def test_offsets_beyond_two_gigabytes_are_right(key, value):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    case = Case(torch.device("cuda"), batch=1, num_kv_heads=1, group_size=1, head_dim=128, v_head_dim=128)
+    case = Case(torch.device("cuda"), key, value, batch=1, num_kv_heads=1, group_size=1, head_dim=128, v_head_dim=128)
     plain = case.kernel()
     wide = []
     for data in case.data:

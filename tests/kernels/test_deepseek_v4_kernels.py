@@ -368,9 +368,10 @@ def test_the_kernels_compile_to_wide_accesses_without_spills(block_size, compile
     insert, gather = map(instructions, compiled)
     for kernel in (insert, gather):
         assert not {"LDL", "STL"} & {name.split(".")[0] for name in kernel}
-    assert insert["LDG.E.128"] >= 8  # 4 tokens a warp: 8 times 8 channels of bfloat16 a thread, and perhaps their slots
-    assert insert["STG.E.64"] == 10  # 7 times 8 codes, the rotary part in two, the scales
+        accesses = {name: count for name, count in kernel.items() if name.startswith(("LDG", "STG"))}
+        narrow = {name: count for name, count in accesses.items() if not name.endswith((".64", ".128"))}
+        assert sum(narrow.values()) <= 5  # positions, lengths and pages
+        assert not [name for name in narrow if name.startswith("STG")]
+    assert "LDG.E.128" in insert
+    assert "STG.E.128" in gather
     assert not [name for name in gather if name.startswith(("LDS", "STS"))]  # nothing passes through shared memory
-    if block_size > 2:
-        assert gather["LDG.E.64"] == 10
-        assert gather["STG.E.128"] == 8

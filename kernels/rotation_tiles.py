@@ -1,0 +1,143 @@
+"""The rotation of :mod:`kvcompile.kernels.rotation` in Triton, of the rows of a tile in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcompile.kernels.codec import constexpr_function, jit, tl
+from kvcompile.kernels.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
+
+HASH_MULTIPLIERS: Any = None if tl is None else tl.constexpr(_HASH_MULTIPLIERS)
+
+
+@jit
+def rotate(x, OPERAND: tl.constexpr):
+    """Rows of a float32 tile [rows, channels] into the stored basis."""
+    if OPERAND.rotation_seed != 0:
+        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
+    return hadamard(x, OPERAND.head_dim)
+
+
+@jit
+def unrotate(x, OPERAND: tl.constexpr):
+    """Inverse of :func:`rotate`."""
+    x = hadamard(x, OPERAND.head_dim)
+    if OPERAND.rotation_seed != 0:
+        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
+    return x
+
+
+@constexpr_function
+def rotates_by_products(operand, rows):
+    """Whether tiles of ``rows`` rows are rotated on tensor cores: they are large enough, and the matrix fits."""
+    return operand.rotated and rows >= 16 and operand.padded_head_dim <= 128
+
+
+@jit
+def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
+    """What :func:`to_stored_basis` multiplies tiles of ROWS rows by, if it does."""
+    matrix = 0
+    if rotates_by_products(OPERAND, ROWS):
+        matrix = hadamard_matrix(OPERAND)
+    return matrix
+
+
+@jit
+def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`."""
+    if rotates_by_products(OPERAND, x.shape[0]):
+        x = rotate_by_products(x, matrix, OPERAND, PRECISION)
+    elif OPERAND.rotated:
+        x = rotate(x.to(tl.float32), OPERAND)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@jit
+def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`rotate` for at least 16 rows of any float dtype, as a product with :func:`hadamard_matrix`.
+
+    Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
+    """
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    channel = tl.arange(0, CHANNELS)
+    if PRECISION == "ieee":
+        x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+    if OPERAND.rotation_seed != 0:
+        x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
+    norm = tl.zeros([CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        norm = tl.where(_in_rotation_block(channel, bit, OPERAND.head_dim), 2.0 ** (-bit / 2), norm)
+    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * norm[None, :]
+
+
+@jit
+def hadamard_matrix(OPERAND: tl.constexpr):
+    """The Hadamard matrix of :func:`hadamard` without its norm: 1, -1 and 0, float32 [channels, channels]."""
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    row = tl.arange(0, CHANNELS)[:, None]
+    column = tl.arange(0, CHANNELS)[None, :]
+    matrix = tl.zeros([CHANNELS, CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        odd = row & column & ((1 << bit) - 1)
+        odd = odd ^ (odd >> 4)
+        odd = odd ^ (odd >> 2)
+        odd = (odd ^ (odd >> 1)) & 1
+        in_block = _in_rotation_block(row, bit, OPERAND.head_dim) & _in_rotation_block(column, bit, OPERAND.head_dim)
+        matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
+    return matrix
+
+
+@jit
+def hadamard(x, HEAD_DIM: tl.constexpr):
+    """Rotate the rows of a float32 tile [rows, channels] as :func:`kvcompile.kernels.rotation.rotate` does.
+
+    The fast Walsh-Hadamard transform, one bit of the channel index a stage: a stage adds and subtracts neighbours and
+    moves the bit that tells them apart to the front, so that every stage is the same and the last one restores the
+    order. With a HEAD_DIM that is not a power of two the matrix is block-diagonal; a block of ``2**n`` channels takes
+    part in the first ``n`` stages only. Channels beyond HEAD_DIM are padding.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    CHANNELS: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, CHANNELS // 2)[None, :] * 2
+    channel = tl.arange(0, CHANNELS)[None, :]
+    norm = tl.zeros([1, CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
+    for stage in tl.static_range(0, 8):
+        if 1 << stage < CHANNELS:
+            even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))
+            total, difference = even + odd, even - odd
+            if HEAD_DIM != CHANNELS:
+                # Undo the moves of the earlier stages to know the pair's channel.
+                origin = ((pair << stage) | (pair // (CHANNELS >> stage))) & (CHANNELS - 1)
+                takes_part = origin < 0
+                for bit in tl.static_range(4, 9):
+                    if bit > stage:
+                        takes_part = takes_part | _in_rotation_block(origin, bit, HEAD_DIM)
+                total = tl.where(takes_part, total, even)
+                difference = tl.where(takes_part, difference, odd)
+            x = tl.reshape(tl.permute(tl.join(total, difference), (0, 2, 1)), [ROWS, CHANNELS])
+    return x * norm
+
+
+@jit
+def random_signs(channel, SEED: tl.constexpr):
+    """The signs of :func:`kvcompile.kernels.rotation.random_signs` for int32 channels."""
+    OF_CHANNEL: tl.constexpr = HASH_MULTIPLIERS[0]
+    OF_SEED: tl.constexpr = HASH_MULTIPLIERS[1] * SEED & 0xFFFFFFFF
+    BETWEEN: tl.constexpr = HASH_MULTIPLIERS[2]
+    x = channel.to(tl.uint64) * OF_CHANNEL + OF_SEED
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * BETWEEN) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    return 1.0 - 2.0 * ((x >> 7) & 1).to(tl.float32)
+
+
+@jit
+def _in_rotation_block(channel, bit: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Whether ``channel`` is in the block of ``2**bit`` channels, the place of that binary digit of HEAD_DIM."""
+    START: tl.constexpr = (HEAD_DIM >> (bit + 1)) << (bit + 1)
+    END: tl.constexpr = START + (HEAD_DIM & (1 << bit))
+    return (channel >= START) & (channel < END)
