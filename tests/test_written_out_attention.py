@@ -218,12 +218,13 @@ REFUSED: dict[Form, tuple[str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", REFUSED, ids=lambda form: form.__name__)
-def test_a_refused_site_says_why_and_compiles_to_plain_inductor(form: Form) -> None:
+def test_a_refused_site_says_why_and_is_computed_as_the_model_wrote_it(form: Form) -> None:
     given, expected_given = arguments(3), arguments(3)
     out = compiled(step, [form, *given], policy="int8_per_token_head", on_unsupported="ignore")
-    expected = compiled(step, [form, *expected_given], backend="inductor")
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    expected = compiled(step, [form, *expected_given], backend="eager")
+    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(given[3:5], expected_given[3:5], rtol=0, atol=0)
     assert not any(isinstance(cache, PackedTensor) for cache in given[3:5])
     (site,) = last_report().sites
