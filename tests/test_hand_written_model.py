@@ -98,10 +98,13 @@ def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("write", WRITES)
 def test_compiled_logits_equal_eager_logits_on_packed_buffers(
-    write: Write, preset: str, dtype: torch.dtype, device: str
+    write: Write, preset: str, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
 ) -> None:
-    if device == "cpu" and (dtype is torch.bfloat16 or WRITES.index(write) % 4 != PRESETS.index(preset)):
-        pytest.skip("one preset for each form, in float32, is enough on a CPU")
+    if device == "cpu":
+        if dtype is torch.bfloat16 or WRITES.index(write) % 4 != PRESETS.index(preset):
+            pytest.skip("one preset for each form, in float32, is enough on a CPU")
+        if write not in (index_copy, slice_assignment, masked_update):  # the others end up like one of these
+            request.getfixturevalue("without_code_generation")
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
