@@ -216,7 +216,7 @@ def attention(
         (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
         (
             key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
-            "tf32x3" if has_ptx else "ieee",
+            _precision(has_ptx),
             config.rows, config.tokens, config.num_warps, config.num_stages,
         ),
         config.options,
@@ -260,19 +260,25 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
-    valid = None if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    has_valid = valid is not None
+    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     if operand.residual is None:
-        _store_tokens(data, x, positions, valid, operand)
+        _store_tokens(data, x, positions, written, has_valid, operand)
     elif num_tokens <= MAX_FEW_TOKENS:
-        _store_few(data, x, positions, valid, operand)
+        _store_few(data, x, positions, written, has_valid, operand)
     else:
-        _store_blocks(data, x, positions, valid, operand, PackedLayout.parse(spec, role, head_dim).tags(data))
+        tags = PackedLayout.parse(spec, role, head_dim).tags(data)
+        _store_blocks(data, x, positions, written, has_valid, operand, tags)
 
 
-def _store_tokens(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand) -> None:
+# Below, ``written`` is what says which tokens are valid if ``has_valid``, and stands in for it otherwise.
+
+
+def _store_tokens(
+    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = _device(data.device)
-    written = positions if valid is None else valid
     tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
     num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
@@ -282,30 +288,30 @@ def _store_tokens(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | No
         (data, x, positions, written),
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
-        (operand, valid is not None, tokens, "tf32x3" if has_ptx else "ieee"),
+        (operand, has_valid, tokens, _precision(has_ptx)),
         {"num_warps": num_warps, **ASSERTING},
     )
 
 
-def _store_few(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand) -> None:
+def _store_few(
+    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    written = positions if valid is None else valid
     _, _, has_ptx = _device(data.device)
     launch_store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
-        (operand, valid is not None, triton.next_power_of_2(num_tokens), "tf32x3" if has_ptx else "ieee"),
+        (operand, has_valid, triton.next_power_of_2(num_tokens), _precision(has_ptx)),
         {"num_warps": 8, **ASSERTING},
     )
 
 
 def _store_blocks(
-    data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, operand: PackedOperand, tags: Tensor
+    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand, tags: Tensor
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    written = positions if valid is None else valid
     _, num_sms, has_ptx = _device(data.device)
     num_blocks = data.shape[0] - operand.header_blocks
     num_slots = num_blocks * operand.block_tokens
@@ -315,7 +321,7 @@ def _store_blocks(
         (places, positions, written),
         (positions.stride(), written.stride()),
         (num_tokens, num_slots),
-        (operand, valid is not None, 256),
+        (operand, has_valid, 256),
         {"num_warps": 4, **ASSERTING},
     )
     # As for tiles of tokens; and a grid has at most 65535 programs in its second dimension.
@@ -326,7 +332,7 @@ def _store_blocks(
         (data, x, places, tags.clone(memory_format=torch.contiguous_format)),
         (data.stride()[:3], x.stride()),
         (num_kv_heads, num_slots, num_blocks, blocks_per_program),
-        (operand, "tf32x3" if has_ptx else "ieee"),
+        (operand, _precision(has_ptx)),
         {"num_warps": 8},
     )
 
@@ -342,3 +348,8 @@ def _device(device: torch.device) -> tuple[int, int, bool]:
         return 0, 2, False
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count, torch.version.hip is None
+
+
+def _precision(has_ptx: bool) -> str:
+    """How products of float32 are computed: in three parts on NVIDIA's tensor cores, or as they are."""
+    return "tf32x3" if has_ptx else "ieee"

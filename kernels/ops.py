@@ -19,6 +19,7 @@ from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines its ops be
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.residual import blocks_of
 from kvcompile.kernels.visible_range import visible_range, with_four_dimensions
 
 _library = torch.library.Library("kvcompile", "DEF")
@@ -81,7 +82,7 @@ def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, for
 
         launch.store(data, x, positions, valid, format, role)
     else:
-        blocks = torch.unique(positions // BLOCK_TOKENS) if layout.residual is not None else None
+        blocks = blocks_of(positions) if layout.residual is not None else None
         write_tokens_(data, layout, x, positions, valid, blocks)
 
 

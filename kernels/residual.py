@@ -40,6 +40,11 @@ Scatter = tuple[tuple[Tensor, ...], Tensor]
 """Indices and values of an ``index_put`` on packed data."""
 
 
+def blocks_of(positions: Tensor) -> Tensor:
+    """The blocks that positions lie in, int64 [k], each once."""
+    return torch.unique(positions // BLOCK_TOKENS)
+
+
 def slot_of(residual: Residual, block: Tensor) -> Tensor:
     """The slot of blocks, int64 [...]; where R is 0 and there is none, the last one, which never has their tag."""
     if residual.recent_blocks == 0:

@@ -54,11 +54,22 @@ def compiling_anew() -> Iterator[None]:
             _drop_code_of(block, code)
 
 
+def with_new_code(function: Any, name: str) -> Any:
+    """``function`` on a new code object called ``name``: Dynamo finds nothing there and leaves nothing behind."""
+    function.__code__ = function.__code__.replace(co_name=name)
+    return function
+
+
+def without_recompile_limit() -> contextlib.AbstractContextManager[None]:
+    """What this thread compiles is not limited in number."""
+    return torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+
+
 @contextlib.contextmanager
 def _without_caches() -> Iterator[None]:
     """Neither Inductor's nor AOTAutograd's caches serve what this thread compiles; nor is it limited in number."""
     with (
-        torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT),
+        without_recompile_limit(),
         torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 from torch.fx import GraphModule
 
+from kvcompile.anew import with_new_code, without_recompile_limit
 from kvcompile.policy import Policy
 from kvcompile.report import Report, collect_reports
-
-_NO_LIMIT = 1 << 30
 
 
 def explain(
@@ -50,14 +48,11 @@ def explain(
     def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # Dynamo keeps compiled code on code objects: a new one finds nothing there and leaves nothing behind.
-    run.__code__ = run.__code__.replace(co_name="explain")
-    limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     memo: dict[int, Any] = {}
     model = _with_own_buffers(model, memo)
     args, kwargs = copy.deepcopy((args, kwargs), memo)
-    with collect_reports() as report, limits, torch.no_grad():
-        torch.compile(run, backend=kvquant)(model, *args, **kwargs)
+    with collect_reports() as report, without_recompile_limit(), torch.no_grad():
+        torch.compile(with_new_code(run, "explain"), backend=kvquant)(model, *args, **kwargs)
     return report
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
 from kvcompile.kernels.packing import byte_index, read_tokens, replace_blocks_, write_tokens_, write_vectors_
+from kvcompile.kernels.residual import blocks_of
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
 from kvcompile.tracing import ends_functional_graph, is_traced
@@ -101,7 +102,7 @@ def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None
 
 def _blocks_of(positions: Tensor) -> Tensor | None:
     """The blocks that positions lie in; unknown in traced code."""
-    return None if is_traced(positions) else torch.unique(positions // BLOCK_TOKENS)
+    return None if is_traced(positions) else blocks_of(positions)
 
 
 def plain(x: Any) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from kvcompile.anew import with_new_code
 from kvcompile.passes.expand_markers import expand_markers
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.marker import Marker, markers_of
@@ -40,9 +40,9 @@ def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
     def run(model: nn.Module, tokens: Tensor) -> None:
         model(input_ids=tokens, use_cache=False)
 
-    # Dynamo keeps compiled code on code objects: a new one finds nothing there and leaves nothing behind.
-    run.__code__ = run.__code__.replace(co_name="listen")
-    torch.compile(run, backend=backend)(model, tokens[None].to(next(model.parameters()).device))
+    torch.compile(with_new_code(run, "listen"), backend=backend)(
+        model, tokens[None].to(next(model.parameters()).device)
+    )
 
 
 class _Report:
