@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import long_context_memory
 import pytest
 
 from kvcompile.errors import PolicyError
@@ -18,18 +19,7 @@ from kvcompile.planning.plan import Plan, Request, make_plan
 
 GIB = 2**30
 
-LLAMA_3_1_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
+LLAMA_3_1_8B: dict[str, Any] = {**long_context_memory.LLAMA_3_1_8B, "tie_word_embeddings": False}
 
 LLAMA_3_1_405B: dict[str, Any] = {
     **LLAMA_3_1_8B,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from tiny_llama import tiny_llama
 
 HEAD_DIM = 32
 CONTEXT = 160
@@ -14,21 +14,15 @@ MODULES = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
 def small_model(num_layers: int = 2, vocab_size: int = 256) -> Any:
-    """A Llama with random weights."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    """A Llama with random weights, whose tokens are bytes unless its vocabulary has another size."""
+    return tiny_llama(
+        num_layers=num_layers,
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT,
         bos_token_id=None,
         eos_token_id=None,
     )
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def some_bytes(count: int) -> bytes:

@@ -13,18 +13,19 @@ PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_layers: int = 2) -> Any:
+def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_layers: int = 2, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-    )
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **changes})
     return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
