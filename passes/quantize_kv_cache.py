@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
@@ -178,8 +177,6 @@ def _choose(
             candidate.layouts = {
                 cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
             }
-            for cache in _caches(candidate):
-                check_kernels(candidate.layouts[cache.role], cache.root.meta["val"].device)
         except Refusal as refusal:
             refuse(candidate.site, refusal)
 
@@ -201,12 +198,6 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
-
-
-def check_kernels(layout: PackedLayout, device: torch.device) -> None:
-    """Raise Refusal if a cache of this layout has no kernels on ``device``."""
-    if layout.residual is not None and device.type == "cuda":
-        raise Refusal(Reason.residual_on_gpu, role=layout.role)
 
 
 def _settle(candidates: list[_Candidate]) -> None:

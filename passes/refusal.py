@@ -74,10 +74,6 @@ class Reason(enum.Enum):
         "{format}: {detail}",
         "choose another format for this layer in the policy",
     )
-    residual_on_gpu = (
-        "its {role} cache keeps recent or first tokens as they are, which is not offered on GPUs yet",
-        "choose a format without scales per channel, residual_length 0 and sink_tokens 0 in the policy",
-    )
     unsupported_dtype = (
         "its {role} cache holds {dtype}; supported are float32, float16 and bfloat16",
         "keep the cache in one of these dtypes",

@@ -225,8 +225,7 @@ def test_on_a_gpu_the_dump_has_triton_kernels_and_our_ops(tmp_path: Path) -> Non
     assert "torch.ops.kvcompile.attention" in code
     rewritten = tmp_path / "out" / "graph_1" / "4_rewritten.py"
     parts = [line.rpartition(": ")[2] for line in excerpt(rewritten, "layers.0: ")]
-    assert parts.count("packed attention") == 1
-    assert {"key store", "value store"} <= set(parts)
+    assert {"key store", "value store", "packed attention"} <= set(parts)
     assert all(result.isfinite().all() for result in results)
 
 

@@ -1,6 +1,7 @@
 """Compiled models on caches with a residual mean what eager code on such caches means, and store in place.
 
-Most tests run the rewritten graphs node by node; what Inductor makes of such a graph is the matter of the last one.
+On a CPU most tests run the rewritten graphs node by node; what Inductor makes of such a graph is the matter of the last
+one. On a GPU all of them run what Inductor generates.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from torch._inductor.utils import run_and_get_code
 from kvcompile import last_report
 from kvcompile.kernels.layout import PackedLayout, Residual
 from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.quantize_kv_cache import check_kernels
-from kvcompile.passes.refusal import Refusal
 from kvcompile.policy import Policy
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import fresh_cache, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, fresh_cache, tiny_llama  # noqa: E402
 
 SINKS = {
     "default": {"key": {"dtype": "int8", "granularity": "per_channel"}, "value": {"dtype": "turboquant_4bit"}},
@@ -34,6 +33,13 @@ SINKS = {
     "sink_tokens": 4,
 }
 CHUNKS = [120, 6, *[1] * 5]  # across the boundaries of blocks at 64 and 128
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu":
+        request.getfixturevalue("without_code_generation")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +70,7 @@ def eager_cache(model: Any, kind: str, policy: Any, batch: int) -> Any:
     """A Hugging Face cache that is packed and holds no token."""
     cache = fresh_cache(model, kind)
     config = model.config
-    example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype)
+    example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
     for index in range(config.num_hidden_layers):
         layer = cache.layers[index]
         layer.lazy_initialization(example, example)
@@ -83,12 +89,13 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("static", SINKS), ("dynamic", "int4")], ids=["static", "dynamic"])
-@pytest.mark.usefixtures("without_code_generation")
-def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling(kind: str, policy: Any) -> None:
-    model = tiny_llama(num_layers=1)
+def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling(
+    kind: str, policy: Any, device: str
+) -> None:
+    model = tiny_llama(device=device, num_layers=1)
     step, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
     graphs = []
-    for ids in torch.randint(0, 97, (2, sum(CHUNKS))).split(CHUNKS, dim=1):
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
         logits = step(input_ids=ids, past_key_values=cache).logits
         assert_near(logits, model(input_ids=ids, past_key_values=expected_cache).logits)
         graphs.append(counters["stats"]["unique_graphs"])
@@ -97,11 +104,12 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("static", "int4"), ("dynamic", SINKS)], ids=["static", "dynamic"])
-@pytest.mark.usefixtures("without_code_generation")
-def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(kind: str, policy: Any) -> None:
-    model = tiny_llama(num_layers=1)
+def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(
+    kind: str, policy: Any, device: str
+) -> None:
+    model = tiny_llama(device=device, num_layers=1)
     step, cache = compiled(model, policy), fresh_cache(model, kind)
-    ids = torch.randint(0, 97, (2, 105))
+    ids = torch.randint(0, 97, (2, 105), device=device)
     model(input_ids=ids[:, :100], past_key_values=cache)
     filled = cache.layers[0].keys[:, :, 64:100].clone()
     expected_cache = pack_layers(cache, policy, growing=kind == "dynamic")
@@ -112,14 +120,13 @@ def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_the
 
 
 @pytest.mark.parametrize(("write", "policy"), [(slice_assignment, "int4"), (masked_update, SINKS)])
-@pytest.mark.usefixtures("without_code_generation")
-def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any) -> None:
-    model = Decoder(write, batch=2).eval()
+def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, device: str) -> None:
+    model = Decoder(write, batch=2).eval().to(device)
     expected_model = copy.deepcopy(model)
     expected_model.keys = packed(model.keys, "key", policy)
     expected_model.values = packed(model.values, "value", policy)
     step, start = compiled(model, policy), 0
-    for ids in torch.randint(0, 97, (2, sum(CHUNKS))).split(CHUNKS, dim=1):
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
         assert_near(step(ids, start), expected_model(ids, start))
         start += ids.shape[1]
     assert isinstance(model.keys, PackedTensor)
@@ -147,25 +154,6 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
     program, make_cache = PROGRAMS[name]
     compare(program, make_cache, backend="aot_eager")
 
-
-def test_such_a_cache_on_a_gpu_is_left_alone_with_the_reason() -> None:
-    key = PackedLayout.parse("int4_per_channel[recent=1,sinks=0,bfloat16]", "key", 64)
-    with pytest.raises(
-        Refusal, match="its key cache keeps recent or first tokens as they are, which is not offered on GPUs yet"
-    ):
-        check_kernels(key, torch.device("cuda"))
-    check_kernels(key, torch.device("cpu"))
-    check_kernels(PackedLayout("fp8_e4m3", "key", 64), torch.device("cuda"))
-
-
-@pytest.mark.gpu
-def test_a_model_on_a_gpu_runs_as_under_plain_inductor() -> None:
-    model = tiny_llama(torch.bfloat16, "cuda", num_layers=1)
-    step = torch.compile(model, backend="kvquant", options={"policy": "int4", "on_unsupported": "ignore"})
-    cache = fresh_cache(model, "static")
-    step(input_ids=torch.randint(0, 97, (2, 3), device="cuda"), past_key_values=cache)
-    assert [site.reason_code for site in last_report().sites] == ["residual_on_gpu"]
-    assert not isinstance(cache.layers[0].keys, PackedTensor)
 
 
 def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
