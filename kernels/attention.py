@@ -31,6 +31,7 @@ from kvcompile.kernels.attention_tile import attend_packed, packed_scores, visib
 from kvcompile.kernels.codec import jit, normalise_rows, planes_of, tl, transposed
 from kvcompile.kernels.held_blocks import block_ptr
 from kvcompile.kernels.packed_tiles import load_packed
+from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import rotate, unrotate
 
 
@@ -69,8 +70,8 @@ def attention_kernel(
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
     in_query = position < q_len
 
-    key_ptr += batch * key_strides[1] + kv_head * key_strides[2]
-    value_ptr += batch * value_strides[1] + kv_head * value_strides[2]
+    key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
+    value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
     HAS_SLOTS: tl.constexpr = KEY.num_slots + VALUE.num_slots > 0
     if HAS_SLOTS:  # asked for before the query, so that both come at once
         key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)

@@ -144,6 +144,7 @@ class PackedOperand:
         fast: whether to use the codec's ``unpack``.
         query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
         residual: blocks that are kept as they are; None without any.
+        by_reference: whether kernels get references, see :mod:`kvcompile.kernels.references`.
     """
 
     name: str
@@ -178,6 +179,7 @@ class PackedOperand:
     fast: bool
     query_exponent: int
     residual: HeldBlocks | None
+    by_reference: bool
 
     @property
     def header_blocks(self) -> int:
@@ -205,10 +207,13 @@ class PackedOperand:
 
 
 @functools.cache
-def packed_operand(spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool) -> PackedOperand:
+def packed_operand(
+    spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool, by_reference: bool = False
+) -> PackedOperand:
     """The compile-time description of a packed cache of layout ``spec`` for ``role`` and ``head_dim``.
 
-    ``float32`` asks for products in float32, ``has_ptx`` says whether inline PTX can run.
+    ``float32`` asks for products in float32, ``has_ptx`` says whether inline PTX can run, ``by_reference`` whether the
+    data is a reference.
     """
     from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout  # the formats import this module
 
@@ -221,8 +226,9 @@ def packed_operand(spec: str, role: Role, head_dim: int, float32: bool, has_ptx:
     if code_dtype == tl.bfloat16:
         products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bits of bfloat16
     scale, zero = sections.get("scale"), sections.get("zero")
+    suffix = ("_ptx" if has_ptx else "") + ("_reference" if by_reference else "")
     return PackedOperand(
-        name=re.sub(r"\W", "_", f"{spec}_{role}_{head_dim}_{products}{'_ptx' if has_ptx else ''}"),
+        name=re.sub(r"\W", "_", f"{spec}_{role}_{head_dim}_{products}{suffix}"),
         dtype=products,
         head_dim=head_dim,
         padded_head_dim=triton.next_power_of_2(head_dim),
@@ -254,6 +260,7 @@ def packed_operand(spec: str, role: Role, head_dim: int, float32: bool, has_ptx:
         fast=has_ptx and not float32 and fmt.codec.unpack is not None,
         query_exponent=_query_exponent(fmt),
         residual=_held_blocks(layout),
+        by_reference=by_reference,
     )
 
 

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
 from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
-from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel
-from kvcompile.kernels.store_blocks import place_tokens_kernel, store_blocks_kernel, store_few_kernel
+from kvcompile.kernels.store_blocks import (
+    copy_tags_kernel,
+    place_tokens_kernel,
+    store_blocks_kernel,
+    store_few_kernel,
+)
 from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
 
@@ -146,6 +151,7 @@ launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
 launch_store_few = Launcher(store_few_kernel)
 launch_place_tokens = Launcher(place_tokens_kernel)
+launch_copy_tags = Launcher(copy_tags_kernel)
 launch_store_blocks = Launcher(store_blocks_kernel)
 launch_visible_range = Launcher(visible_range_kernel)
 
@@ -183,8 +189,8 @@ def attention(
         return out
     capability, num_sms, has_ptx = _device(query.device)
     float32 = query.dtype == torch.float32
-    key = packed_operand(k_format, "key", head_dim, float32, has_ptx)
-    value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx)
+    key = packed_operand(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
+    value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
 
     mask_kind, mask_per_row, mask_data = "none", False, query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -212,7 +218,7 @@ def attention(
     launch_attention(
         (batch * num_kv_heads, row_tiles, splits),
         (query, k_data, v_data, mask_data, query if ranges is None else ranges, partial, lse),
-        (query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides),
+        (query.stride(), strides_of(k_data), strides_of(v_data), mask_strides),
         (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
         (
             key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
@@ -256,7 +262,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand = packed_operand(spec, role, head_dim, True, False)
+    operand = packed_operand(spec, role, head_dim, True, False, is_reference(data))
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
@@ -267,8 +273,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     elif num_tokens <= MAX_FEW_TOKENS:
         _store_few(data, x, positions, written, has_valid, operand)
     else:
-        tags = PackedLayout.parse(spec, role, head_dim).tags(data)
-        _store_blocks(data, x, positions, written, has_valid, operand, tags)
+        _store_blocks(data, x, positions, written, has_valid, operand)
 
 
 # Below, ``written`` is what says which tokens are valid if ``has_valid``, and stands in for it otherwise.
@@ -286,7 +291,7 @@ def _store_tokens(
     launch_store(
         (_ceil_div(num_tiles, tiles_per_program), 1, 1),
         (data, x, positions, written),
-        (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
+        (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
         (operand, has_valid, tokens, _precision(has_ptx)),
         {"num_warps": num_warps, **ASSERTING},
@@ -301,7 +306,7 @@ def _store_few(
     launch_store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
-        (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
+        (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
         (operand, has_valid, triton.next_power_of_2(num_tokens), _precision(has_ptx)),
         {"num_warps": 8, **ASSERTING},
@@ -309,7 +314,7 @@ def _store_few(
 
 
 def _store_blocks(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand, tags: Tensor
+    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = _device(data.device)
@@ -324,13 +329,15 @@ def _store_blocks(
         (operand, has_valid, 256),
         {"num_warps": 4, **ASSERTING},
     )
+    tags = torch.empty((batch, num_kv_heads, operand.num_slots), dtype=torch.int32, device=data.device)
+    launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
     # As for tiles of tokens; and a grid has at most 65535 programs in its second dimension.
     blocks_per_program = max(1, min(16, num_blocks * batch * num_kv_heads // (8 * num_sms))) if operand.rotated else 1
     blocks_per_program = max(blocks_per_program, _ceil_div(num_blocks, 65535))
     launch_store_blocks(
         (batch * num_kv_heads, _ceil_div(num_blocks, blocks_per_program), 1),
-        (data, x, places, tags.clone(memory_format=torch.contiguous_format)),
-        (data.stride()[:3], x.stride()),
+        (data, x, places, tags),
+        (strides_of(data), x.stride()),
         (num_kv_heads, num_slots, num_blocks, blocks_per_program),
         (operand, _precision(has_ptx)),
         {"num_warps": 8},

@@ -52,10 +52,10 @@ def _check_data(
             f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.spec} with head_dim "
             f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim that it was written with"
         )
-    if any(stride % BLOCK_TOKENS for stride in strides[:3]) or strides[3] != 1:
+    if any(stride % BLOCK_TOKENS for stride in strides[:3]) or (strides[3] != 1 and any(strides)):
         raise ValueError(
             f"kvcompile::{op}: {name} has strides {strides}; blocks must be contiguous and start at multiples of "
-            f"{BLOCK_TOKENS} bytes"
+            f"{BLOCK_TOKENS} bytes, or the tensor be a reference, of strides 0"
         )
 
 

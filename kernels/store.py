@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.codec import jit, planes_of, tl
+from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 
 
@@ -21,6 +22,7 @@ def store_kernel(
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
     """
+    data_ptr = referred(data_ptr, OPERAND)
     matrix = rotation_matrix(OPERAND, TOKENS)
     for i in range(tiles_per_program):
         tile = tl.program_id(0) * tiles_per_program + i

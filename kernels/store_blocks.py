@@ -10,6 +10,7 @@ from __future__ import annotations
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.held_blocks import block_ptr, has_slot, load_rows, row_ptrs, slot_of, tag_ptrs
 from kvcompile.kernels.packed_tiles import decode_block
+from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import rotation_matrix
 from kvcompile.kernels.store import encode_tile, load_positions, store_sections
 
@@ -26,7 +27,7 @@ def store_few_kernel(
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    header_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
     x_ptr += batch * x_strides[0] + head * x_strides[1]
     matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
     token = tl.arange(0, TOKENS)
@@ -79,6 +80,21 @@ def place_tokens_kernel(
     tl.atomic_max(winner_ptrs, block, mask=written & has_slot(block, OPERAND) & (block > known))
 
 
+@jit(do_not_specialize=["num_kv_heads"])
+def copy_tags_kernel(data_ptr, tags_ptr, data_strides, num_kv_heads, OPERAND: tl.constexpr):
+    """Copy the tags of a head's slots to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_slots].
+
+    Grid (batch * num_kv_heads,).
+    """
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    slot = tl.arange(0, OPERAND.residual.padded_slots)
+    tags = tl.load(tag_ptrs(header_ptr, slot), mask=slot < OPERAND.num_slots)
+    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots
+    tl.store(tags_ptr + slot, tags, mask=slot < OPERAND.num_slots)
+
+
 @jit(do_not_specialize=["num_kv_heads", "num_slots", "num_blocks", "blocks_per_program"])
 def store_blocks_kernel(
     data_ptr, x_ptr, places_ptr, tags_ptr, data_strides, x_strides, num_kv_heads, num_slots, num_blocks,
@@ -93,7 +109,7 @@ def store_blocks_kernel(
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    header_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
     x_ptr += batch * x_strides[0] + head * x_strides[1]
     places_ptr += batch * (num_slots + OPERAND.num_slots)
     tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots

@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config
 from torch._dynamo.utils import dynamo_timed
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -24,6 +25,7 @@ from kvcompile.passes.quantize_kv_cache import PackedInput, num_layers, quantize
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import Rewritten
 from kvcompile.passes.site import Site
+from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
 
 
@@ -124,11 +126,19 @@ class _GraphCompiler:
         self._report()
         if self.rewritten is None:
             raise _NothingRewrittenError
-        # Packed caches keep their address from call to call, so that CUDA graphs may record their mutation.
-        static = {action.index for action in self.rewritten.inputs if action.kind != "growing"}
-        kwargs["static_input_idxs"] = sorted({*kwargs.get("static_input_idxs", ()), *static})
+        if kwargs["cudagraphs"] and self.rewritten.on_cuda:
+            kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
         return PackedCall(compiled, self.rewritten, example_inputs)
+
+    def _suit_cuda_graphs(self, gm: GraphModule, static_inputs: Sequence[int]) -> dict[str, Any]:
+        """Prepare the rewritten graph for CUDA graphs, or do without; returns arguments for ``compile_fx_inner``."""
+        assert self.rewritten is not None
+        if not can_replay(self.rewritten):
+            return {"cudagraphs": BoxedBool(False)}
+        self.rewritten = suit_cuda_graphs(gm, self.rewritten, static_inputs)
+        static = {*static_inputs, *(action.index for action in self.rewritten.inputs)}
+        return {"static_input_idxs": sorted(static - set(self.rewritten.returned_inputs))}
 
     def _rewrite(self, gm: GraphModule, example_inputs: list[Any]) -> None:
         mismatch = _input_mismatch(self.example_inputs, example_inputs)
@@ -215,6 +225,8 @@ def _copy(gm: GraphModule) -> GraphModule:
             copy._dynamo_source = node._dynamo_source
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
+    # Without it AOTAutograd takes the graph for an exported one, in which no input is a parameter with a fixed address.
+    result._param_name_to_source = getattr(gm, "_param_name_to_source", {})
     return result
 
 

@@ -12,14 +12,17 @@ growing ones, and wraps new packed data that the graph returns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, check_adoptable
 from kvcompile.errors import AliasedCacheError
+from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
@@ -36,6 +39,8 @@ class PackedCall:
     ) -> None:
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
+        self._references = ReferencesOfThread() if rewritten.by_reference else None
+        self._returned = rewritten.returned_inputs
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
@@ -49,12 +54,41 @@ class PackedCall:
                 grown.extend((output, cache) for output in action.outputs)
             args[action.index] = cache.packed
         _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
+        if self._references is not None:
+            self._refer(args, self._references)
+        mutated = [args[index] for index in self._returned]
         outputs = list(self._compiled(args))
+        if mutated:
+            torch._foreach_copy_(mutated, outputs[-len(mutated) :])
+            del outputs[-len(mutated) :]
         for index, cache in grown:
             outputs[index] = cache
         for made, shape in shapes:
             outputs[made.index] = _wrap(outputs[made.index], made, shape)
         return outputs
+
+    def _refer(self, args: list[Any], references: ReferencesOfThread) -> None:
+        """Put references in the place of packed data, which ``args`` no longer keeps alive.
+
+        The caller's packed tensors do: kernels may run after this call, and memory that is freed then is reused in the
+        order of the stream.
+        """
+        places = [action.index for action, _ in self._inputs]
+        for place, reference in zip(places, references.refer([args[place] for place in places]), strict=True):
+            args[place] = reference
+
+
+class ReferencesOfThread(threading.local):
+    """The references of one compiled graph. CUDA graphs are recorded for every thread anew, with references of its own:
+    threads call the same graph with caches of their own at the same time."""
+
+    def __init__(self) -> None:
+        self._references: References | None = None
+
+    def refer(self, data: list[Tensor]) -> list[Tensor]:
+        if self._references is None:
+            self._references = References(len(data), data[0].device)
+        return self._references.refer(data)
 
 
 class AdoptingCall:

@@ -71,11 +71,26 @@ class OutputAction:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The caller's duties for a rewritten graph, and its new inputs."""
+    """The caller's duties for a rewritten graph, and its new inputs.
+
+    Attributes:
+        inputs: what to do with caches before the graph runs.
+        outputs: what to do with caches that it returns.
+        example_inputs: fake inputs of the rewritten graph.
+        by_reference: whether packed data is passed as references.
+        returned_inputs: the inputs into which the last outputs of the graph are to be copied, in their order.
+    """
 
     inputs: tuple[InputAction, ...]
     outputs: tuple[OutputAction, ...]
     example_inputs: list[Any]
+    by_reference: bool = False
+    returned_inputs: tuple[int, ...] = ()
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether caches are on a GPU, where operators run kernels."""
+        return any(self.example_inputs[action.index].is_cuda for action in self.inputs)
 
 
 class CacheRewriter:

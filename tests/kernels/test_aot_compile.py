@@ -68,7 +68,7 @@ def compiled(capability, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for name in (
-        "attention", "combine", "store", "store_few", "place_tokens", "store_blocks", "visible_range",
+        "attention", "combine", "store", "store_few", "place_tokens", "copy_tags", "store_blocks", "visible_range",
     ):  # fmt: skip
         kernel = CompileOnly(getattr(launch, f"{name}_kernel"))
         monkeypatch.setattr(launch, f"launch_{name}", launch.Launcher(kernel))

@@ -15,7 +15,13 @@ pytest.importorskip("triton")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
 @pytest.mark.parametrize(
     "suite",
-    ["test_store_kernel.py", "test_attention_kernel.py", "test_deepseek_v4_kernels.py", "test_visible_range.py"],
+    [
+        "test_store_kernel.py",
+        "test_attention_kernel.py",
+        "test_references.py",
+        "test_deepseek_v4_kernels.py",
+        "test_visible_range.py",
+    ],
 )
 def test_the_kernels_agree_with_the_specification_in_the_interpreter(suite):
     options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider"]

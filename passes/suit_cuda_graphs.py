@@ -1,0 +1,102 @@
+"""Make a rewritten graph one that a CUDA graph can record once and replay with any caches.
+
+A CUDA graph replays fixed addresses. Inductor copies inputs to addresses of its own, except those that it takes for
+static; it does not record graphs that mutate the others. Here no input of a decode step has to be static but weights:
+
+- A packed cache is passed *by reference* (see :mod:`kvcompile.kernels.references`): kernels find its address in device
+  memory at every replay.
+- What else the graph mutates (the number of tokens that a cache holds, say) is passed by value: its new value becomes
+  an output, which the caller of the graph copies back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.references import reference_strides
+from kvcompile.passes.rewrite_caches import Rewritten
+
+SMALL_NBYTES = 4096
+"""Static inputs up to this size are passed by value, too: one copy costs less than recording a graph anew."""
+
+copy_ = torch.ops.aten.copy_.default
+
+
+def can_replay(rewritten: Rewritten) -> bool:
+    """Whether a recording of a graph would serve more than one call.
+
+    Growing caches have another length at every step. Caches that the graph makes would lie in memory that belongs to
+    the recording, and the next replay would overwrite them.
+    """
+    return not rewritten.outputs and all(action.kind != "growing" for action in rewritten.inputs)
+
+
+def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:
+    """Change ``gm``, a graph that :func:`can_replay`, as described above.
+
+    Args:
+        gm: the rewritten graph.
+        rewritten: its caller's duties.
+        static_inputs: positions of the inputs whose address stays the same from call to call.
+
+    Returns:
+        The caller's new duties: the outputs of the graph are followed by the new values of ``returned_inputs``, and its
+        caches are passed by reference.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    caches = {action.index for action in rewritten.inputs}
+    examples = list(rewritten.example_inputs)
+    for index in caches:
+        examples[index] = _refer(gm, placeholders[index])
+    by_value = {
+        node: index
+        for index, node in enumerate(placeholders)
+        if index not in caches and (index not in static_inputs or _is_small(node))
+    }
+    returned = _return_new_values(gm, by_value)
+    gm.graph.lint()
+    gm.recompile()
+    return replace(rewritten, example_inputs=examples, by_reference=True, returned_inputs=returned)
+
+
+def _refer(gm: GraphModule, placeholder: Node) -> torch.Tensor:
+    """Make a placeholder of packed data, and what becomes of it, a reference; returns its fake value."""
+    data = placeholder.meta["val"]
+    with data.fake_mode:
+        reference = torch.empty_strided(data.shape, reference_strides(data), dtype=data.dtype, device=data.device)
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if value is data:
+            node.meta["val"] = reference
+        elif isinstance(value, tuple) and any(part is data for part in value):
+            node.meta["val"] = tuple(reference if part is data else part for part in value)
+    return reference
+
+
+def _return_new_values(gm: GraphModule, by_value: dict[Node, int]) -> tuple[int, ...]:
+    """Replace the final copies into inputs ``by_value`` by outputs; returns the positions of these inputs."""
+    output = gm.graph.output_node()
+    values, returned = list(output.args[0]), []
+    for node in gm.graph.find_nodes(op="call_function", target=copy_):
+        index = by_value.get(node.args[0])
+        if index is None:
+            continue
+        # AOTAutograd's graph is functional but for these copies at its end: nobody reads the input after them, or what
+        # they return, except as an output.
+        values.append(node.args[1])
+        returned.append(index)
+        node.replace_all_uses_with(node.args[1])
+        gm.graph.erase_node(node)
+    output.args = (tuple(values),)
+    return tuple(returned)
+
+
+def _is_small(node: Node) -> bool:
+    value: Any = node.meta["val"]
+    return isinstance(value, torch.Tensor) and statically_known_true(value.nbytes <= SMALL_NBYTES)
