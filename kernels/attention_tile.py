@@ -114,7 +114,7 @@ def _normalise_scales(scale, KEY: tl.constexpr):
 
 
 @jit
-def _tanh(x):
+def tanh(x):
     """The hyperbolic tangent, to 2**-22 absolutely; exp2 saturates to 0 or inf where it is -1 or 1."""
     return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
 
@@ -131,7 +131,7 @@ def visible_scores(
     """
     position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
     if HAS_SOFTCAP:
-        scores = softcap * _tanh(scores / softcap)
+        scores = softcap * tanh(scores / softcap)
     if MASK == "bool":
         scores = _hide(
             scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
@@ -174,15 +174,15 @@ def _add_mask(
 ):  # fmt: skip
     """Scores with a float mask added."""
     if PER_ROW:
-        scores += _log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
+        scores += log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
     else:
         mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0.0)
-        scores += _log2_bias(mask)[:, None]
+        scores += log2_bias(mask)[:, None]
     return scores
 
 
 @jit
-def _log2_bias(mask):
+def log2_bias(mask):
     """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
     mask = mask.to(tl.float32)
     return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)

@@ -6,17 +6,18 @@ is computed once and cached.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
+from kvcompile.kernels.codec import PackedOperand, packed_operand, triton
+from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
+from kvcompile.kernels.launcher import Launcher, ceil_div, precision
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel
@@ -99,48 +100,9 @@ def attention_config(
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
     """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
-    tiles = max(1, _ceil_div(kv_len, config.tokens))
+    tiles = max(1, ceil_div(kv_len, config.tokens))
     splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
-    return _ceil_div(tiles, _ceil_div(tiles, splits))
-
-
-class Launcher:
-    """Launches one Triton kernel, and remembers its compiled versions.
-
-    Triton looks for the compiled version anew at every launch, with some 15 us of Python. The key here is shorter: the
-    kernels name every integer that is no stride as ``do_not_specialize``, so that a version depends only on constants,
-    on the dtypes and the alignment of tensors, and on which strides are 1 or divisible by 16.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: dict[tuple, Any] = {}
-
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        tensors: tuple[Tensor, ...],
-        strides: tuple[tuple[int, ...], ...],
-        numbers: tuple[int | float, ...],
-        constants: tuple[Any, ...],
-        options: dict[str, int],
-    ) -> None:
-        """Run the kernel; its parameters are ``tensors``, ``strides``, ``numbers`` and ``constants``, in this order."""
-        device = tensors[0].device
-        key = (
-            device,
-            *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
-            *[_stride_classes(stride) for stride in strides],
-            constants,
-        )
-        arguments = (*tensors, *strides, *numbers, *constants)
-        # Triton launches on the current device: make it the one of the tensors.
-        with contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device):
-            compiled = self.compiled.get(key)
-            if compiled is None:
-                self.compiled[key] = self.kernel[grid](*arguments, **options)
-            else:
-                compiled[grid](*arguments)
+    return ceil_div(tiles, ceil_div(tiles, splits))
 
 
 # Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
@@ -154,12 +116,6 @@ launch_place_tokens = Launcher(place_tokens_kernel)
 launch_copy_tags = Launcher(copy_tags_kernel)
 launch_store_blocks = Launcher(store_blocks_kernel)
 launch_visible_range = Launcher(visible_range_kernel)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stride_classes(strides: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
-    """What Triton specializes a kernel for, of every stride: whether it is 1, divisible by 16, and wider than int32."""
-    return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
 
 
 def attention(
@@ -182,56 +138,39 @@ def attention(
     ``ranges`` is :func:`visible_range` of a bool mask, if it is known.
     """
     batch, num_heads, q_len, head_dim = query.shape
-    num_kv_heads = k_data.shape[2]
-    group_size = num_heads // num_kv_heads
     out = query.new_empty((batch, num_heads, q_len, v_head_dim))
     if out.numel() == 0:
         return out
-    capability, num_sms, has_ptx = _device(query.device)
+    _, _, has_ptx = launcher.facts_of(query.device)
     float32 = query.dtype == torch.float32
     key = packed_operand(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
     value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
 
-    mask_kind, mask_per_row, mask_data = "none", False, query
+    mask_kind, mask_data = "none", query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
-        mask_data = mask.expand(batch, num_heads, q_len, kv_len)
+        mask_kind, mask_data = "float", mask.expand(batch, num_heads, q_len, kv_len)
         mask_strides = mask_data.stride()
-        mask_per_row = (q_len > 1 and mask_strides[2] != 0) or (group_size > 1 and mask_strides[1] != 0)
-        mask_kind = "float"
         if mask.dtype == torch.bool:
             mask_kind, mask_data = "bool", mask_data.view(torch.uint8)
             if ranges is None:
                 ranges = visible_range(with_four_dimensions(mask, q_len, kv_len))
             ranges = ranges.expand(batch, q_len, 3).contiguous()
-
-    rows = group_size * q_len
-    config = attention_config(capability, key, value, rows, mask_per_row, float32)
-    row_tiles = _ceil_div(rows, config.rows)
-    splits = num_splits(config, batch * num_kv_heads * row_tiles, kv_len, num_sms)
-    is_partial = splits > 1 or value.rotated or sinks is not None
-    if is_partial:
-        partial = query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
-        lse = query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
-    else:
-        partial = lse = out
-    launch_attention(
-        (batch * num_kv_heads, row_tiles, splits),
-        (query, k_data, v_data, mask_data, query if ranges is None else ranges, partial, lse),
-        (query.stride(), strides_of(k_data), strides_of(v_data), mask_strides),
-        (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
-        (
-            key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
-            _precision(has_ptx),
-            config.rows, config.tokens, config.num_warps, config.num_stages,
-        ),
-        config.options,
+    call = AttentionCall(
+        query, k_data, v_data, mask_data, mask_strides, mask_kind, ranges, min(kv_len, q_len) if is_causal else kv_len,
+        is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value,
     )  # fmt: skip
-    if is_partial:
+
+    if is_long(call):
+        partial, lse, splits = attend_long(call, out, with_lse=sinks is not None)
+        value = packed_operand("bfloat16", "value", v_head_dim, False, has_ptx)  # dequantized: in no rotated basis
+    else:
+        partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
+    if partial is not out:
         num_rows = batch * num_heads * q_len
         rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
         launch_combine(
-            (_ceil_div(num_rows, rows_at_once), 1, 1),
+            (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
             (num_rows, splits, num_heads, q_len),
@@ -239,6 +178,40 @@ def attention(
             {"num_warps": 4 if splits > 1 else 1},
         )
     return out
+
+
+def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+    """Attention on packed tokens as they are; arguments and results are those of :func:`attend_long`, but that the
+    outputs of splits are in the basis in which values are stored."""
+    batch, num_heads, q_len, _ = call.query.shape
+    num_kv_heads, group_size = call.k_data.shape[2], call.group_size
+    capability, num_sms, has_ptx = launcher.facts_of(call.query.device)
+    mask_per_row = (q_len > 1 and call.mask_strides[2] != 0) or (group_size > 1 and call.mask_strides[1] != 0)
+    rows = group_size * q_len
+    float32 = call.query.dtype == torch.float32
+    config = attention_config(capability, call.key, call.value, rows, mask_per_row, float32)
+    row_tiles = ceil_div(rows, config.rows)
+    splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
+    is_partial = splits > 1 or call.value.rotated or with_lse
+    partial = lse = out
+    if is_partial:
+        partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
+        lse = call.query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
+    launch_attention(
+        (batch * num_kv_heads, row_tiles, splits),
+        (
+            call.query, call.k_data, call.v_data, call.mask, call.query if call.ranges is None else call.ranges,
+            partial, lse,
+        ),
+        (call.query.stride(), strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
+        (num_kv_heads, q_len, call.kv_len, splits, call.score_scale, call.softcap),
+        (
+            call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
+            is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
+        ),
+        config.options,
+    )  # fmt: skip
+    return partial, lse, splits
 
 
 def visible_range(mask: Tensor) -> Tensor:
@@ -283,17 +256,17 @@ def _store_tokens(
     data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, num_sms, has_ptx = _device(data.device)
+    _, num_sms, has_ptx = launcher.facts_of(data.device)
     tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
-    num_tiles = _ceil_div(num_tokens, tokens) * batch * num_kv_heads
+    num_tiles = ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
     tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1
     launch_store(
-        (_ceil_div(num_tiles, tiles_per_program), 1, 1),
+        (ceil_div(num_tiles, tiles_per_program), 1, 1),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
-        (operand, has_valid, tokens, _precision(has_ptx)),
+        (operand, has_valid, tokens, precision(has_ptx)),
         {"num_warps": num_warps, **ASSERTING},
     )
 
@@ -302,13 +275,13 @@ def _store_few(
     data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, _, has_ptx = _device(data.device)
+    _, _, has_ptx = launcher.facts_of(data.device)
     launch_store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
-        (operand, has_valid, triton.next_power_of_2(num_tokens), _precision(has_ptx)),
+        (operand, has_valid, triton.next_power_of_2(num_tokens), precision(has_ptx)),
         {"num_warps": 8, **ASSERTING},
     )
 
@@ -317,12 +290,12 @@ def _store_blocks(
     data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, num_sms, has_ptx = _device(data.device)
+    _, num_sms, has_ptx = launcher.facts_of(data.device)
     num_blocks = data.shape[0] - operand.header_blocks
     num_slots = num_blocks * operand.block_tokens
     places = torch.full((batch, num_slots + operand.num_slots), -1, dtype=torch.int32, device=data.device)
     launch_place_tokens(
-        (batch, _ceil_div(num_tokens, 256), 1),
+        (batch, ceil_div(num_tokens, 256), 1),
         (places, positions, written),
         (positions.stride(), written.stride()),
         (num_tokens, num_slots),
@@ -333,30 +306,12 @@ def _store_blocks(
     launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
     # As for tiles of tokens; and a grid has at most 65535 programs in its second dimension.
     blocks_per_program = max(1, min(16, num_blocks * batch * num_kv_heads // (8 * num_sms))) if operand.rotated else 1
-    blocks_per_program = max(blocks_per_program, _ceil_div(num_blocks, 65535))
+    blocks_per_program = max(blocks_per_program, ceil_div(num_blocks, 65535))
     launch_store_blocks(
-        (batch * num_kv_heads, _ceil_div(num_blocks, blocks_per_program), 1),
+        (batch * num_kv_heads, ceil_div(num_blocks, blocks_per_program), 1),
         (data, x, places, tags),
         (strides_of(data), x.stride()),
         (num_kv_heads, num_slots, num_blocks, blocks_per_program),
-        (operand, _precision(has_ptx)),
+        (operand, precision(has_ptx)),
         {"num_warps": 8},
     )
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int, bool]:
-    """Major compute capability, streaming multiprocessors, whether inline PTX can run. The interpreter has two SMs."""
-    if INTERPRETED:
-        return 0, 2, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count, torch.version.hip is None
-
-
-def _precision(has_ptx: bool) -> str:
-    """How products of float32 are computed: in three parts on NVIDIA's tensor cores, or as they are."""
-    return "tf32x3" if has_ptx else "ieee"

@@ -60,25 +60,36 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
 
     Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
     """
-    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
-    channel = tl.arange(0, CHANNELS)
+    channel = tl.arange(0, OPERAND.padded_head_dim)
     if PRECISION == "ieee":
         x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
     if OPERAND.rotation_seed != 0:
         x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
-    norm = tl.zeros([CHANNELS], tl.float32)
+    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * rotation_norm(channel, OPERAND.head_dim)[None, :]
+
+
+@jit
+def rotation_norm(channel, HEAD_DIM: tl.constexpr):
+    """What scales the columns of :func:`hadamard_matrix` to length 1; 0 in padding."""
+    norm = tl.zeros(channel.shape, tl.float32)
     for bit in tl.static_range(4, 9):
-        norm = tl.where(_in_rotation_block(channel, bit, OPERAND.head_dim), 2.0 ** (-bit / 2), norm)
-    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * norm[None, :]
+        norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
+    return norm
 
 
 @jit
 def hadamard_matrix(OPERAND: tl.constexpr):
     """The Hadamard matrix of :func:`hadamard` without its norm: 1, -1 and 0, float32 [channels, channels]."""
+    return hadamard_rows(tl.arange(0, OPERAND.padded_head_dim), OPERAND)
+
+
+@jit
+def hadamard_rows(row, OPERAND: tl.constexpr):
+    """Some rows of :func:`hadamard_matrix`; those beyond head_dim are 0."""
     CHANNELS: tl.constexpr = OPERAND.padded_head_dim
-    row = tl.arange(0, CHANNELS)[:, None]
+    row = row[:, None]
     column = tl.arange(0, CHANNELS)[None, :]
-    matrix = tl.zeros([CHANNELS, CHANNELS], tl.float32)
+    matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)
     for bit in tl.static_range(4, 9):
         odd = row & column & ((1 << bit) - 1)
         odd = odd ^ (odd >> 4)
@@ -102,9 +113,7 @@ def hadamard(x, HEAD_DIM: tl.constexpr):
     CHANNELS: tl.constexpr = x.shape[1]
     pair = tl.arange(0, CHANNELS // 2)[None, :] * 2
     channel = tl.arange(0, CHANNELS)[None, :]
-    norm = tl.zeros([1, CHANNELS], tl.float32)
-    for bit in tl.static_range(4, 9):
-        norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
+    norm = rotation_norm(channel, HEAD_DIM)
     for stage in tl.static_range(0, 8):
         if 1 << stage < CHANNELS:
             even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))

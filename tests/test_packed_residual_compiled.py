@@ -155,7 +155,6 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
     compare(program, make_cache, backend="aot_eager")
 
 
-
 def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
     model = tiny_llama(torch.bfloat16, num_layers=1)
     cache = transformers.StaticCache(config=model.config, max_cache_len=4096)

@@ -13,7 +13,7 @@ import triton
 from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import launch
+from kvcompile.kernels import launch, launcher
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
@@ -64,14 +64,14 @@ def capability(request):
 def compiled(capability, monkeypatch):
     """Kernels that the launchers have compiled, by name."""
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
-    monkeypatch.setattr(launch, "_device", lambda device: (capability // 10, 108, True))
-    monkeypatch.setattr(launch, "INTERPRETED", True)  # there is no device to switch to
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability // 10, 108, True))
+    monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for name in (
         "attention", "combine", "store", "store_few", "place_tokens", "copy_tags", "store_blocks", "visible_range",
     ):  # fmt: skip
         kernel = CompileOnly(getattr(launch, f"{name}_kernel"))
-        monkeypatch.setattr(launch, f"launch_{name}", launch.Launcher(kernel))
+        monkeypatch.setattr(launch, f"launch_{name}", launcher.Launcher(kernel))
         kernels[name] = kernel.compiled
     return kernels
 

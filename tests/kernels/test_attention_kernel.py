@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from kinds import BY_TOKEN, SHAPES
 
-from kvcompile.kernels import launch
+from kvcompile.kernels import launch, launcher
 from kvcompile.kernels.codec import packed_operand
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens_
@@ -248,8 +248,8 @@ def test_every_code_has_the_level_of_the_specification(format_name, device):
 
 @pytest.mark.parametrize("num_sms", [1, 3, 64])
 def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
-    capability, _, has_ptx = launch._device(device)
-    monkeypatch.setattr(launch, "_device", lambda device: (capability, num_sms, has_ptx))
+    capability, _, has_ptx = launcher.facts_of(device)
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
     case = Case(device, batch=1, kv_len=1100)
     case.check()
     case.check((torch.arange(case.kv_len) < 300).expand(1, 1, 1, -1))
@@ -327,8 +327,8 @@ def test_a_shorter_cache_does_not_see_the_slots_of_later_blocks(kv_len, device):
 
 @pytest.mark.parametrize("num_sms", [1, 3])
 def test_slots_of_blocks_far_apart_are_shared_out_among_the_splits(num_sms, device, monkeypatch):
-    capability, _, has_ptx = launch._device(device)
-    monkeypatch.setattr(launch, "_device", lambda device: (capability, num_sms, has_ptx))
+    capability, _, has_ptx = launcher.facts_of(device)
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
     case = Case(device, "int4_per_channel" + BOTH, "int4_per_token_head" + ONE, batch=1, kv_len=600)
     x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(8))
     for data, layout in zip(case.data, case.layouts, strict=True):

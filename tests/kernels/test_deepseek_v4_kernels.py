@@ -27,7 +27,7 @@ from test_aot_compile import CompileOnly, NoDriver
 
 from kvcompile.kernels import deepseek_v4 as spec
 from kvcompile.kernels import deepseek_v4_kernels as kernels
-from kvcompile.kernels import launch
+from kvcompile.kernels import launcher
 from kvcompile.kernels.codec import INTERPRETED
 
 # NumPy warns where the interpreter multiplies what is not finite.
@@ -344,12 +344,12 @@ def compiled(request, monkeypatch):
         pytest.skip("needs Triton's compiler")
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(request.param))
     monkeypatch.setattr(kernels, "_device", lambda device: (108, request.param >= 89))
-    monkeypatch.setattr(launch, "INTERPRETED", True)  # there is no device to switch to
+    monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     compiled = []
     for name in ("insert", "gather"):
         kernel = CompileOnly(getattr(kernels, f"{name}_kernel"))
         kernel.compiled = compiled
-        monkeypatch.setattr(kernels, f"launch_{name}", launch.Launcher(kernel))
+        monkeypatch.setattr(kernels, f"launch_{name}", launcher.Launcher(kernel))
     return compiled
 
 
