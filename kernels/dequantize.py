@@ -108,8 +108,8 @@ def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISI
     """
     tl.static_assert(OPERAND.granularity == "token")
     channel = tl.arange(0, OPERAND.padded_head_dim)
-    x = tl.zeros([OPERAND.block_tokens, OPERAND.padded_head_dim], tl.float32)
-    ones = tl.zeros([OPERAND.padded_head_dim], tl.float32)  # a vector of ones, rotated
+    x = tl.full([OPERAND.block_tokens, OPERAND.padded_head_dim], 0.0, tl.float32)
+    ones = tl.full([OPERAND.padded_head_dim], 0.0, tl.float32)  # a vector of ones, rotated
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     for plane in tl.static_range(NUM_PLANES):
         level = levels[plane]

@@ -13,7 +13,7 @@ import triton
 from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import launch, launcher
+from kvcompile.kernels import launch, launch_long, launcher
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
@@ -67,12 +67,14 @@ def compiled(capability, monkeypatch):
     monkeypatch.setattr(launcher, "facts_of", lambda device: (capability // 10, 108, True))
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
-    for name in (
-        "attention", "combine", "store", "store_few", "place_tokens", "copy_tags", "store_blocks", "visible_range",
-    ):  # fmt: skip
-        kernel = CompileOnly(getattr(launch, f"{name}_kernel"))
-        monkeypatch.setattr(launch, f"launch_{name}", launcher.Launcher(kernel))
-        kernels[name] = kernel.compiled
+    for module, names in (
+        (launch, "attention combine store store_few place_tokens copy_tags store_blocks visible_range"),
+        (launch_long, "dequantize long_attention"),
+    ):
+        for name in names.split():
+            kernel = CompileOnly(getattr(module, f"{name}_kernel"))
+            monkeypatch.setattr(module, f"launch_{name}", launcher.Launcher(kernel))
+            kernels[name] = kernel.compiled
     return kernels
 
 
@@ -172,7 +174,7 @@ def test_storing_with_a_residual_compiles(format_name, role, tokens, compiled):
 
 
 VARIANTS = {
-    "prefill": {"q_len": 100, "is_causal": True},
+    "causal": {"q_len": 16, "is_causal": True},
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
     "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
     "float mask": {"mask": torch.ones(1, 1000)},
@@ -193,7 +195,7 @@ def test_formats_of_few_bits_compile(key, value, compiled):
     assert len(compiled["attention"]) == 1
 
 
-@pytest.mark.parametrize("variant", ["prefill", "float mask"])
+@pytest.mark.parametrize("variant", ["causal", "float mask"])
 def test_every_kind_of_attention_to_slots_compiles(variant, compiled):
     attend("int8_per_channel" + RESIDUAL, "turboquant_2.5bit" + RESIDUAL, **VARIANTS[variant])
     assert len(compiled["attention"]) == 1
@@ -209,6 +211,28 @@ def test_longer_caches_and_more_queries_do_not_recompile(compiled):
     for kv_len in (1000, 1001, 1024, 5000):
         attend(INT8, INT8, kv_len=kv_len)
     assert len(launch.launch_attention.compiled) == 1
-    for q_len in (20, 21, 32, 100):
+    for q_len in (20, 21, 30):
         attend(INT8, INT8, q_len=q_len, is_causal=True)
     assert len(launch.launch_attention.compiled) == 2
+    for q_len in (32, 33, 100, 1000):
+        attend(INT8, INT8, q_len=q_len, is_causal=True)
+    assert len(launch.launch_attention.compiled) == 2
+    assert len(launch_long.launch_long_attention.compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("variant", "capability"),
+    [({"is_causal": True}, 80), ({"mask": torch.ones(512, 1000, dtype=torch.bool)}, 90)],
+    indirect=["capability"],
+)
+def test_attention_of_long_queries_compiles_without_spills(variant, compiled):
+    attend("turboquant_4bit", INT8, q_len=512, **variant)
+    (kernel,) = compiled["long_attention"]
+    assert re.search("HGMMA|HMMA", kernel.asm["sass"])
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+@pytest.mark.parametrize("format_name", ["turboquant_3bit", "int2_per_group_32", "int4_per_channel" + RESIDUAL])
+def test_dequantizing_compiles(format_name, compiled):
+    attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
+    assert len(compiled["dequantize"]) == 2
