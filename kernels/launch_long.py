@@ -101,7 +101,7 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
 
 def _config(capability: int, padded_head_dim: int) -> LongConfig:
     if capability == 9:
-        return LongConfig(128, 128 if padded_head_dim <= 128 else 64, 8, 2)
+        return LongConfig(128, 64, 8, 3 if padded_head_dim <= 128 else 2)
     return LongConfig(64, 64, 4, 2)
 
 

@@ -126,7 +126,7 @@ class _GraphCompiler:
         self._report()
         if self.rewritten is None:
             raise _NothingRewrittenError
-        if kwargs["cudagraphs"] and self.rewritten.on_cuda:
+        if kwargs["cudagraphs"]:
             kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
         return PackedCall(compiled, self.rewritten, example_inputs)
@@ -136,6 +136,8 @@ class _GraphCompiler:
         assert self.rewritten is not None
         if not can_replay(self.rewritten):
             return {"cudagraphs": BoxedBool(False)}
+        if not self.rewritten.on_cuda:
+            return {}
         self.rewritten = suit_cuda_graphs(gm, self.rewritten, static_inputs)
         static = {*static_inputs, *(action.index for action in self.rewritten.inputs)}
         return {"static_input_idxs": sorted(static - set(self.rewritten.returned_inputs))}

@@ -89,8 +89,8 @@ class Rewritten:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether caches are on a GPU, where operators run kernels."""
-        return any(self.example_inputs[action.index].is_cuda for action in self.inputs)
+        """Whether the caches that it is given are on a GPU."""
+        return all(self.example_inputs[action.index].is_cuda for action in self.inputs)
 
 
 class CacheRewriter:

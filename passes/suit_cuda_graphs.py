@@ -4,7 +4,8 @@ A CUDA graph replays fixed addresses. Inductor copies inputs to addresses of its
 static; it does not record graphs that mutate the others. Here no input of a decode step has to be static but weights:
 
 - A packed cache is passed *by reference* (see :mod:`kvcompile.kernels.references`): kernels find its address in device
-  memory at every replay.
+  memory at every replay. Stores into it stand in the graph as they are: no pass of Inductor may copy a reference, which
+  is what it does with a functional store that it cannot reinplace.
 - What else the graph mutates (the number of tokens that a cache holds, say) is passed by value: its new value becomes
   an output, which the caller of the graph copies back.
 """
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -53,7 +55,8 @@ def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Seque
     caches = {action.index for action in rewritten.inputs}
     examples = list(rewritten.example_inputs)
     for index in caches:
-        examples[index] = _refer(gm, placeholders[index])
+        _store_in_place(gm, placeholders[index])
+        examples[index] = _refer(placeholders[index])
     by_value = {
         node: index
         for index, node in enumerate(placeholders)
@@ -65,17 +68,34 @@ def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Seque
     return replace(rewritten, example_inputs=examples, by_reference=True, returned_inputs=returned)
 
 
-def _refer(gm: GraphModule, placeholder: Node) -> torch.Tensor:
-    """Make a placeholder of packed data, and what becomes of it, a reference; returns its fake value."""
+def _store_in_place(gm: GraphModule, data: Node) -> None:
+    """Replace the functional stores into a cache, and the final copy into it, by stores that mutate it.
+
+    The graph keeps its order, in which attention comes after the stores whose result it reads, and nothing reads the
+    cache as it was before: the rewrite made it so.
+    """
+    stores, state = [], data
+    while store := next((node for node in state.users if node.target is auto_functionalized_v2), None):
+        stores.append(store)
+        (state,) = store.users
+    for copy in [node for node in data.users if node.target is copy_]:
+        gm.graph.erase_node(copy)
+    for store in reversed(stores):
+        arguments = {name: value for name, value in store.kwargs.items() if not name.startswith("_")}
+        with gm.graph.inserting_before(store):
+            gm.graph.call_function(store.args[0], (data,), arguments).meta["val"] = None
+        (state,) = store.users
+        state.replace_all_uses_with(data)
+        gm.graph.erase_node(state)
+        gm.graph.erase_node(store)
+
+
+def _refer(placeholder: Node) -> torch.Tensor:
+    """Make a placeholder of packed data a reference; returns its fake value."""
     data = placeholder.meta["val"]
     with data.fake_mode:
         reference = torch.empty_strided(data.shape, reference_strides(data), dtype=data.dtype, device=data.device)
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if value is data:
-            node.meta["val"] = reference
-        elif isinstance(value, tuple) and any(part is data for part in value):
-            node.meta["val"] = tuple(reference if part is data else part for part in value)
+    placeholder.meta["val"] = reference
     return reference
 
 

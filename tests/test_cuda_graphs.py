@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvcompile
+from kvcompile.kernels import ops
 
 transformers = pytest.importorskip("transformers")
 from tiny_llama import MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
@@ -131,8 +133,13 @@ def inner_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise _CompiledError
 
     monkeypatch.setattr("kvcompile.backend.compile_fx_inner", compile_fx_inner)
-    monkeypatch.setattr("kvcompile.passes.rewrite_caches.Rewritten.on_cuda", True)
+    pass_for_a_gpu(monkeypatch)
     return call
+
+
+def pass_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcompile.passes.rewrite_caches.Rewritten.on_cuda", True)
+    monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
 
 
 def compile_step(model: Any, cache: Any) -> None:
@@ -145,17 +152,46 @@ def test_what_else_a_step_changes_becomes_an_output_and_weights_stay_where_they_
     compile_step(model, prompt_cache(model, "int8_per_token_head", 0))
     gm, examples = inner_call["gm"], inner_call["example_inputs"]
     placeholders = gm.graph.find_nodes(op="placeholder")
-    changed = [placeholders.index(node.args[0]) for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.copy_.default
-    )]  # fmt: skip
+    stores = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.store.default)
+    changed = [placeholders.index(node.args[0]) for node in stores]
     assert len(changed) == 4  # keys and values of two layers
     assert all(examples[index].dtype == torch.uint8 and set(examples[index].stride()) == {0} for index in changed)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     outputs = gm.graph.output_node().args[0]
     assert [node.meta["val"].shape for node in outputs] == [(2, 1, 97), (), ()]  # logits and two lengths
     static = set(inner_call["static_input_idxs"])
     weights = {index for index, value in enumerate(examples) if value.is_floating_point() and value.numel() > 32}
     assert static >= weights | set(changed)
     assert not {index for index, value in enumerate(examples) if value.dim() == 0} & static
+
+
+def referred(data: Tensor) -> Tensor:
+    """What a reference on a CPU refers to."""
+    address = int(data.as_strided((8,), (1,)).view(torch.int64))
+    return torch.frombuffer((ctypes.c_uint8 * data.numel()).from_address(address), dtype=torch.uint8).view(data.shape)
+
+
+def test_generated_code_stores_and_attends_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_for_a_gpu(monkeypatch)
+    write, attend = ops.write_tokens_, ops.attend
+    monkeypatch.setattr(ops, "write_tokens_", lambda data, *rest: write(referred(data), *rest))
+    monkeypatch.setattr(
+        ops, "attend", lambda query, k, v, *rest, **more: attend(query, referred(k), referred(v), *rest, **more)
+    )
+    chunk, model = 5, tiny_llama(num_layers=2)
+    step = compiled(model, "int4_per_token_head")
+    caches = [prompt_cache(model, "int4_per_token_head", seed) for seed in range(2)]
+    references = copy.deepcopy(caches)
+    for token in range(2):
+        ids = torch.full((2, chunk), token)
+        for cache, reference in zip(caches, references, strict=True):
+            logits = step(input_ids=ids, past_key_values=cache).logits
+            with monkeypatch.context() as eager:
+                eager.setattr(ops, "write_tokens_", write)
+                eager.setattr(ops, "attend", attend)
+                expected = model(input_ids=ids, past_key_values=reference).logits
+            assert (logits - expected).norm() < 1e-3 * expected.norm()
+    assert [layer.get_seq_length() for layer in caches[1].layers] == [PROMPT + 2 * chunk] * 2
 
 
 def test_a_step_on_growing_caches_asks_for_no_recording(inner_call: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from kinds import KINDS, SHAPES
 from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
 
 from kvcompile.kernels import launch_long, launcher
+
+# Keys, values and weights are rounded to bfloat16 where queries are.
+LongCase = functools.partial(Case, bfloat16_tolerance=1e-2)
 
 RESIDUAL_FORMATS = [name + ONE if name.endswith("per_channel") else name for name in KINDS]
 
@@ -24,33 +29,33 @@ def every_query_is_long(monkeypatch):
 
 @pytest.mark.parametrize("format_name", RESIDUAL_FORMATS)
 def test_every_format_is_dequantized_for_long_queries(format_name, device):
-    Case(device, format_name, format_name, q_len=40, batch=1, dtype=torch.float16).check()
+    LongCase(device, format_name, format_name, q_len=40, batch=1, dtype=torch.float16).check()
 
 
 @pytest.mark.parametrize(("format_name", "head_dim"), SHAPES)
 def test_every_head_dim_is_dequantized(format_name, head_dim, device):
-    Case(device, format_name, format_name, batch=1, kv_len=70, head_dim=head_dim, v_head_dim=head_dim).check()
+    LongCase(device, format_name, format_name, batch=1, kv_len=70, head_dim=head_dim, v_head_dim=head_dim).check()
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(100, 100), (200, 200), (100, 130), (200, 150)])
 def test_a_causal_query_sees_the_keys_up_to_its_own_position(q_len, kv_len, device):
-    Case(device, "turboquant_4bit", "int4_unrotated", q_len=q_len, kv_len=kv_len, batch=1).check(is_causal=True)
+    LongCase(device, "turboquant_4bit", "int4_unrotated", q_len=q_len, kv_len=kv_len, batch=1).check(is_causal=True)
 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 200])
 def test_nothing_beyond_the_cache_is_seen(kv_len, device):
-    Case(device, "int4_per_token_head", INT8, q_len=3, kv_len=kv_len, batch=1).check()
+    LongCase(device, "int4_per_token_head", INT8, q_len=3, kv_len=kv_len, batch=1).check()
 
 
 @pytest.mark.parametrize("q_len", [3, 40])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_mean_what_they_mean_to_the_specification(mask, q_len, device):
-    case = Case(device, INT8, "int4_unrotated", q_len=q_len, kv_len=300)
+    case = LongCase(device, INT8, "int4_unrotated", q_len=q_len, kv_len=300)
     case.check(MASKS[mask](case.batch, case.query.shape[1], q_len, case.kv_len))
 
 
 def test_a_query_that_sees_no_key_gets_zeros(device):
-    case = Case(device, q_len=40)
+    case = LongCase(device, q_len=40)
     mask = torch.zeros(2, 1, 40, case.kv_len, dtype=torch.bool)
     mask[1, :, 5:] = True
     out = case.kernel(mask)
@@ -60,7 +65,7 @@ def test_a_query_that_sees_no_key_gets_zeros(device):
 
 
 def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
-    case = Case(device, "int4_per_token_head", "turboquant_4bit", q_len=40, spread=3.0)
+    case = LongCase(device, "int4_per_token_head", "turboquant_4bit", q_len=40, spread=3.0)
     case.check(sinks=torch.tensor([0.5, -20.0, 8.0, float("-inf")]), softcap=5.0)
 
 
@@ -69,7 +74,7 @@ def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
     [("int4_per_channel" + BOTH, "int4_per_token_head"), (INT8, "int8_per_channel" + ONE), ("bfloat16" + BOTH, INT8)],
 )
 def test_blocks_that_slots_hold_are_read_as_they_are(key, value, device):
-    case = Case(device, key, value, q_len=20, batch=1, kv_len=300, dtype=torch.float16)
+    case = LongCase(device, key, value, q_len=20, batch=1, kv_len=300, dtype=torch.float16)
     hide_packed_form(case)
     case.check()
 
@@ -79,16 +84,16 @@ def test_blocks_that_slots_hold_are_read_as_they_are(key, value, device):
 def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkeypatch):
     capability, _, has_ptx = launcher.facts_of(device)
     monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
-    case = Case(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, batch=1)
+    case = LongCase(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, batch=1)
     case.check(is_causal=is_causal)
 
 
 def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(device, monkeypatch):
     monkeypatch.setattr(launch_long, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
-    case = Case(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
+    case = LongCase(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
     case.check(torch.arange(130) > 60)
 
 
 def test_values_that_fp16_cannot_hold_become_the_largest_that_it_can(device):
-    case = Case(device, INT8, "int4_per_token_head", q_len=20, batch=1, dtype=torch.float16, spread=1e4, scale=2e-9)
+    case = LongCase(device, INT8, "int4_per_token_head", q_len=20, batch=1, dtype=torch.float16, spread=1e4, scale=2e-9)
     assert case.kernel().isfinite().all()
