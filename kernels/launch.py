@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
 from kvcompile.kernels.launcher import Launcher, ceil_div, precision
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
-from kvcompile.kernels.store import store_kernel
+from kvcompile.kernels.store import store_kernel, store_pair_kernel
 from kvcompile.kernels.store_blocks import (
     copy_tags_kernel,
     place_tokens_kernel,
@@ -111,6 +112,7 @@ ASSERTING = {"debug": True, "sanitize_overflow": False}
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
+launch_store_pair = Launcher(store_pair_kernel)
 launch_store_few = Launcher(store_few_kernel)
 launch_place_tokens = Launcher(place_tokens_kernel)
 launch_copy_tags = Launcher(copy_tags_kernel)
@@ -255,20 +257,77 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
 def _store_tokens(
     data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
 ) -> None:
+    num_kv_heads, num_tokens = x.shape[1:3]
+    _, _, has_ptx = launcher.facts_of(data.device)
+    tiles = _store_tiles(operand, x)
+    launch_store(
+        (tiles.programs, 1, 1),
+        (data, x, positions, written),
+        (strides_of(data), x.stride(), positions.stride(), written.stride()),
+        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, tiles.num_tiles, tiles.tiles_per_program),
+        (operand, has_valid, tiles.tokens, precision(has_ptx)),
+        {"num_warps": tiles.num_warps, **ASSERTING},
+    )
+
+
+class StoreTiles(NamedTuple):
+    """How tokens are shared out: ``num_tiles`` tiles of ``tokens`` tokens, ``tiles_per_program`` to a program."""
+
+    tokens: int
+    num_warps: int
+    num_tiles: int
+    tiles_per_program: int
+
+    @property
+    def programs(self) -> int:
+        return ceil_div(self.num_tiles, self.tiles_per_program)
+
+
+def _store_tiles(operand: PackedOperand, x: Tensor) -> StoreTiles:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, num_sms, has_ptx = launcher.facts_of(data.device)
+    _, num_sms, _ = launcher.facts_of(x.device)
     tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
     num_tiles = ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
     tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1
-    launch_store(
-        (ceil_div(num_tiles, tiles_per_program), 1, 1),
-        (data, x, positions, written),
-        (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
-        (operand, has_valid, tokens, precision(has_ptx)),
-        {"num_warps": num_warps, **ASSERTING},
+    return StoreTiles(tokens, num_warps, num_tiles, tiles_per_program)
+
+
+def store_pair(
+    k_data: Tensor,
+    v_data: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    k_spec: str,
+    v_spec: str,
+) -> None:
+    """:func:`store` of keys and of values at the same positions: one kernel, if both are cut into the same tiles."""
+    k_operand, v_operand = (
+        packed_operand(spec, role, x.shape[3], True, False, is_reference(data))
+        for spec, role, x, data in ((k_spec, "key", key, k_data), (v_spec, "value", value, v_data))
     )
+    tiles = _store_tiles(k_operand, key)
+    has_residual = k_operand.residual is not None or v_operand.residual is not None
+    if has_residual or tiles != _store_tiles(v_operand, value) or key.numel() == 0:
+        store(k_data, key, positions, valid, k_spec, "key")
+        store(v_data, value, positions, valid, v_spec, "value")
+        return
+    batch, num_kv_heads, num_tokens, _ = key.shape
+    positions = positions.expand(batch, num_tokens)
+    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    _, _, has_ptx = launcher.facts_of(key.device)
+    launch_store_pair(
+        (tiles.programs, 2, 1),
+        (k_data, v_data, key, value, positions, written),
+        (
+            strides_of(k_data), strides_of(v_data), key.stride(), value.stride(), positions.stride(), written.stride(),
+        ),
+        (num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.num_tiles, tiles.tiles_per_program),
+        (k_operand, v_operand, valid is not None, tiles.tokens, precision(has_ptx)),
+        {"num_warps": tiles.num_warps, **ASSERTING},
+    )  # fmt: skip
 
 
 def _store_few(

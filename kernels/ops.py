@@ -1,6 +1,6 @@
 """The operators ``kvcompile::*`` that graphs are rewritten to.
 
-``store`` and ``attention`` mean what :func:`kvcompile.kernels.packing.write_tokens_` and
+``store`` (``store_pair`` is two) and ``attention`` mean what :func:`kvcompile.kernels.packing.write_tokens_` and
 :func:`kvcompile.kernels.reference_attention.attend` mean: that is their implementation on a CPU, and Triton kernels
 agree with it on a GPU. None of them is differentiable.
 
@@ -25,6 +25,11 @@ from kvcompile.kernels.visible_range import visible_range, with_four_dimensions
 _library = torch.library.Library("kvcompile", "DEF")
 _library.define(
     "store(Tensor(a!) data, Tensor x, Tensor positions, Tensor? valid, str format, str role) -> ()",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "store_pair(Tensor(a!) k_data, Tensor(b!) v_data, Tensor key, Tensor value, Tensor positions, Tensor? valid, "
+    "str k_format, str v_format) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -87,6 +92,45 @@ def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, for
 
 
 def _store_fake(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
+    return None
+
+
+def _store_pair(
+    k_data: Tensor,
+    v_data: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    k_format: str,
+    v_format: str,
+) -> None:
+    _check_store(k_data, key, positions, valid, _layout(k_format, "key", key.shape[3]))
+    _check_store(v_data, value, positions, valid, _layout(v_format, "value", value.shape[3]))
+    if key.shape[:3] != value.shape[:3] or k_data.is_cuda != v_data.is_cuda:
+        raise ValueError(
+            f"kvcompile::store_pair: key {list(key.shape)} and value {list(value.shape)} must be of the same batch, KV "
+            f"heads and tokens, and on one device"
+        )
+    if k_data.is_cuda:
+        from kvcompile.kernels import launch
+
+        launch.store_pair(k_data, v_data, key, value, positions, valid, k_format, v_format)
+    else:
+        _store(k_data, key, positions, valid, k_format, "key")
+        _store(v_data, value, positions, valid, v_format, "value")
+
+
+def _store_pair_fake(
+    k_data: Tensor,
+    v_data: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    k_format: str,
+    v_format: str,
+) -> None:
     return None
 
 
@@ -188,8 +232,10 @@ def _visible_range_fake(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
 
 for _device in ("CPU", "CUDA"):
     _library.impl("store", _store, _device)
+    _library.impl("store_pair", _store_pair, _device)
     _library.impl("attention", _attention, _device)
     _library.impl("visible_range", _visible_range, _device)
 torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
+torch.library.register_fake("kvcompile::store_pair", _store_pair_fake, lib=_library)
 torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
 torch.library.register_fake("kvcompile::visible_range", _visible_range_fake, lib=_library)

@@ -22,6 +22,40 @@ def store_kernel(
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
     """
+    _store_tiles(
+        data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+        num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, OPERAND, HAS_VALID, TOKENS, PRECISION,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
+def store_pair_kernel(
+    k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
+    k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`store_kernel` for keys and values of the same positions. Grid (ceil(num_tiles / tiles_per_program), 2)."""
+    if tl.program_id(1) == 0:
+        _store_tiles(
+            k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides, valid_strides,
+            num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, KEY, HAS_VALID, TOKENS, PRECISION,
+        )  # fmt: skip
+    else:
+        _store_tiles(
+            v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides, position_strides,
+            valid_strides, num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, VALUE, HAS_VALID, TOKENS,
+            PRECISION,
+        )  # fmt: skip
+
+
+@jit
+def _store_tiles(
+    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tiles of this program."""
     data_ptr = referred(data_ptr, OPERAND)
     matrix = rotation_matrix(OPERAND, TOKENS)
     for i in range(tiles_per_program):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
@@ -21,6 +22,7 @@ from kvcompile.passes.find_caches import Attention, Cache, CacheFinder
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.merge_stores import has_stores, merge_stores
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
@@ -97,6 +99,9 @@ def quantize_kv_cache(
             rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
     rewriter.erase_logical([cache for cache, _ in layouts.values()])
     expand_markers(gm.graph)
+    if has_stores(gm.graph):
+        gm.graph = fx_graph_cse(gm.graph)  # keys and values go to the same positions, which each write has normalised
+        merge_stores(gm.graph)
     return sites, rewriter.finish(gm)
 
 

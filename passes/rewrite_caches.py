@@ -107,7 +107,7 @@ class CacheRewriter:
         self.packed: dict[Node, Node] = {}
 
     def finish(self, gm: GraphModule) -> Rewritten:
-        self.graph.lint()
+        gm.graph.lint()
         gm.recompile()
         return Rewritten(tuple(self.input_actions), tuple(self.output_actions), self.example_inputs)
 

@@ -54,8 +54,8 @@ def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Seque
     placeholders = gm.graph.find_nodes(op="placeholder")
     caches = {action.index for action in rewritten.inputs}
     examples = list(rewritten.example_inputs)
+    _store_in_place(gm, {placeholders[index] for index in caches})
     for index in caches:
-        _store_in_place(gm, placeholders[index])
         examples[index] = _refer(placeholders[index])
     by_value = {
         node: index
@@ -68,26 +68,26 @@ def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Seque
     return replace(rewritten, example_inputs=examples, by_reference=True, returned_inputs=returned)
 
 
-def _store_in_place(gm: GraphModule, data: Node) -> None:
-    """Replace the functional stores into a cache, and the final copy into it, by stores that mutate it.
+def _store_in_place(gm: GraphModule, caches: set[Node]) -> None:
+    """Replace functional stores into caches, and the final copies into these, by stores that mutate them.
 
-    The graph keeps its order, in which attention comes after the stores whose result it reads, and nothing reads the
+    The graph keeps its order, in which attention comes after the stores whose result it reads, and nothing reads a
     cache as it was before: the rewrite made it so.
     """
-    stores, state = [], data
-    while store := next((node for node in state.users if node.target is auto_functionalized_v2), None):
-        stores.append(store)
-        (state,) = store.users
-    for copy in [node for node in data.users if node.target is copy_]:
-        gm.graph.erase_node(copy)
-    for store in reversed(stores):
-        arguments = {name: value for name, value in store.kwargs.items() if not name.startswith("_")}
-        with gm.graph.inserting_before(store):
-            gm.graph.call_function(store.args[0], (data,), arguments).meta["val"] = None
-        (state,) = store.users
-        state.replace_all_uses_with(data)
-        gm.graph.erase_node(state)
-        gm.graph.erase_node(store)
+    for call in gm.graph.find_nodes(op="call_function", target=auto_functionalized_v2):
+        bases = call.kwargs["_all_bases"]
+        if not caches.issuperset(bases):
+            continue
+        arguments = {name: value for name, value in call.kwargs.items() if not name.startswith("_")}
+        with gm.graph.inserting_before(call):
+            gm.graph.call_function(call.args[0], tuple(bases), arguments).meta["val"] = None
+        for state in list(call.users):
+            state.replace_all_uses_with(bases[state.args[1] - 1])
+            gm.graph.erase_node(state)
+        gm.graph.erase_node(call)
+    for copy in gm.graph.find_nodes(op="call_function", target=copy_):
+        if copy.args[0] in caches:
+            gm.graph.erase_node(copy)
 
 
 def _refer(placeholder: Node) -> torch.Tensor:

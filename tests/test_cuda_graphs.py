@@ -152,8 +152,8 @@ def test_what_else_a_step_changes_becomes_an_output_and_weights_stay_where_they_
     compile_step(model, prompt_cache(model, "int8_per_token_head", 0))
     gm, examples = inner_call["gm"], inner_call["example_inputs"]
     placeholders = gm.graph.find_nodes(op="placeholder")
-    stores = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.store.default)
-    changed = [placeholders.index(node.args[0]) for node in stores]
+    stores = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.store_pair.default)
+    changed = [placeholders.index(data) for node in stores for data in node.args]
     assert len(changed) == 4  # keys and values of two layers
     assert all(examples[index].dtype == torch.uint8 and set(examples[index].stride()) == {0} for index in changed)
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)

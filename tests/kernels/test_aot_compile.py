@@ -68,7 +68,7 @@ def compiled(capability, monkeypatch):
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (
-        (launch, "attention combine store store_few place_tokens copy_tags store_blocks visible_range"),
+        (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
         (launch_long, "dequantize long_attention"),
     ):
         for name in names.split():
@@ -156,6 +156,23 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
     instructions = kernel.asm["sass"].splitlines()
     # A rotated block of 64 tokens leaves few registers: how many are spilled is the matter of Triton's version.
     assert count(instructions, "LDL") + count(instructions, "STL") <= (0 if tokens == 1 else len(instructions) // 20)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tokens", "launches"),
+    [
+        ("int4_per_token_head", "turboquant_4bit", 1, {"store_pair": 1}),
+        (INT8, "int4_unrotated", 100, {"store_pair": 1}),
+        ("turboquant_4bit", "int4_unrotated", 100, {"store": 2}),  # in tiles of another size
+        ("int4_per_channel" + RESIDUAL, "int4_unrotated", 1, {"store_few": 1, "store": 1}),
+    ],
+)
+def test_keys_and_values_are_stored_by_one_kernel_if_they_are_cut_alike(key, value, tokens, launches, compiled):
+    layouts = PackedLayout.parse(key, "key", 128), PackedLayout.parse(value, "value", 80)
+    data = [empty_packed(layout, 128, 1, 2, CPU) for layout in layouts]
+    x = [torch.zeros(1, 2, tokens, layout.head_dim, dtype=torch.bfloat16) for layout in layouts]
+    launch.store_pair(*data, *x, torch.arange(tokens), None, *(layout.spec for layout in layouts))
+    assert {name: len(kernels) for name, kernels in compiled.items() if kernels} == launches
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,20 @@ def test_a_position_outside_the_cache_fails_an_assertion_on_a_gpu(spec, tokens, 
     assert "device-side assert" in done.stderr
 
 
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(("key", "value"), [("turboquant_4bit", "int4_unrotated"), ("int8_per_token_head", "fp8_e4m3")])
+def test_a_pair_of_stores_writes_what_two_stores_write(key, value, tokens, device):
+    layouts = PackedLayout(key, "key", 64), PackedLayout(value, "value", 80)
+    x = [torch.randn(2, 2, tokens, layout.head_dim).to(device) for layout in layouts]
+    positions = torch.stack([torch.randperm(100)[:tokens] for _ in range(2)]).to(device)
+    valid = (torch.arange(2 * tokens).view(2, tokens) % 5 != 1).to(device)
+    data, expected = ([random_bytes(layout, 100, 2, 2).to(device) for layout in layouts] for _ in range(2))
+    launch.store_pair(*data, *x, positions, valid, key, value)
+    for expected_data, vectors, layout in zip(expected, x, layouts, strict=True):
+        launch.store(expected_data, vectors, positions, valid, layout.format_name, layout.role)
+    assert all(torch.equal(*pair) for pair in zip(data, expected, strict=True))
+
+
 def test_storing_nothing_is_allowed(device):
     layout = PackedLayout("int8_per_token_head", "key", 64)
     data = empty_packed(layout, 64, 1, 1, device)

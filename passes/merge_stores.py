@@ -1,0 +1,81 @@
+"""Merge the store of keys and that of values into one operation, where both write the same positions.
+
+A decode step writes one token a layer: what a store costs is launching it.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx import Graph, Node
+
+STORE = torch.ops.kvcompile.store.default
+STORE_PAIR = torch.ops.kvcompile.store_pair.default
+
+
+def has_stores(graph: Graph) -> bool:
+    """Whether the graph has stores that are operators."""
+    return bool(_stores(graph))
+
+
+def merge_stores(graph: Graph) -> None:
+    """Merge functional stores as inserted by :mod:`kvcompile.passes.insert_ops`."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    stores = _stores(graph)
+    while stores:
+        first = stores.pop(0)
+        second = next((node for node in stores if _fit(first, node, order)), None)
+        if second is not None:
+            stores.remove(second)
+            _merge(graph, first, second)
+
+
+def _stores(graph: Graph) -> list[Node]:
+    calls = graph.find_nodes(op="call_function", target=auto_functionalized_v2)
+    return [call for call in calls if call.args[0] is STORE]
+
+
+def _fit(first: Node, second: Node, order: dict[Node, int]) -> bool:
+    """Whether ``first`` can wait for ``second``, which writes other data at the same positions."""
+    (result,) = first.users
+    same_tokens = all(first.kwargs[name] is second.kwargs[name] for name in ("positions", "valid"))
+    return (
+        same_tokens
+        and first.kwargs["role"] != second.kwargs["role"]
+        and first.kwargs["x"].meta["val"].shape[:3] == second.kwargs["x"].meta["val"].shape[:3]
+        and first.kwargs["x"].meta["val"].device == second.kwargs["x"].meta["val"].device
+        and _base(first) is not _base(second)
+        and all(order[user] > order[second] for user in result.users)
+    )
+
+
+def _base(store: Node) -> Node:
+    (base,) = store.kwargs["_all_bases"]
+    return base
+
+
+def _merge(graph: Graph, first: Node, second: Node) -> None:
+    key, value = (first, second) if first.kwargs["role"] == "key" else (second, first)
+    arguments = {
+        "key": key.kwargs["x"],
+        "value": value.kwargs["x"],
+        "positions": key.kwargs["positions"],
+        "valid": key.kwargs["valid"],
+        "k_format": key.kwargs["format"],
+        "v_format": value.kwargs["format"],
+        "_k_data_base_index": 0,
+        "_v_data_base_index": 1,
+        "_all_bases": [_base(key), _base(value)],
+    }
+    with graph.inserting_before(second):
+        pair = graph.call_function(auto_functionalized_v2, (STORE_PAIR,), arguments)
+        pair.meta = {**second.meta, "val": (None, *(_base(store).meta["val"] for store in (key, value)))}
+        for index, store in enumerate((key, value), 1):
+            (result,) = store.users
+            new = graph.call_function(operator.getitem, (pair, index))
+            new.meta = dict(result.meta)
+            result.replace_all_uses_with(new)
+            graph.erase_node(result)
+            graph.erase_node(store)
