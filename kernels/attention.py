@@ -26,7 +26,7 @@ scores of invisible tokens are -inf, their scales and zeros are replaced, and ev
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention_held import attend_to_held_blocks, held_range, is_packed, recent_tags
+from kvcompile.kernels.attention_held import attend_to_held_blocks, held_range, is_packed, overlaps_held, recent_tags
 from kvcompile.kernels.attention_tile import attend_packed, packed_scores, visible_scores, weighs_scales
 from kvcompile.kernels.codec import jit, normalise_rows, planes_of, tl, transposed
 from kvcompile.kernels.held_blocks import block_ptr
@@ -88,6 +88,10 @@ def attention_kernel(
     if IS_CAUSAL:
         visible_len = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
     first_tile, end_tile = 0, tl.cdiv(visible_len, TOKENS)
+    # All rows see the tokens [all_begin, all_end).
+    all_begin, all_end = 0, visible_len
+    if IS_CAUSAL:
+        all_end = min(visible_len, first_row // GROUP_SIZE + 1)
     row_begin, row_end, holes = 0, 0, 0
     if MASK == "bool":
         range_ptrs = range_ptr + (batch * q_len + position) * 3
@@ -96,6 +100,9 @@ def attention_kernel(
         holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
         first_tile = tl.min(row_begin, 0) // TOKENS
         end_tile = tl.minimum(end_tile, tl.cdiv(tl.max(row_end, 0), TOKENS))
+        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
+        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
+        all_end = tl.where(holes != 0, 0, all_end)
     visibility = (position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
 
@@ -118,10 +125,13 @@ def attention_kernel(
         scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < visible_len
+        all_visible = (tile * TOKENS >= all_begin) & (tile * TOKENS + TOKENS <= all_end)
         if HAS_SLOTS:
-            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, first_held, end_held, KEY, VALUE, TOKENS)
+            may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
+            all_visible = all_visible & (may_be_held == 0)
+            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_held, KEY, VALUE, TOKENS)
         scores = visible_scores(
-            scores, token, in_cache, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
+            scores, token, in_cache, all_visible, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
         )
         state = attend_packed(state, scores, values, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS)
     if HAS_SLOTS:

@@ -33,15 +33,23 @@ def held_range(key_tags, value_tags):
 
 
 @jit
-def is_packed(
-    key_ptr, value_ptr, token, tile, first_held, end_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """Whether no slot holds the block of each ``token`` of a tile. Tags are read only where one may."""
+def overlaps_held(tile, first_held, end_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Whether some slot may hold a block of a tile, a scalar."""
     SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     first_block = tile * BLOCKS
+    return (first_block < SINKS) | ((first_block < end_held) & (first_block + BLOCKS > first_held))
+
+
+@jit
+def is_packed(
+    key_ptr, value_ptr, token, tile, may_be_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Whether no slot holds the block of each ``token`` of a tile. Tags are read only where one ``may_be_held``."""
+    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+    first_block = tile * BLOCKS
     packed = token >= 0
-    if (first_block < SINKS) | ((first_block < end_held) & (first_block + BLOCKS > first_held)):
+    if may_be_held:
         for i in tl.static_range(BLOCKS):
             block = first_block + i
             held = is_held(key_ptr, block, KEY) | is_held(value_ptr, block, VALUE)
@@ -71,7 +79,7 @@ def attend_to_held_blocks(
             in_cache = token < visible_len
             scores = _scores(block, key_held, query, key_ptr, stride_key_block, KEY, PRECISION)
             scores = visible_scores(
-                scores, token, in_cache, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
+                scores, token, in_cache, False, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
             )
             levels, scale, zero = _values(block, value_held, value_ptr, stride_value_block, VALUE, PRECISION)
             maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(

@@ -121,17 +121,30 @@ def tanh(x):
 
 @jit
 def visible_scores(
-    scores, token, in_cache, softcap, visibility,
+    scores, token, in_cache, all_visible, softcap, visibility,
     HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile with softcap and mask; -inf where a row does not see a token, and for tokens not ``in_cache``.
 
-    ``visibility`` are position and in_query [rows]; row_begin, row_end [rows] and holes of a bool mask; mask_ptr,
-    mask_row_ptrs [rows] and the stride of a token.
+    With ``all_visible``, a scalar, every row of the query sees all tokens of the tile, as it is in most tiles of a long
+    context, and nothing needs to be hidden. ``visibility`` are position and in_query [rows]; row_begin, row_end [rows]
+    and holes of a bool mask; mask_ptr, mask_row_ptrs [rows] and the stride of a token.
     """
-    position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
     if HAS_SOFTCAP:
         scores = softcap * tanh(scores / softcap)
+    if MASK == "float":  # known at compile time  # noqa: SIM114
+        scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+    elif all_visible == 0:
+        scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+    return scores
+
+
+@jit
+def _hide_or_add(
+    scores, token, in_cache, visibility, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Scores of a tile with the mask; -inf for tokens not ``in_cache``."""
+    position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
     if MASK == "bool":
         scores = _hide(
             scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
