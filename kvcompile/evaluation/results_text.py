@@ -1,9 +1,9 @@
-"""What ``kvcompile eval`` prints."""
+"""How an evaluation looks in a terminal."""
 
 from __future__ import annotations
 
-from kvcompile.cli.output import table
 from kvcompile.evaluation.results import Evaluation, PolicyResult
+from kvcompile.tables import table
 
 HEADER = ["policy", "bits", "{metric}", "change", "+-", "KL", "median", "99.9%", "top-1", "attn"]
 
