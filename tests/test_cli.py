@@ -96,6 +96,7 @@ PAGES = [
     ("policy", "schema"),
     ("eval",),
     ("compare",),
+    ("tune",),
     ("doctor",),
 ]
 
@@ -107,7 +108,7 @@ def test_help_fits_the_width_and_is_plain_ascii(page: tuple[str, ...]) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-MODEL_COMMANDS = {"eval": "test_evaluation.py", "compare": "test_comparison.py"}
+MODEL_COMMANDS = {"eval": "test_evaluation.py", "compare": "test_comparison.py", "tune": "test_tuning.py"}
 """Commands that need a model, and the file that runs their examples."""
 
 

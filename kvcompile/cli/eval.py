@@ -19,6 +19,7 @@ from kvcompile.cli.subject import (
     Prefill,
     Windows,
     check_writable,
+    items,
     load,
     name_of,
     progress_bar,
@@ -78,7 +79,7 @@ def evaluate(
     from kvcompile.presets import preset_names
 
     schedule = Schedule(prefill, decode, chunk)
-    names = [name.strip() for name in policies.split(",") if name.strip()] if policies else preset_names()
+    names = items(policies) if policies else preset_names()
     parsed = [Policy.load(name) for name in names]
     if promote is not None and len(parsed) != 1:
         raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}")

@@ -47,6 +47,11 @@ def load(
     return subject, text.read_text(subject, model, data, schedule, windows)
 
 
+def items(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
 def name_of(model: str) -> str:
     """What results call a model: its folder, or its name on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model

@@ -73,6 +73,8 @@ def measure_sites(
         for formats in wanted(site, call):
             errors.attention.add(formats, call.on_packed(formats), exact)
             for role in ROLES:
+                if formats.format_name(role) == EXACT:
+                    continue
                 errors.stored.add((role, formats), call.stored(formats, role), call.operand(role))
 
     for window in windows:
