@@ -97,6 +97,7 @@ PAGES = [
     ("eval",),
     ("compare",),
     ("tune",),
+    ("explain",),
     ("doctor",),
 ]
 
@@ -108,7 +109,12 @@ def test_help_fits_the_width_and_is_plain_ascii(page: tuple[str, ...]) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-MODEL_COMMANDS = {"eval": "test_evaluation.py", "compare": "test_comparison.py", "tune": "test_tuning.py"}
+MODEL_COMMANDS = {
+    "eval": "test_evaluation.py",
+    "compare": "test_comparison.py",
+    "tune": "test_tuning.py",
+    "explain": "test_explain_command.py",
+}
 """Commands that need a model, and the file that runs their examples."""
 
 

@@ -15,6 +15,7 @@ from kvcompile.cli.subject import (
     Device,
     Dtype,
     Model,
+    PolicyOption,
     Prefill,
     Windows,
     check_writable,
@@ -29,12 +30,6 @@ EXAMPLES = examples(
     "compare --model . --policy turboquant_3bit_nc --output better.yaml",
 )
 
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--policy", metavar="POLICY", help="A preset or a file.  [default: $KVQUANT_POLICY, else int8_per_token_head]"
-    ),
-]
 Output = Annotated[
     Path | None, typer.Option(metavar="FILE.yaml", help="Write the policy with the suggested rules there.")
 ]

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.text import Text
 
 Model = Annotated[str, typer.Option(metavar="PATH", help="A Hugging Face model: a folder, or a name on the hub.")]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--policy", metavar="POLICY", help="A preset or a file.  [default: $KVQUANT_POLICY, else int8_per_token_head]"
+    ),
+]
 Data = Annotated[
     Path | None,
     typer.Option(
