@@ -98,6 +98,7 @@ PAGES = [
     ("compare",),
     ("tune",),
     ("explain",),
+    ("bench",),
     ("doctor",),
 ]
 
@@ -109,17 +110,18 @@ def test_help_fits_the_width_and_is_plain_ascii(page: tuple[str, ...]) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-MODEL_COMMANDS = {
+ELSEWHERE = {
     "eval": "test_evaluation.py",
     "compare": "test_comparison.py",
     "tune": "test_tuning.py",
     "explain": "test_explain_command.py",
+    "bench": "test_bench_command.py",
 }
-"""Commands that need a model, and the file that runs their examples."""
+"""Commands that need a model or much time, and the file that runs their examples."""
 
 
-def needs_model(command: str) -> bool:
-    return command.split()[0] in MODEL_COMMANDS
+def runs_elsewhere(command: str) -> bool:
+    return command.split()[0] in ELSEWHERE
 
 
 EXAMPLES = [
@@ -130,7 +132,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", [example for example in EXAMPLES if not needs_model(example)])
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if not runs_elsewhere(example)])
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")
     out, err = run(command)

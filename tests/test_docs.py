@@ -14,7 +14,7 @@ import pytest
 import torch
 import walk_parts
 from model_configs import LLAMA_3_1_8B, write_config
-from test_cli import needs_model
+from test_cli import runs_elsewhere
 from tiny_llama import fresh_cache, tiny_llama
 from typer.testing import CliRunner
 
@@ -117,7 +117,7 @@ def command_line() -> list[str]:
     return [arguments for _, arguments in found]
 
 
-@pytest.mark.parametrize("arguments", [command for command in command_line() if not needs_model(command)])
+@pytest.mark.parametrize("arguments", [command for command in command_line() if not runs_elsewhere(command)])
 def test_commands_of_the_command_line_run(arguments: str, folder: Path) -> None:
     result = CliRunner().invoke(app, shlex.split(arguments), prog_name="kvcompile")
     assert result.exit_code == 0, (result.output, result.exception)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcompile.cli.output import JsonOption, examples, print_json
+from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
     Data,
@@ -21,7 +22,6 @@ from kvcompile.cli.subject import (
     check_writable,
     load,
     name_of,
-    progress_bar,
 )
 
 EXAMPLES = examples(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, print_json, print_wrapped
+from kvcompile.cli.output import JsonOption, examples, items, print_json, print_wrapped
+from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
     Data,
@@ -19,10 +20,8 @@ from kvcompile.cli.subject import (
     Prefill,
     Windows,
     check_writable,
-    items,
     load,
     name_of,
-    progress_bar,
 )
 
 if TYPE_CHECKING:

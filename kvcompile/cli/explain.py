@@ -13,7 +13,7 @@ from kvcompile.cli.subject import Device, Dtype, PolicyOption, check_writable
 
 EXAMPLES = examples(
     "explain --model . --policy policy.yaml",
-    "explain --model config.json --layers 2 --policy int4_per_token_head --html report.html",
+    "explain --model config.json --layers 2 --policy fp8_e4m3 --html report.html",
     "explain --model config.json --layers 1 --cache growing --json",
 )
 

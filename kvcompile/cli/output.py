@@ -34,6 +34,11 @@ def print_wrapped(text: str, indent: int) -> None:
     print(wrapped(text, indent))
 
 
+def items(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
 def examples(*commands: str) -> str:
     """The end of a command's help: commands that show its use."""
     return "\n".join(["\b", "Examples:", *(f"  python -m kvcompile {command}" for command in commands)])

@@ -1,18 +1,15 @@
-"""What the commands that run a model share: options, loading, a progress bar."""
+"""What the commands that run a model share: options and loading."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from kvcompile.evaluation.measure import OnProgress
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.evaluation.text import Text
 
@@ -53,11 +50,6 @@ def load(
     return subject, text.read_text(subject, model, data, schedule, windows)
 
 
-def items(text: str) -> list[str]:
-    """The items of a comma-separated list."""
-    return [item.strip() for item in text.split(",") if item.strip()]
-
-
 def name_of(model: str) -> str:
     """What results call a model: its folder, or its name on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model
@@ -72,20 +64,3 @@ def check_writable(*paths: Path | None) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not os.access(path.parent, os.W_OK):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist, or cannot be written", str(path))
-
-
-@contextmanager
-def progress_bar() -> Iterator[OnProgress]:
-    """A progress bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def on_progress(doing: str, done: int, total: int) -> None:
-            progress.update(task, description=doing, completed=done, total=total)
-
-        yield on_progress

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, print_json
+from kvcompile.cli.output import JsonOption, examples, items, print_json
+from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
     Data,
@@ -18,16 +19,14 @@ from kvcompile.cli.subject import (
     Prefill,
     Windows,
     check_writable,
-    items,
     load,
     name_of,
-    progress_bar,
 )
 
 EXAMPLES = examples(
     "tune --model . --budget-bits 4.5 --output policy.yaml",
-    "tune --model . --budget-bits 4.5 --data text.txt --windows 4 --output policy.yaml --json",
-    "tune --model . --budget-bits 5 --formats int8_per_token_head,int4_per_token_head",
+    "tune --model . --budget-bits 4.5 --data text.txt --windows 4 --json",
+    "tune --model . --budget-bits 5 --formats fp8_e4m3,int4_per_token_head",
 )
 
 BudgetBits = Annotated[
