@@ -89,9 +89,12 @@ def test_errors_are_those_of_their_definitions_and_the_suggestion_helps(monkeypa
     read = Policy.from_text(f"{suggestion.text}default: {{dtype: turboquant_4bit_nc}}\n")
     assert read.rules == suggestion.policy.rules[:1]
     assert read.formats_for(MODULES[1], 1, 2) == FormatPair("int4_per_token_head", "int8_per_token_head")
+    assert sum(layer.divergence for layer in found.layers) == pytest.approx(found.mean_divergence, rel=0.5)
     call = calls[MODULES[1]]
     better = error(MODULES[1], quantized(call.key, "int4_per_token_head"), quantized(call.value, "int8_per_token_head"))
-    assert better.expected <= suggestion.target < bad.attention_error
+    estimate = bad.divergence * (better.expected / bad.attention_error) ** 2
+    assert estimate <= suggestion.target < bad.divergence
+    assert suggestion.saved == pytest.approx(bad.divergence - estimate, rel=1e-2)
 
 
 def test_sampled_queries_see_what_they_saw_among_all() -> None:
@@ -116,14 +119,26 @@ def test_a_listener_may_change_what_an_attention_gives() -> None:
     assert not torch.allclose(changed, exact)
 
 
-def test_where_nothing_is_packed_nothing_is_suggested() -> None:
-    found = kvcompile.compare(small_model(num_layers=1), TOKENS, {"default": {"dtype": "auto"}}, decode=1)
+def test_where_nothing_is_packed_nothing_is_suggested_and_what_was_compiled_stays_compiled() -> None:
+    model, compilations = small_model(num_layers=1), []
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        compilations.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        compiled(input_ids=TOKENS[None], use_cache=False)
+        before = len(compilations)
+        found = kvcompile.compare(model, TOKENS, {"default": {"dtype": "auto"}}, decode=1)
+        compiled(input_ids=TOKENS[None], use_cache=False)
+    assert len(compilations) == before > 0
     assert (found.layers, found.suggestion, found.same_top1) == ((), None, 1.0)
     assert found.mean_divergence == pytest.approx(0.0, abs=1e-9)
     assert "the policy says auto for this layer" in " ".join(str(found).split())
 
 
-def test_the_worst_layers_hold_half_of_the_squared_error_and_are_few() -> None:
+def test_the_worst_layers_add_half_of_the_divergence_and_are_few() -> None:
     assert worst({"a": 1.0, "b": 10.0, "c": 1.0, "d": 1.0}) == ["b"]
     assert worst({str(i): 1.0 for i in range(8)}) == ["0", "1"]
     assert worst({"a": 1.0}) == ["a"]

@@ -13,7 +13,7 @@ from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.measure import OnProgress, counted, evaluate, ignore_progress
 from kvcompile.evaluation.results import Evaluation, PolicyResult, finite
-from kvcompile.evaluation.site_errors import SiteErrors, alone, measure_sites
+from kvcompile.evaluation.site_errors import SiteErrors, alone, divergence_when, measure_sites
 from kvcompile.evaluation.suggestion import Suggestion, raised, suggest
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
@@ -29,6 +29,8 @@ class LayerError:
     Attributes:
         module: the module that computes attention.
         key_format, value_format: of its cache.
+        divergence: of the predictions when only this layer is packed, mean, in nats; those of all layers add up to
+            about that of the whole model.
         key_error, value_error: of the keys and the values that the cache gives back.
         attention_error: of the attention output, with queries, keys and values of the unquantized model: the error is
             this layer's own.
@@ -40,6 +42,7 @@ class LayerError:
     module: str
     key_format: str
     value_format: str
+    divergence: float
     key_error: float
     value_error: float
     attention_error: float
@@ -54,7 +57,7 @@ class Comparison:
 
     Attributes:
         evaluation: the predictions of the compiled model, with all circumstances.
-        layers: the packed layers, worst first.
+        layers: the packed layers, that which changes the predictions most first.
         suggestion: rules for the worst of them; None if nothing is packed.
     """
 
@@ -84,6 +87,7 @@ class Comparison:
             suggestion = {
                 "modules": list(self.suggestion.modules),
                 "target": self.suggestion.target,
+                "saved": self.suggestion.saved,
                 "text": self.suggestion.text,
                 "policy": self.suggestion.policy.model_dump(mode="json", exclude_none=True),
             }
@@ -164,17 +168,23 @@ def _by_layer(
 
     measured = measure_sites(tap, windows, wanted, counted(on_progress, "layer by layer", len(windows) * len(sites)))
     formats = {module: pair for module, pair in formats.items() if module in measured}
-    layers = [_layer_error(measured[module], pair, result) for module, pair in formats.items()]
-    layers.sort(key=lambda layer: -layer.attention_error)
-    return tuple(layers), suggest(policy, sites, formats, candidates, measured)
+    on_run = counted(on_progress, "one layer packed", len(windows) * len(formats))
+    exact = [tap(window, lambda site, call: None) for window in windows] if formats else []
+    divergences = {
+        module: divergence_when(tap, windows, exact, module, pair, on_run) for module, pair in formats.items()
+    }
+    layers = [_layer_error(measured[module], pair, divergences[module], result) for module, pair in formats.items()]
+    layers.sort(key=lambda layer: -layer.divergence)
+    return tuple(layers), suggest(policy, sites, formats, candidates, measured, divergences)
 
 
-def _layer_error(errors: SiteErrors, formats: FormatPair, result: PolicyResult) -> LayerError:
+def _layer_error(errors: SiteErrors, formats: FormatPair, divergence: float, result: PolicyResult) -> LayerError:
     attention, stored = errors.attention.errors(), errors.stored.errors()
     return LayerError(
         module=errors.site.module,
         key_format=formats.key,
         value_format=formats.value,
+        divergence=divergence,
         key_error=stored.get(("key", formats), 0.0),
         value_error=stored.get(("value", formats), 0.0),
         attention_error=attention.get(formats, 0.0),

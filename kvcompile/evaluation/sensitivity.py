@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.measure import OnProgress, counted
 from kvcompile.evaluation.replay import new_cache
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.evaluation.site_errors import EXACT, ROLES, measure_sites
-from kvcompile.evaluation.step_comparison import divergence
+from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when, measure_sites
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.site import FormatPair, Site
 
@@ -131,22 +129,7 @@ def format_costs(
         probe = min(usable, key=lambda name: abs(8 * nbytes[name] / half.numel - budget_bits), default=None)
         per_error = 0.0
         if probe is not None:
-            per_error = _divergence(tap, windows, exact, half, probe, probing) / squared[probe]
+            pair = pair_of(half.role, probe)
+            per_error = divergence_when(tap, windows, exact, half.module, pair, probing) / squared[probe]
         costs.append([FormatCost(name, size, per_error * squared[name]) for name, size in nbytes.items()])
     return costs
-
-
-def _divergence(
-    tap: AttentionTap, windows: Tensor, exact: Sequence[Tensor], half: HalfCache, format_name: str, step: Any
-) -> float:
-    """Mean divergence of the predictions when one half of one layer is packed in a format."""
-    pair = pair_of(half.role, format_name)
-
-    def pack(site: Site, call: AttentionCall) -> Tensor | None:
-        return call.on_packed(pair) if site.module == half.module and call.can_be_packed else None
-
-    found = []
-    for window, expected in zip(windows, exact, strict=True):
-        step(half)
-        found.append(divergence(tap(window, pack), expected))
-    return torch.cat(found).mean().item()

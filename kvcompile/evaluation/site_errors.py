@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
-from kvcompile.evaluation.step_comparison import RelativeErrors
+from kvcompile.evaluation.step_comparison import RelativeErrors, divergence
 from kvcompile.kernels.layout import Role
 from kvcompile.passes.site import FormatPair, Site
 
@@ -80,3 +81,34 @@ def measure_sites(
     for window in windows:
         tap(window, measure)
     return found
+
+
+def divergence_when(
+    tap: AttentionTap,
+    windows: Iterable[Tensor],
+    exact: Iterable[Tensor],
+    module: str,
+    formats: FormatPair,
+    on_run: Callable[[str], None] = lambda module: None,
+) -> float:
+    """Mean divergence in nats of the predictions when only the cache of ``module`` is packed.
+
+    The rest of the model computes in its own dtype: in bfloat16, what rounding another result does is in it.
+
+    Args:
+        tap: the model.
+        windows: int64 [tokens] each.
+        exact: the logits of the unquantized model for each.
+        module: the module that computes attention.
+        formats: of its cache.
+        on_run: hears of every run of the model.
+    """
+
+    def pack(site: Site, call: AttentionCall) -> Tensor | None:
+        return call.on_packed(formats) if site.module == module and call.can_be_packed else None
+
+    found = []
+    for window, expected in zip(windows, exact, strict=True):
+        on_run(module)
+        found.append(divergence(tap(window, pack), expected))
+    return torch.cat(found).mean().item()

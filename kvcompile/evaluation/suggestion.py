@@ -24,13 +24,15 @@ class Suggestion:
 
     Attributes:
         modules: the layers, worst first.
-        target: the error of the attention output that each of them has at most with its new formats.
+        target: the divergence, in nats, that each of them is estimated to add at most with its new formats.
+        saved: by how much the divergence of the predictions is estimated to become smaller, in nats.
         text: the rules as a policy file takes them, ``rules:`` and a line for each.
         policy: the policy with these rules before its own.
     """
 
     modules: tuple[str, ...]
     target: float
+    saved: float
     text: str
     policy: Policy
 
@@ -54,12 +56,11 @@ def raised(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
     return sorted(pairs, key=lambda pair: sum(nbytes(pair)))
 
 
-def worst(errors: Mapping[str, float]) -> list[str]:
-    """The modules that hold half of the squared error, worst first; at most a quarter of all, and at least one."""
-    ranked = sorted(errors, key=lambda module: -errors[module])
-    half = sum(error**2 for error in errors.values()) / 2
-    sums = itertools.accumulate(errors[module] ** 2 for module in ranked)
-    needed = 1 + sum(1 for total in sums if total < half)
+def worst(divergences: Mapping[str, float]) -> list[str]:
+    """The modules that add half of the divergence, worst first; at most a quarter of all, and at least one."""
+    ranked = sorted(divergences, key=lambda module: -divergences[module])
+    half = sum(divergences.values()) / 2
+    needed = 1 + sum(1 for total in itertools.accumulate(divergences[module] for module in ranked) if total < half)
     return ranked[: min(needed, max(1, math.ceil(len(ranked) / 4)))]
 
 
@@ -69,8 +70,12 @@ def suggest(
     formats: Mapping[str, FormatPair],
     candidates: Mapping[str, Sequence[FormatPair]],
     measured: Mapping[str, SiteErrors],
+    divergences: Mapping[str, float],
 ) -> Suggestion | None:
-    """Raise the worst layers to what the others have; None if nothing is packed, or packing makes no error.
+    """Raise the worst layers to what the others have; None if nothing is packed, or packing changes nothing.
+
+    The divergence under other formats is estimated as that under the present ones times the ratio of the squared
+    errors of the attention output, as in :mod:`kvcompile.evaluation.sensitivity`.
 
     Args:
         policy: the policy.
@@ -78,16 +83,22 @@ def suggest(
         formats: by module that is packed, what the policy gives it.
         candidates: by module, from :func:`raised`: the smallest that is good enough is taken.
         measured: errors of all of them.
+        divergences: by module, of the predictions when only this module is packed.
     """
-    errors = {module: measured[module].attention.errors().get(pair, 0.0) for module, pair in formats.items()}
-    if not any(errors.values()):
+    if not any(divergence > 0 for divergence in divergences.values()):
         return None
-    chosen = worst(errors)
-    rest = [error for module, error in errors.items() if module not in chosen]
-    target = min(statistics.median(rest) if rest else math.inf, errors[chosen[-1]] / 2)
+    chosen = worst(divergences)
+    rest = [divergence for module, divergence in divergences.items() if module not in chosen]
+    target = min(statistics.median(rest) if rest else math.inf, divergences[chosen[-1]] / 4)
     choices: dict[str, FormatPair | None] = {}
+    left = 0.0
     for module in chosen:
-        better = measured[module].attention.errors()
-        choices[module] = next((pair for pair in candidates[module] if better.get(pair, 0.0) <= target), None)
+        errors = measured[module].attention.errors()
+        present = errors.get(formats[module], 0.0)
+        per_error = divergences[module] / present**2 if present else math.inf
+        estimates = {pair: per_error * errors.get(pair, 0.0) ** 2 for pair in candidates[module]}
+        choices[module] = next((pair for pair, estimate in estimates.items() if estimate <= target), None)
+        left += 0.0 if (pair := choices[module]) is None else estimates[pair]
     rules = rules_for(choices, sites, policy)
-    return Suggestion(tuple(chosen), target, as_text(rules), with_rules(policy, rules))
+    saved = sum(divergences[module] for module in chosen) - left
+    return Suggestion(tuple(chosen), target, saved, as_text(rules), with_rules(policy, rules))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.evaluation.results_text import circumstances
+from kvcompile.evaluation.results_text import circumstances, short
 from kvcompile.evaluation.tuning import TunedHalf, Tuning
 from kvcompile.tables import table, wrapped
 
@@ -40,11 +40,7 @@ def _layers(halves: tuple[TunedHalf, ...]) -> list[list[str]]:
         [
             module,
             *(cell for half in both for cell in (half.format, f"{half.bits:.2f}")),
-            _short(sum(half.divergence for half in both)),
+            short(sum(half.divergence for half in both)),
         ]
         for module, both in by_module.items()
     ]
-
-
-def _short(divergence: float) -> str:
-    return f"{divergence:.1e}".replace("e-0", "e-")
