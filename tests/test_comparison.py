@@ -119,20 +119,23 @@ def test_a_listener_may_change_what_an_attention_gives() -> None:
     assert not torch.allclose(changed, exact)
 
 
-def test_where_nothing_is_packed_nothing_is_suggested_and_what_was_compiled_stays_compiled() -> None:
-    model, compilations = small_model(num_layers=1), []
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_where_nothing_is_packed_nothing_is_suggested_and_what_was_compiled_does_not_matter(part: str) -> None:
+    model, compilations, runs = small_model(num_layers=1), [], []
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         compilations.append(gm)
-        return gm.forward
+        return lambda *args: runs.append(gm) or gm.forward(*args)
 
-    compiled = torch.compile(model, backend=backend)
+    (model if part == "model" else model.model.layers[0]).compile(backend=backend)
     with torch.no_grad():
-        compiled(input_ids=TOKENS[None], use_cache=False)
-        before = len(compilations)
+        model(input_ids=TOKENS[None], use_cache=False)
+        before = len(compilations), len(runs)
         found = kvcompile.compare(model, TOKENS, {"default": {"dtype": "auto"}}, decode=1)
-        compiled(input_ids=TOKENS[None], use_cache=False)
-    assert len(compilations) == before > 0
+        assert (len(compilations), len(runs)) == before, "the unquantized model is the model as it is"
+        model(input_ids=TOKENS[None], use_cache=False)
+    assert len(compilations) == before[0] > 0
+    assert len(runs) == 2 * before[1]
     assert (found.layers, found.suggestion, found.same_top1) == ((), None, 1.0)
     assert found.mean_divergence == pytest.approx(0.0, abs=1e-9)
     assert "the policy says auto for this layer" in " ".join(str(found).split())

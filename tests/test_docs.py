@@ -144,8 +144,9 @@ def given() -> dict[str, Any]:
     input_ids = torch.randint(0, 97, (1, 5))
     inputs = {"input_ids": input_ids, "max_new_tokens": 3}
     cache = fresh_cache(model, "static")
+    tokens = torch.randint(0, 97, (65,))
     return {"kvcompile": kvcompile, "torch": torch, "model": model, "input_ids": input_ids, "inputs": inputs,
-            "cache": cache}  # fmt: skip
+            "cache": cache, "tokens": tokens}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -12,6 +12,7 @@ from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.measure import OnProgress, counted, evaluate, ignore_progress
+from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.results import Evaluation, PolicyResult, finite
 from kvcompile.evaluation.site_errors import SiteErrors, alone, divergence_when, measure_sites
 from kvcompile.evaluation.suggestion import Suggestion, raised, suggest
@@ -118,7 +119,7 @@ def compare(
         model: a Hugging Face causal language model in inference mode.
         inputs: token ids, int64 [tokens] or [rows, tokens], or what a tokenizer returns; rows of one length.
         policy: what :meth:`Policy.load` takes.
-        decode: how many tokens of a row are read one by one; by default 32, or half of a short row.
+        decode: how many tokens of a row are read one by one; by default 8, or half of a short row.
         on_progress: hears what is being done, how many steps are done, and how many there are.
 
     Raises:
@@ -138,7 +139,7 @@ def compare_on(
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
     """:func:`compare` on the windows of a text."""
-    loaded = Policy.load(policy)
+    model, loaded = uncompiled(model), Policy.load(policy)
     if loaded.key_outliers == "promote":
         policy = loaded = Calibration(model, text.windows[0], [loaded]).promoted(loaded)
     evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from kvcompile.evaluation.errors import EvaluationError
-from kvcompile.evaluation.models import first_line, text_config
+from kvcompile.evaluation.models import first_line, text_config, uncompiled
 from kvcompile.explaining import explain
 from kvcompile.policy import Policy
 from kvcompile.report import Report
@@ -43,7 +43,7 @@ def explain_step(
     cache = StaticCache(config=config, max_cache_len=context) if kind == "static" else DynamicCache(config=config)
     ids = torch.zeros((1, TOKENS_BEFORE + tokens), dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=ids[:, :TOKENS_BEFORE], past_key_values=cache, use_cache=True)
+        uncompiled(model)(input_ids=ids[:, :TOKENS_BEFORE], past_key_values=cache, use_cache=True)
     except Exception as error:
         raise EvaluationError(
             f"{type(model).__name__} does not run with a {kind} cache: {first_line(error)}; explain it from Python, "

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kvcompile.anew import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
+from kvcompile.evaluation.models import running_eagerly, uncompiled
 from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
@@ -69,6 +70,7 @@ def evaluate(
         PolicyError: a policy does not exist or is wrong; nothing has run then.
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
+    model = uncompiled(model)
     calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
     run = _Run(model, text, calibration, len(loaded), on_progress)
     with torch.no_grad():
@@ -126,7 +128,7 @@ class _Run:
     def reference(self) -> tuple[list[list[Step]], float, float]:
         """With a plain cache: the steps of every window, on the CPU; the mean loss in nats; bits of an element."""
         windows, nats = [], []
-        with tapped(self.model, self.sites) as heard:
+        with running_eagerly(), tapped(self.model, self.sites) as heard:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,18 @@ def find_device(device: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise EvaluationError(f"--device {device}: {first_line(error)}") from error
     return place
+
+
+def uncompiled(model: Any) -> Any:
+    """The model, and if it was compiled another with the same submodules and parameters, which is not."""
+    model = getattr(model, "_orig_mod", model)
+    # A copy of a module has all that the module has but what Module.compile() made.
+    return copy.copy(model) if getattr(model, "_compiled_call_impl", None) is not None else model
+
+
+def running_eagerly() -> contextlib.AbstractContextManager[None]:
+    """In the block nothing compiled runs as such, not even submodules that were compiled by themselves."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def text_config(model: Any) -> Any:

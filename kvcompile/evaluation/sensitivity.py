@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.measure import OnProgress, counted
+from kvcompile.evaluation.models import running_eagerly
 from kvcompile.evaluation.replay import new_cache
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when, measure_sites
@@ -77,7 +78,7 @@ def pair_of(role: Role, format_name: str) -> FormatPair:
 def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[list[HalfCache], int]:
     """The halves of the static cache whose layer has just one of ``sites``, and the elements of the whole cache."""
     cache = new_cache(model, schedule)
-    with torch.no_grad():
+    with torch.no_grad(), running_eagerly():
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache)
     by_layer: dict[int | None, list[Site]] = {}
     for site in sites:

@@ -13,8 +13,8 @@ from kvcompile.evaluation.models import reads_bytes
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text
 
-DECODE = 32
-"""Tokens at the end of a window that are read one by one."""
+DECODE = 8
+"""Tokens at the end of a window that are read one by one; those of the prefill read packed keys and values as well."""
 
 
 def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:

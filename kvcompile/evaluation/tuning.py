@@ -18,6 +18,7 @@ from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.evaluation.layer_rules import rules_for
 from kvcompile.evaluation.measure import OnProgress, evaluate, ignore_progress
+from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.results import Evaluation, PolicyResult, finite
 from kvcompile.evaluation.sensitivity import FormatCost, HalfCache, format_costs, half_caches
 from kvcompile.evaluation.text import Text
@@ -139,7 +140,7 @@ def tune(
             of a row. A multiple of 64 of them has no padding.
         output: a file for the policy.
         formats: those to choose from.
-        decode: how many tokens of a row are read one by one when the result is measured; by default 32, or half of a
+        decode: how many tokens of a row are read one by one when the result is measured; by default 8, or half of a
             short row.
         on_progress: hears what is being done, how many steps are done, and how many there are.
 
@@ -165,6 +166,7 @@ def tune_on(
     """:func:`tune` on the windows of a text."""
     formats = list(dict.fromkeys(formats))
     check_search(formats, budget_bits)
+    model = uncompiled(model)
     windows = text.windows[:, : text.schedule.num_tokens]
     tap = AttentionTap(model)
     sites = sites_heard(tap, windows[0])
