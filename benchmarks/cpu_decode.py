@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +19,16 @@ from typing import Any
 import torch
 import transformers
 from llama import Run, check_step, config, packed_layers, random_cache, random_model, rewind
-from measuring import Timing
-from recording import Chart, Recorder, parse_arguments
+from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
-from workloads import Shape
 
 import kvcompile
+from kvcompile.benching.measuring import Timing, time_in_turns
+from kvcompile.benching.workloads import Shape
 
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 POLICIES = ["int8_per_token_head", "int4_per_token_head"]
-WARMUP = 3
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,6 @@ class CompiledStep:
     run: Callable[[], Tensor]
     cache: transformers.StaticCache
     relative_error: float
-
-    def seconds(self) -> float:
-        rewind(self.cache)
-        begin = time.perf_counter()
-        self.run()
-        return time.perf_counter() - begin
 
 
 @torch.no_grad()
@@ -88,8 +80,7 @@ def compile_step(module: Any, run: Run, shape: Shape, dtype: torch.dtype, **comp
 
 def take_turns(steps: list[CompiledStep], repeats: int) -> list[Timing]:
     """The time of each of ``steps``, which run one after the other, ``repeats`` times."""
-    rounds = [[step.seconds() for step in steps] for _ in range(WARMUP + repeats)]
-    return [Timing.of(seconds, "wall clock") for seconds in zip(*rounds[WARMUP:], strict=True)]
+    return time_in_turns([step.run for step in steps], repeats=repeats, before=lambda index: rewind(steps[index].cache))
 
 
 def compare(recorder: Recorder, workload: str, dtype: str, args: argparse.Namespace) -> None:
@@ -123,7 +114,7 @@ def facts(step: CompiledStep) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", type=Shape.parse, default="1,16/4,64,4096", help="default: %(default)s")
+    parser.add_argument("--shape", type=argument(Shape.parse), default="1,16/4,64,4096", help="default: %(default)s")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the whole model (default: %(default)s)")

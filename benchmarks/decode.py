@@ -14,23 +14,31 @@ import argparse
 import dataclasses
 
 import torch
-from measuring import Timing, num_sets, time_graph
-from recording import Chart, Recorder, parse_arguments
+from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
-from workloads import DEVICE, Caches, Shape, decode_sdpa_calls, default_formats, parse_formats, time_sdpa
 
+from kvcompile.benching.decode_attention import PackedDecode, plain_inputs
+from kvcompile.benching.measuring import Timing, num_sets, time_graph
+from kvcompile.benching.workloads import (
+    DEVICE,
+    Caches,
+    Shape,
+    decode_sdpa_calls,
+    default_formats,
+    parse_formats,
+    time_sdpa,
+)
 from kvcompile.passes.site import FormatPair
 
-SHAPES = ["8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024"]
-MASKED_SHAPES = ["1,32/8,128,131072", "8,32/8,128,131072"]
+SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024")]
+MASKED_SHAPES = [Shape.parse(text) for text in ("1,32/8,128,131072", "8,32/8,128,131072")]
 
 
 def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
     """The fastest backend of ``scaled_dot_product_attention`` and its time: a row, with those of others in its note."""
     timings: dict[str, Timing] = {}
     with recorder.row(case="SDPA", shape=str(shape), format="plain", q_len=q_len) as row:
-        inputs = [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
-        timings = time_sdpa(decode_sdpa_calls(), inputs)
+        timings = time_sdpa(decode_sdpa_calls(), plain_inputs(shape, q_len))
         row |= recorder.timed(next(iter(timings.values())), shape.plain_bytes)
         row["note"] = "; ".join(
             f"{name} {timing.microseconds:.1f} us ({timing.method})" for name, timing in timings.items()
@@ -42,12 +50,10 @@ def time_format(
     recorder: Recorder, shape: Shape, name: str, pair: FormatPair, q_len: int, baseline: tuple[str, Timing] | None
 ) -> None:
     """A row for a full cache of one format."""
-    caches = Caches(shape, pair)
     with recorder.row(case="kvcompile", shape=str(shape), format=name, q_len=q_len) as row:
-        nbytes = caches.nbytes(shape.context)
-        inputs = [(shape.query(q_len), *data) for data in caches.random(num_sets(nbytes))]
-        row["relative_error"] = caches.check_attention(*inputs[0])
-        row |= recorder.timed(time_graph(caches.attention, inputs), nbytes, baseline)
+        step = PackedDecode.of(shape, pair, q_len)
+        row["relative_error"] = step.relative_error
+        row |= recorder.timed(time_graph(step.run, step.inputs), step.nbytes, baseline)
 
 
 def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: FormatPair) -> None:
@@ -90,12 +96,10 @@ def _prefix_mask(shape: Shape, visible: int) -> Tensor:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", type=Shape.parse, default=[Shape.parse(text) for text in SHAPES])
-    parser.add_argument("--formats", nargs="*", type=parse_formats, default=default_formats())
+    parser.add_argument("--shapes", nargs="*", type=argument(Shape.parse), default=SHAPES)
+    parser.add_argument("--formats", nargs="*", type=argument(parse_formats), default=default_formats())
     parser.add_argument("--q-len", type=int, default=1, help="query positions (default: %(default)s)")
-    parser.add_argument(
-        "--masked-shapes", nargs="*", type=Shape.parse, default=[Shape.parse(text) for text in MASKED_SHAPES]
-    )
+    parser.add_argument("--masked-shapes", nargs="*", type=argument(Shape.parse), default=MASKED_SHAPES)
     parser.add_argument("--visible", type=int, default=1000, help="tokens that a mask shows (default: %(default)s)")
     arguments = parse_arguments(parser)
     recorder = Recorder(arguments, Chart("shape", ("case", "format"), ("of_read_ceiling", "speedup")))

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from measuring import Timing, num_sets, time_graph
 from recording import Chart, Recorder, parse_arguments
 from torch import Tensor
-from workloads import DEVICE
 
+from kvcompile.benching.measuring import Timing, num_sets, time_graph
+from kvcompile.benching.workloads import DEVICE
 from kvcompile.kernels import deepseek_v4 as spec
 from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from workloads import Shape, check, relative_error
 
+from kvcompile.benching.workloads import Shape, check, relative_error
 from kvcompile.packed_tensor import PackedTensor
 
 MAX_ERROR = 5e-2

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 import transformers
 from llama import check_step, config, packed_layers, random_cache, random_model, rewind
-from measuring import Timing, time_steps
-from recording import Chart, Recorder, Row, parse_arguments
+from recording import Chart, Recorder, Row, argument, parse_arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
-from workloads import DEVICE, DTYPE, Shape
 
 import kvcompile
+from kvcompile.benching.measuring import Timing, time_steps
+from kvcompile.benching.workloads import DEVICE, DTYPE, Shape
 from kvcompile.policy import Policy
 
-SHAPES = ["8,32/8,128,32768", "1,32/8,128,131072"]
+SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
 POLICIES = ["bfloat16", "int8_per_token_head", "int4_per_token_head"]
 MODES = {
     "default": {},
@@ -110,7 +110,7 @@ def compare(recorder: Recorder, model: Any, shape: Shape, mode: str, policies: l
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", type=Shape.parse, default=[Shape.parse(text) for text in SHAPES])
+    parser.add_argument("--shapes", nargs="+", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["default"], help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")

@@ -18,12 +18,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from measuring import Timing, num_sets, time_graph
-from recording import Chart, Recorder, parse_arguments
+from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from workloads import DEVICE, DTYPE, Caches, Shape, check, default_formats, parse_formats, relative_error, sdpa
 
+from kvcompile.benching.measuring import Timing, num_sets, time_graph
+from kvcompile.benching.workloads import (
+    DEVICE,
+    DTYPE,
+    Caches,
+    Shape,
+    check,
+    default_formats,
+    parse_formats,
+    relative_error,
+    sdpa,
+)
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.site import FormatPair
 
@@ -130,10 +140,12 @@ def chunk_inputs(shape: Shape, chunk: int, pair: FormatPair) -> list[tuple[Tenso
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", type=Shape.parse, default="1,32/8,128,32768", help="what a chunk follows on")
+    parser.add_argument(
+        "--shape", type=argument(Shape.parse), default="1,32/8,128,32768", help="what a chunk follows on"
+    )
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a fresh prefill (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a continued chunk (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", type=parse_formats, default=default_formats())
+    parser.add_argument("--formats", nargs="+", type=argument(parse_formats), default=default_formats())
     args = parse_arguments(parser, needs_backend=True)
     recorder = Recorder(args, Chart("shape", ("case", "format"), ("speedup",)))
     fresh = dataclasses.replace(args.shape, context=args.prompt)

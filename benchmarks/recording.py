@@ -11,23 +11,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
-import platform
 import re
 import shlex
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measuring import NoCudaError, Timing, copy_ceiling, read_ceiling, require_cuda
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from kvcompile.benching.errors import NoCudaError
+from kvcompile.benching.machine import describe_device, versions
+from kvcompile.benching.measuring import Timing, copy_ceiling, read_ceiling, require_cuda
+from kvcompile.errors import KVCompileError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -141,55 +142,6 @@ def shown(key: str, row: Row) -> str:
     return "" if value is None else format(value, COLUMNS[key].format)
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Name, compute capability and sizes of a CUDA device; name and threads of a CPU."""
-    if device.type == "cpu":
-        return {"name": cpu_name(), "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "memory_bytes": properties.total_memory,
-    }
-
-
-def cpu_name() -> str:
-    """The model name of the CPU."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what a time depends on; None for what is not there."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _installed_version("triton"),
-        "transformers": _installed_version("transformers"),
-        "cuda": torch.version.cuda,
-        "driver": _driver_version(),
-    }
-
-
-def _installed_version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
-
-
-def _driver_version() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
 class Recorder:
     """Collects the rows of one run of a benchmark, and keeps its file up to date.
 
@@ -275,6 +227,18 @@ def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set_xlabel(COLUMNS[key].title)
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` as the type of an argument: what it says of a mistake is what the user reads."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except KVCompileError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def parse_arguments(

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvcompile.errors import OptionsError as OptionsError
     from kvcompile.errors import PolicyError as PolicyError
     from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
+    from kvcompile.evaluation.comparison import Comparison as Comparison
+    from kvcompile.evaluation.comparison import compare as compare
+    from kvcompile.evaluation.tuning import Tuning as Tuning
+    from kvcompile.evaluation.tuning import tune as tune
     from kvcompile.explaining import explain as explain
     from kvcompile.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed_static_cache import static_cache as static_cache
@@ -25,20 +29,24 @@ if TYPE_CHECKING:
     from kvcompile.report import last_report as last_report
 
 _HOME = {
+    "Comparison": "evaluation.comparison",
     "KVCompileError": "errors",
     "OptionsError": "errors",
     "PackedTensor": "packed_tensor",
     "Policy": "policy",
     "PolicyError": "errors",
     "Report": "report",
+    "Tuning": "evaluation.tuning",
     "UnsupportedSiteError": "errors",
     "cache_nbytes": "memory",
     "collect_reports": "report",
+    "compare": "evaluation.comparison",
     "debug": "debugging",
     "explain": "explaining",
     "last_report": "report",
     "preset_names": "presets",
     "static_cache": "packed_static_cache",
+    "tune": "evaluation.tuning",
 }
 
 __all__ = sorted(_HOME)

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import llama
-import measuring
 import pytest
 import store
 import torch
 import torch.nn.functional as F
 import transformers
-import workloads
-from measuring import Timing
-from recording import COLUMNS, Chart, Recorder, Results
-from workloads import Caches, Shape
+from recording import COLUMNS, Chart, Recorder, Results, argument
 
 import kvcompile
+from kvcompile.benching import measuring, workloads
+from kvcompile.benching.errors import BenchError, NoCudaError
+from kvcompile.benching.measuring import Timing
+from kvcompile.benching.workloads import Caches, Shape
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed, read_tokens
 from kvcompile.passes.site import FormatPair
@@ -54,7 +54,7 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             fn(*arguments)
         return Timing(1e-3, 0.0, "nothing")
 
-    for name in ("decode", "recording", "store", "workloads"):
+    for name in ("decode", "recording", "store", "kvcompile.benching.decode_attention", "kvcompile.benching.workloads"):
         module = importlib.import_module(name)
         replacements = {
             "time_graph": time_once,
@@ -66,6 +66,7 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for attribute in replacements.keys() & vars(module).keys():
             monkeypatch.setattr(module, attribute, replacements[attribute])
+    monkeypatch.setattr(torch._inductor, "compile", lambda gm, inputs: gm)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> int:
@@ -104,9 +105,9 @@ def test_scripts_run_as_scripts():
 @without_cuda
 @pytest.mark.parametrize("measure", ["read_ceiling", "copy_ceiling"])
 def test_ceilings_refuse_to_be_measured_without_a_gpu(measure):
-    with pytest.raises(measuring.NoCudaError, match=f"{measure} needs a CUDA device"):
+    with pytest.raises(NoCudaError, match=f"{measure} needs a CUDA device"):
         getattr(measuring, measure)()
-    with pytest.raises(measuring.NoCudaError, match="time_graph needs a CUDA device"):
+    with pytest.raises(NoCudaError, match="time_graph needs a CUDA device"):
         measuring.time_graph(lambda: None)
 
 
@@ -217,12 +218,22 @@ def test_every_column_is_explained_in_the_readme():
 def test_shapes_are_read_as_they_are_printed():
     assert Shape.parse("2,4/2,64,192") == Shape.parse(str(SHAPE)) == SHAPE
     for wrong in ("2,4/3,64,192", "2,4,64,192", "2,4/2,64,0", "2,4/2,64", "a,4/2,64,192"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not batch,heads/kv_heads,head_dim,context"):
+        with pytest.raises(BenchError, match="is not batch,heads/kv_heads,head_dim,context"):
             Shape.parse(wrong)
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown dtype 'int9'"):
-        workloads.parse_formats("int9")
-    with pytest.raises(argparse.ArgumentTypeError, match="leaves the cache as it is"):
-        workloads.parse_formats("auto")
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (Shape.parse, "2,4", "is not batch,heads/kv_heads,head_dim,context"),
+        (workloads.parse_formats, "int9", "unknown dtype 'int9'"),
+        (workloads.parse_formats, "auto", "leaves the cache as it is"),
+        (workloads.parse_formats, "int4", "keeps recent tokens as they are"),
+    ],
+)
+def test_arguments_that_are_wrong_say_why(parse, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        argument(parse)(text)
 
 
 @pytest.mark.parametrize("step", [None, 64])

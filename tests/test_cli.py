@@ -16,10 +16,10 @@ from model_configs import GEMMA_2_9B, GEMMA_3_4B, LLAMA_3_1_8B, write_config
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import COMMANDS, app
-from kvcompile.cli.output import WIDTH, table
 from kvcompile.cli.policy_schema import policy_schema
 from kvcompile.errors import PolicyError
 from kvcompile.policy import Policy
+from kvcompile.tables import WIDTH, table
 
 POLICY = """\
 version: 1
@@ -95,6 +95,10 @@ PAGES = [
     ("policy", "validate"),
     ("policy", "schema"),
     ("eval",),
+    ("compare",),
+    ("tune",),
+    ("explain",),
+    ("bench",),
     ("doctor",),
 ]
 
@@ -106,6 +110,20 @@ def test_help_fits_the_width_and_is_plain_ascii(page: tuple[str, ...]) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
+ELSEWHERE = {
+    "eval": "test_evaluation.py",
+    "compare": "test_comparison.py",
+    "tune": "test_tuning.py",
+    "explain": "test_explain_command.py",
+    "bench": "test_bench_command.py",
+}
+"""Commands that need a model or much time, and the file that runs their examples."""
+
+
+def runs_elsewhere(command: str) -> bool:
+    return command.split()[0] in ELSEWHERE
+
+
 EXAMPLES = [
     line.strip().removeprefix("python -m kvcompile ")
     for page in PAGES
@@ -114,8 +132,7 @@ EXAMPLES = [
 ]
 
 
-# tests/test_evaluation.py runs those of eval, which need a model.
-@pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("eval ")])
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if not runs_elsewhere(example)])
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")
     out, err = run(command)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import walk_parts
 from model_configs import LLAMA_3_1_8B, write_config
+from test_cli import runs_elsewhere
 from tiny_llama import fresh_cache, tiny_llama
 from typer.testing import CliRunner
 
@@ -109,11 +110,15 @@ def commands(language: str) -> list[str]:
     return list(dict.fromkeys(line.partition("  #")[0].removeprefix("$ ").strip() for line in lines if line.strip()))
 
 
-# tests/test_evaluation.py runs those of eval, which need a model.
-@pytest.mark.parametrize("command", [command for command in commands("console") if "kvcompile eval" not in command])
-def test_commands_of_the_command_line_run(command: str, folder: Path) -> None:
-    arguments = command.removeprefix("python -m kvcompile ")
-    assert arguments != command
+def command_line() -> list[str]:
+    """What pages give to the command line."""
+    found = [(command, command.removeprefix("python -m kvcompile ")) for command in commands("console")]
+    assert [command for command, arguments in found if arguments == command] == []
+    return [arguments for _, arguments in found]
+
+
+@pytest.mark.parametrize("arguments", [command for command in command_line() if not runs_elsewhere(command)])
+def test_commands_of_the_command_line_run(arguments: str, folder: Path) -> None:
     result = CliRunner().invoke(app, shlex.split(arguments), prog_name="kvcompile")
     assert result.exit_code == 0, (result.output, result.exception)
     assert result.stdout
@@ -139,8 +144,9 @@ def given() -> dict[str, Any]:
     input_ids = torch.randint(0, 97, (1, 5))
     inputs = {"input_ids": input_ids, "max_new_tokens": 3}
     cache = fresh_cache(model, "static")
+    tokens = torch.randint(0, 97, (65,))
     return {"kvcompile": kvcompile, "torch": torch, "model": model, "input_ids": input_ids, "inputs": inputs,
-            "cache": cache}  # fmt: skip
+            "cache": cache, "tokens": tokens}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_code_generation")

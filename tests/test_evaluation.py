@@ -17,17 +17,17 @@ from test_docs import commands
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
-from kvcompile.cli.output import WIDTH
 from kvcompile.evaluation.attention_sites import attention_sites, listen
-from kvcompile.evaluation.compare import Comparison
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.replay import Step
 from kvcompile.evaluation.results import Evaluation
 from kvcompile.evaluation.schedule import Schedule
+from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text, read_text
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy import Policy
 from kvcompile.presets import PRESETS
+from kvcompile.tables import WIDTH
 
 PREFILL, DECODE, CHUNK = 64, 8, 4
 READING = f"--prefill {PREFILL} --decode {DECODE} --chunk {CHUNK} --windows 2"
@@ -101,7 +101,7 @@ def test_divergence_top1_and_attention_error_are_those_of_their_definitions() ->
     logits, exact = torch.randn(2, 7, 11, generator=generator)
     targets = torch.randint(11, (7,), generator=generator)
     output, exact_output = torch.randn(2, 7, 5, generator=generator)
-    compared = Comparison()
+    compared = StepComparison()
     for part in (slice(0, 3), slice(3, 7)):
         step, reference = (Step(part, x[part], {"a": y[part]}) for x, y in ((logits, output), (exact, exact_output)))
         compared.add(step, reference, targets[part])
@@ -110,7 +110,7 @@ def test_divergence_top1_and_attention_error_are_those_of_their_definitions() ->
     torch.testing.assert_close(torch.cat(compared.nats).float(), F.cross_entropy(logits, targets, reduction="none"))
     assert torch.equal(torch.cat(compared.same_top), p.argmax(-1) == q.argmax(-1))
     expected = ((output - exact_output).norm() / exact_output.norm()).item()
-    assert compared.attention_errors() == {"a": pytest.approx(expected)}
+    assert compared.attention.errors() == {"a": pytest.approx(expected)}
 
 
 @pytest.mark.parametrize("schedule", [Schedule(5, 6, 2), Schedule(1, 1, 1), Schedule(64, 3)])
@@ -152,7 +152,7 @@ def test_a_change_of_bits_per_byte_is_relative() -> None:
 
 def test_attention_is_heard_with_the_keys_that_it_reads(folder: Path) -> None:
     model, tokens, heard = small_model(), torch.arange(9), {}
-    listen(model, tokens, lambda site, keys: heard.update({site.module: keys}))
+    listen(model, tokens, lambda site, call: heard.update({site.module: call.key}))
     cache = model(input_ids=tokens[None], use_cache=True).past_key_values
     assert list(heard) == list(MODULES)
     assert [site.module for site in attention_sites(model, tokens)] == list(MODULES)

@@ -1,27 +1,20 @@
-"""What all commands share: exit codes, errors, JSON, tables, options."""
+"""What all commands share: exit codes, errors, JSON, options."""
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import textwrap
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+
+from kvcompile.tables import wrapped
 
 OK = 0
 NEGATIVE = 1
 """The answer is no, or a check failed."""
 USAGE_ERROR = 2
 """The user's mistake."""
-
-WIDTH = 100
-"""Columns of a table, at most."""
-
-LABEL_WIDTH = 28
-"""Columns of a label, at most; longer ones are folded."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -38,55 +31,14 @@ def print_json(data: Any) -> None:
 
 def print_wrapped(text: str, indent: int) -> None:
     """Print a line of text, broken at ``WIDTH``; the lines that follow are indented."""
-    print(textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
+    print(wrapped(text, indent))
+
+
+def items(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def examples(*commands: str) -> str:
     """The end of a command's help: commands that show its use."""
     return "\n".join(["\b", "Examples:", *(f"  python -m kvcompile {command}" for command in commands)])
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A table in plain ASCII; columns that do not fit into ``WIDTH`` follow in further tables, with the labels again.
-
-    Args:
-        header: titles.
-        rows: cells: first a label, folded if it is long, then cells that are never folded.
-        text_columns: how many columns hold text, the labels included; the others hold numbers and are aligned right.
-    """
-    label_width = min(max(len(row[0]) for row in [header, *rows]), LABEL_WIDTH)
-    tables: list[list[int]] = [[]]
-    room = WIDTH
-    for column in range(1, len(header)):
-        width = max(len(row[column]) for row in [header, *rows]) + len(" | ")
-        if tables[-1] and width > room:
-            tables.append([])
-        if not tables[-1]:
-            room = WIDTH - label_width - len("|  |")
-        room -= width
-        tables[-1].append(column)
-    return "\n\n".join(_render([0, *columns], label_width, text_columns, header, rows) for columns in tables)
-
-
-def _render(
-    columns: Sequence[int],
-    label_width: int,
-    text_columns: int,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table(box=box.MARKDOWN, header_style="")
-    for column in columns:
-        if column == 0:
-            grid.add_column(header[0], overflow="fold", width=label_width)
-        else:
-            grid.add_column(header[column], justify="left" if column < text_columns else "right", no_wrap=True)
-    for row in rows:
-        grid.add_row(*(row[column] for column in columns))
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False).print(grid)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

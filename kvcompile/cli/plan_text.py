@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcompile.cli.output import table
 from kvcompile.kernels.formats.base import HEAD_DIM
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.planning.decode_time import DecodeModel, Payoff
@@ -15,6 +14,7 @@ from kvcompile.planning.storage import Measure
 from kvcompile.planning.stored_caches import PolicyCaches, StoredCache
 from kvcompile.planning.units import format_context, format_rate, format_size
 from kvcompile.planning.weights import Weights
+from kvcompile.tables import table
 
 _MEASURES: dict[Measure, str] = {
     "payload": "Payload, codes without scales",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_error, print_json, print_wrapped, table
+from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_error, print_json, print_wrapped
 from kvcompile.errors import PolicyError
+from kvcompile.tables import table
 
 if TYPE_CHECKING:
     from kvcompile.planning.model_caches import ModelCaches

@@ -10,61 +10,91 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.anew import with_new_code
-from kvcompile.passes.expand_markers import expand_markers
+from kvcompile.anew import with_new_code, without_recompile_limit
+from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.passes.mark_attention import mark_attention
-from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.marker import Marker, markers_of, replace_marker
 from kvcompile.passes.quantize_kv_cache import sites_of
 from kvcompile.passes.site import Site
 
-Listener = Callable[[Site, Tensor], None]
-"""Hears of an attention: where it is, and its keys [batch, heads, kv_len, head_dim]."""
+Listener = Callable[[Site, AttentionCall], Tensor | None]
+"""Hears of an attention: where it is, and its operands. What it returns, unless None, takes the place of the result."""
 
 
-@torch.no_grad()
-def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
-    """Run ``model`` once over ``tokens`` (int64 [n]), without a cache; ``listener`` hears of every attention.
+class AttentionTap:
+    """A model that runs as it is and lets a listener hear of every attention, and change what it gives.
 
-    What else is compiled is neither used nor dropped.
+    Dynamo traces it once for every number of tokens. What else is compiled is neither used nor dropped.
     """
 
-    def backend(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    def __init__(self, model: nn.Module) -> None:
+        def run(model: nn.Module, tokens: Tensor) -> Tensor:
+            return model(input_ids=tokens, use_cache=False).logits[0]
+
+        self._model = model
+        self._listener: Listener = lambda site, call: None
+        self._run = torch.compile(with_new_code(run, "tap"), backend=self._backend, dynamic=False)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, listener: Listener) -> Tensor:
+        """Run over ``tokens`` (int64 [n]), without a cache: the logits [n, vocab_size]."""
+        self._listener = listener
+        with without_recompile_limit():
+            return self._run(self._model, tokens[None].to(next(self._model.parameters()).device))
+
+    def _backend(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         mark_attention(gm)
         for site, node in zip(sites_of(gm), markers_of(gm.graph), strict=True):
+            marker = Marker.of(node)
+            operands = [getattr(marker, name) for name in _OPERANDS]
+            settings = {name: getattr(marker, name) for name in _SETTINGS}
             with gm.graph.inserting_after(node):
-                gm.graph.call_function(_Report(listener, site), (Marker.of(node).key,))
-        expand_markers(gm.graph)
+                result = gm.graph.call_function(_Report(self, site, settings), tuple(operands))
+            replace_marker(gm.graph, node, result)
         gm.recompile()
         return gm.forward
 
-    def run(model: nn.Module, tokens: Tensor) -> None:
-        model(input_ids=tokens, use_cache=False)
+    def hear(self, site: Site, call: AttentionCall) -> Tensor:
+        """What the model goes on with."""
+        result = self._listener(site, call)
+        return call.original if result is None else torch.empty_like(call.original).copy_(result)
 
-    torch.compile(with_new_code(run, "listen"), backend=backend)(
-        model, tokens[None].to(next(model.parameters()).device)
-    )
+
+_OPERANDS = ("original", "query", "key", "value", "mask", "sinks")
+_SETTINGS = ("is_causal", "scale", "softcap", "dropout_p", "unsupported")
 
 
 class _Report:
-    """A node of the graph that hands its operand to the listener."""
+    """A node of the graph that hands its operands to the listener."""
 
-    def __init__(self, listener: Listener, site: Site) -> None:
+    def __init__(self, tap: AttentionTap, site: Site, settings: dict[str, Any]) -> None:
         self.__name__ = "report_attention"
-        self.listener = listener
+        self.tap = tap
         self.site = site
+        self.settings = settings
 
-    def __call__(self, key: Tensor) -> None:
-        self.listener(self.site, key)
+    def __call__(self, *operands: Any) -> Tensor:
+        return self.tap.hear(self.site, AttentionCall(*operands, **self.settings))
+
+
+def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
+    """Run ``model`` once over ``tokens`` (int64 [n]), without a cache; ``listener`` hears of every attention."""
+    AttentionTap(model)(tokens, listener)
 
 
 def attention_sites(model: nn.Module, tokens: Tensor) -> list[Site]:
     """Where ``model`` computes attention on ``tokens``, in order; a module that does so twice has one site."""
+    return sites_heard(AttentionTap(model), tokens)
+
+
+def sites_heard(tap: AttentionTap, tokens: Tensor) -> list[Site]:
+    """:func:`attention_sites` of a model that is tapped already."""
     sites: dict[str, Site] = {}
 
-    def note(site: Site, key: Tensor) -> None:
+    def note(site: Site, call: AttentionCall) -> None:
         sites.setdefault(site.module, site)
 
-    listen(model, tokens, note)
+    tap(tokens, note)
     return list(sites.values())
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 
+from kvcompile.anew import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
-from kvcompile.evaluation.compare import Comparison
+from kvcompile.evaluation.models import running_eagerly, uncompiled
 from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
+from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
 from kvcompile.key_outliers import KeyOutliers
 from kvcompile.policy import Policy
@@ -23,6 +26,17 @@ from kvcompile.report import Report, collect_reports, enumerate_modules, modules
 
 OnProgress = Callable[[str, int, int], None]
 """Hears what is being done, how many steps are done, and how many there are."""
+
+
+def ignore_progress(doing: str, done: int, total: int) -> None:
+    """Nobody wants to hear of it."""
+
+
+def counted(on_progress: OnProgress, doing: str, total: int) -> Callable[[object], None]:
+    """What to call for every one of ``total`` steps."""
+    done = itertools.count(1)
+    return lambda step: on_progress(doing, next(done), total)
+
 
 OnResult = Callable[[Evaluation], None]
 """Hears of the evaluation as it stands after every policy."""
@@ -34,15 +48,15 @@ def evaluate(
     policies: Sequence[str | Path | Policy],
     *,
     model_name: str = "",
-    on_progress: OnProgress = lambda doing, done, total: None,
+    on_progress: OnProgress = ignore_progress,
     on_result: OnResult = lambda evaluation: None,
 ) -> Evaluation:
     """Compare ``model`` under each of ``policies`` with itself.
 
     The reference is the model uncompiled, with a plain cache. Both predict all tokens of all windows but the first of
-    each, in the steps of ``text.schedule``. Dynamo is reset before every policy: what else was compiled in this process
-    compiles again. The outputs of the reference are kept in memory, on the CPU. A policy with ``key_outliers: promote``
-    is evaluated as it comes out of the calibration.
+    each, in the steps of ``text.schedule``. The outputs of the reference are kept in memory, on the CPU. What else was
+    compiled in this process is neither used nor dropped. A policy with ``key_outliers: promote`` is evaluated as it
+    comes out of the calibration.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
@@ -56,6 +70,7 @@ def evaluate(
         PolicyError: a policy does not exist or is wrong; nothing has run then.
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
+    model = uncompiled(model)
     calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
     run = _Run(model, text, calibration, len(loaded), on_progress)
     with torch.no_grad():
@@ -113,7 +128,7 @@ class _Run:
     def reference(self) -> tuple[list[list[Step]], float, float]:
         """With a plain cache: the steps of every window, on the CPU; the mean loss in nats; bits of an element."""
         windows, nats = [], []
-        with tapped(self.model, self.sites) as heard:
+        with running_eagerly(), tapped(self.model, self.sites) as heard:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []
@@ -127,30 +142,36 @@ class _Run:
     def policy(self, name: str, policy: Policy, reference: list[list[Step]], found: list[KeyOutliers]) -> PolicyResult:
         """Compile the model under a policy, run it over the windows, and compare."""
         begin = time.monotonic()
-        compared = Comparison()
+        compared = StepComparison()
         self.on_progress(f"{name}: compiling", self.done, self.total)
-        torch._dynamo.reset()
-        # Sizes stay what they are in each graph, and no graph may fall back to eager code unseen.
-        strict = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-        options: dict[str, Any] = {"policy": policy, "on_unsupported": "ignore"}
-        compiled = torch.compile(self.model, backend="kvquant", dynamic=False, options=options)
-        with collect_reports() as report, strict, tapped(self.model, self.sites) as heard:
+        compiled = self._compiled(policy)
+        # No graph may fall back to eager code unseen.
+        with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as heard:
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
                 steps = replay(compiled, window, cache, self.text.schedule, heard)
                 for step, exact in zip(steps, expected, strict=True):
                     compared.add(step, exact.to(window.device), _targets(window, step))
                     self._advance(name)
-        torch._dynamo.reset()
         notes = [*_left_alone(report), *report.notes, *map(str, found)]
         return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
+
+    def _compiled(self, policy: Policy) -> Callable[..., Any]:
+        """The model under a policy; sizes stay what they are in each graph."""
+
+        def run(model: Any, **arguments: Any) -> Any:
+            return model(**arguments)
+
+        options: dict[str, Any] = {"policy": policy, "on_unsupported": "ignore"}
+        compiled = torch.compile(with_new_code(run, "evaluate"), backend="kvquant", dynamic=False, options=options)
+        return functools.partial(compiled, self.model)
 
     def _advance(self, doing: str) -> None:
         self.done += 1
         self.on_progress(doing, self.done, self.total)
 
     def _result(
-        self, name: str, report: Report, compared: Comparison, bits: float, seconds: float, notes: list[str]
+        self, name: str, report: Report, compared: StepComparison, bits: float, seconds: float, notes: list[str]
     ) -> PolicyResult:
         nats, exact = torch.cat(compared.nats), torch.cat(compared.reference_nats)
         divergence, difference = torch.cat(compared.divergence), nats - exact
@@ -161,6 +182,7 @@ class _Run:
             formats=_formats(report),
             packed_layers=len(modules - left),
             num_layers=len(modules),
+            unpacked_modules=tuple(sorted(left)),
             effective_bits=bits,
             quality=self.text.quality(nats.mean().item()),
             change=self.text.relative_change(exact.mean().item(), difference.mean().item()),
@@ -171,7 +193,7 @@ class _Run:
             median_divergence=divergence.median().item(),
             p999_divergence=divergence.quantile(0.999).item(),
             same_top1=torch.cat(compared.same_top).double().mean().item(),
-            attention_errors=compared.attention_errors(),
+            attention_errors=compared.attention.errors(),
             seconds=seconds,
             notes=tuple(notes),
         )

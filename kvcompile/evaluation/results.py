@@ -21,6 +21,7 @@ class PolicyResult:
         formats: the formats of keys and values, ``K / V``, of every kind of layer.
         packed_layers: attention modules whose caches are packed in every graph.
         num_layers: attention modules.
+        unpacked_modules: those whose caches are not packed in every graph.
         effective_bits: bits that an element of the cache takes, metadata, padding and unquantized tokens included.
         quality: bits per byte or perplexity.
         change: by what part the metric is greater than the reference's.
@@ -48,6 +49,7 @@ class PolicyResult:
     same_top1: float
     attention_errors: dict[str, float]
     seconds: float
+    unpacked_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -91,14 +93,15 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what is not finite becomes None."""
-        return _finite(dataclasses.asdict(self))
+        return finite(dataclasses.asdict(self))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data in which None takes the place of numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

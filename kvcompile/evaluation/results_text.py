@@ -1,9 +1,9 @@
-"""What ``kvcompile eval`` prints."""
+"""How an evaluation looks in a terminal."""
 
 from __future__ import annotations
 
-from kvcompile.cli.output import table
 from kvcompile.evaluation.results import Evaluation, PolicyResult
+from kvcompile.tables import table
 
 HEADER = ["policy", "bits", "{metric}", "change", "+-", "KL", "median", "99.9%", "top-1", "attn"]
 
@@ -38,10 +38,15 @@ def _row(result: PolicyResult) -> list[str]:
         f"{result.quality:.4f}",
         f"{round(100 * result.change, 2) + 0.0:+.2f}%",  # never -0.00
         f"{100 * result.change_error:.2f}",
-        *(f"{divergence:.1e}".replace("e-0", "e-") for divergence in divergences),
+        *map(short, divergences),
         f"{100 * result.same_top1:.1f}",
         f"{100 * result.mean_attention_error:.1f}",
     ]
+
+
+def short(divergence: float) -> str:
+    """``4.2e-3``."""
+    return f"{divergence:.1e}".replace("e-0", "e-")
 
 
 def layers(evaluation: Evaluation) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import re
@@ -13,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import Timing, time_graph
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import kvcompile.kernels.ops  # noqa: F401
-from kvcompile.errors import PolicyError
+from kvcompile.benching.errors import BenchError
+from kvcompile.benching.measuring import Timing, time_graph
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import pack_tokens
 from kvcompile.kernels.reference_attention import attend
@@ -46,11 +45,15 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """``batch,heads/kv_heads,head_dim,context``, as in ``8,32/8,128,32768`` and in ``str`` of a shape."""
+        """``batch,heads/kv_heads,head_dim,context``, as in ``8,32/8,128,32768`` and in ``str`` of a shape.
+
+        Raises:
+            BenchError: ``text`` is no shape.
+        """
         match = re.fullmatch(r"\(?(\d+),(\d+)/(\d+),(\d+),(\d+)\)?", text.replace(" ", ""))
         shape = cls(*map(int, match.groups())) if match else None
         if shape is None or not all(dataclasses.astuple(shape)) or shape.num_heads % shape.num_kv_heads:
-            raise argparse.ArgumentTypeError(
+            raise BenchError(
                 f"{text!r} is not batch,heads/kv_heads,head_dim,context with heads a multiple of kv_heads "
                 f"(example: 8,32/8,128,32768)"
             )
@@ -75,15 +78,17 @@ class Shape:
 
 
 def parse_formats(name: str) -> tuple[str, FormatPair]:
-    """A preset or format with the pair of formats that it stands for."""
-    try:
-        pair = resolve(name)
-    except PolicyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """A preset or format with the pair of formats that it stands for.
+
+    Raises:
+        PolicyError: there is no such name.
+        BenchError: caches of these formats cannot be timed.
+    """
+    pair = resolve(name)
     if pair is None:
-        raise argparse.ArgumentTypeError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
+        raise BenchError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
     if _keeps_tokens(pair):
-        raise argparse.ArgumentTypeError(f"{name!r} keeps recent tokens as they are: the caches timed here have none")
+        raise BenchError(f"{name!r} keeps recent tokens as they are: the caches timed here have none")
     return name, pair
 
 
@@ -180,10 +185,11 @@ class Caches:
         errors = []
         for sequence, head in ((0, 0), (self.shape.batch - 1, self.shape.num_kv_heads - 1)):
             part = slice(sequence, sequence + 1), slice(head * group, (head + 1) * group)
-            packed = [data[:, sequence : sequence + 1, head : head + 1] for data in (k_data, v_data)]
+            k_part, v_part = (data[:, sequence : sequence + 1, head : head + 1] for data in (k_data, v_data))
             expected = attend(
                 query[part].float(),
-                *packed,
+                k_part,
+                v_part,
                 *self.layouts,
                 mask=None if mask is None else mask[:1, :1],
                 kv_len=self.shape.context if kv_len is None else kv_len,
@@ -247,22 +253,32 @@ def decode_sdpa_calls() -> dict[str, Callable[..., Tensor]]:
     }
 
 
-def time_sdpa(calls: dict[str, Callable[..., Tensor]], inputs: Sequence[tuple[Any, ...]]) -> dict[str, Timing]:
-    """Times of those ``calls`` that PyTorch can run on these inputs, fastest first.
+def runnable(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Any, ...]) -> dict[str, Callable[..., Tensor]]:
+    """Those ``calls`` that PyTorch can run on these inputs.
 
     Raises:
-        RuntimeError: none can; the message says why.
+        BenchError: none can; the message says why.
     """
-    timings, refusals = {}, []
+    found, refusals = {}, []
     for name, call in calls.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # one for every backend that does not take these inputs
-                call(*inputs[0])
+                call(*inputs)
         except RuntimeError as error:
             refusals.append(f"{name}: {str(error).splitlines()[0]}")
             continue
-        timings[name] = time_graph(call, inputs)
-    if not timings:
-        raise RuntimeError(f"no backend of scaled_dot_product_attention runs here: {'; '.join(refusals)}")
+        found[name] = call
+    if not found:
+        raise BenchError(f"no backend of scaled_dot_product_attention runs here: {'; '.join(refusals)}")
+    return found
+
+
+def time_sdpa(calls: dict[str, Callable[..., Tensor]], inputs: Sequence[tuple[Any, ...]]) -> dict[str, Timing]:
+    """Times of those ``calls`` that PyTorch can run on these inputs, on a CUDA device, fastest first.
+
+    Raises:
+        BenchError: none can; the message says why.
+    """
+    timings = {name: time_graph(call, inputs) for name, call in runnable(calls, inputs[0]).items()}
     return dict(sorted(timings.items(), key=lambda item: item[1].seconds))

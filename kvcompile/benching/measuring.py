@@ -1,7 +1,8 @@
-"""Times of CUDA calls, and the ceilings of memory that they are compared with.
+"""Times of calls, and the ceilings of memory that they are compared with.
 
-A call is timed as a node of a CUDA graph, so that launches cost what they cost in a compiled decode step, and on inputs
-that rotate, so that it reads memory and not the L2 cache. The ceilings are measured by the same means in the same run.
+On a CUDA device a call is timed as a node of a CUDA graph, so that launches cost what they cost in a compiled decode
+step, and on inputs that rotate, so that it reads memory and not the L2 cache. The ceilings are measured by the same
+means in the same run. On a CPU it is timed by the clock on the wall.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import functools
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvcompile.benching.errors import NoCudaError
 from kvcompile.kernels.codec import jit, tl
 
 ROTATED_L2_CACHES = 16
 """What the inputs of a timed call occupy in all, in sizes of the L2 cache: little of it can still be there."""
+
+ROTATED_ON_CPU = 1 << 28
+"""The same in bytes, on a CPU."""
 
 MAX_SETS = 512
 MAX_CALLS = 4096
@@ -35,7 +41,8 @@ class Timing:
         seconds: the median.
         spread: distance between the first and the third quartile, as a fraction of the median: a smaller difference
             between two timings is noise.
-        method: ``graph`` if the calls were nodes of a CUDA graph; ``events`` if they were launched one by one.
+        method: ``graph`` if the calls were nodes of a CUDA graph; ``events`` if they were launched one by one;
+            ``wall clock`` on a CPU.
         note: why there is no CUDA graph, else empty.
     """
 
@@ -55,10 +62,6 @@ class Timing:
         return cls(median, (third - first) / median, method, note)
 
 
-class NoCudaError(RuntimeError):
-    """A measurement of a CUDA device was asked for where there is none."""
-
-
 def require_cuda(what: str) -> None:
     """Raise NoCudaError, which names ``what``, unless there is a CUDA device."""
     if not torch.cuda.is_available():
@@ -66,10 +69,40 @@ def require_cuda(what: str) -> None:
 
 
 def num_sets(bytes_per_call: float) -> int:
-    """How many sets of inputs to rotate for a call that touches ``bytes_per_call``: 2 to MAX_SETS."""
-    require_cuda("num_sets")
+    """How many sets of inputs to rotate for a call that touches ``bytes_per_call``: 2 to MAX_SETS; on a CPU 2 to 8."""
+    if not torch.cuda.is_available():
+        return min(8, max(2, math.ceil(ROTATED_ON_CPU / bytes_per_call)))
     wanted = ROTATED_L2_CACHES * torch.cuda.get_device_properties().L2_cache_size
     return min(MAX_SETS, max(2, math.ceil(wanted / bytes_per_call)))
+
+
+def time_in_turns(
+    calls: Sequence[Callable[[], object]],
+    *,
+    warmup: int = 3,
+    repeats: int = 20,
+    before: Callable[[int], object] = lambda index: None,
+) -> list[Timing]:
+    """The time of each of ``calls`` on a CPU, by the clock on the wall.
+
+    They take turns, so that what else the machine does troubles all of them alike.
+
+    Args:
+        calls: do their work before they return.
+        warmup: rounds that are not timed.
+        repeats: rounds that are timed, at least 2.
+        before: runs before each call, whose index it gets, and is not timed.
+    """
+    rounds = []
+    for _ in range(warmup + repeats):
+        seconds = []
+        for index, call in enumerate(calls):
+            before(index)
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        rounds.append(seconds)
+    return [Timing.of(seconds, "wall clock") for seconds in zip(*rounds[warmup:], strict=True)]
 
 
 def time_graph(

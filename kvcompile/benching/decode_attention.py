@@ -1,0 +1,224 @@
+"""Attention of a decode step on packed caches against PyTorch's best in bfloat16, on whatever device there is.
+
+On a CUDA device the operator ``kvcompile::attention`` runs its Triton kernel. On a CPU the specification is compiled by
+Inductor, as it is in compiled graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvcompile.benching.errors import BenchError
+from kvcompile.benching.measuring import Timing, num_sets, read_ceiling, time_graph, time_in_turns
+from kvcompile.benching.workloads import (
+    DEVICE,
+    DTYPE,
+    Caches,
+    Shape,
+    check,
+    decode_sdpa_calls,
+    relative_error,
+    runnable,
+    time_sdpa,
+)
+from kvcompile.kernels.reference_attention import attend
+from kvcompile.passes.site import FormatPair
+
+PLAIN = "bf16 SDPA"
+"""What rows call PyTorch's attention."""
+
+Inputs = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class PackedDecode:
+    """A decode step on caches of one format pair, checked and ready to be timed.
+
+    Attributes:
+        run: the attention.
+        inputs: its arguments, sets that are rotated.
+        nbytes: of the packed cache that it reads.
+        relative_error: of its result against the specification.
+    """
+
+    run: Callable[..., Tensor]
+    inputs: Inputs
+    nbytes: int
+    relative_error: float
+
+    @classmethod
+    def of(cls, shape: Shape, pair: FormatPair, q_len: int = 1) -> PackedDecode:
+        """Random data in all slots.
+
+        Raises:
+            BenchError: a format cannot hold vectors of this head_dim.
+            ArithmeticError: the result is wrong.
+        """
+        caches = Caches(shape, pair)
+        for layout in caches.layouts:
+            if (reason := layout.unsupported(DTYPE)) is not None:
+                raise BenchError(f"{layout.format_name}: {reason}")
+        nbytes = caches.nbytes(shape.context)
+        inputs: Inputs = [(shape.query(q_len), *data) for data in caches.random(num_sets(nbytes))]
+        if DEVICE.type == "cuda":
+            return cls(caches.attention, inputs, nbytes, caches.check_attention(*inputs[0]))
+
+        def decode(query: Tensor, k_data: Tensor, v_data: Tensor) -> Tensor:
+            return attend(query, k_data, v_data, *caches.layouts, kv_len=shape.context)
+
+        # Traced as graphs inline it, without the guards of a function of its own.
+        run = torch._inductor.compile(make_fx(decode)(*inputs[0]), list(inputs[0]))
+        error = relative_error(run(*inputs[0]), decode(*inputs[0]))
+        return cls(run, inputs, nbytes, check(error, f"attention on {pair} for {shape}"))
+
+
+def plain_inputs(shape: Shape, q_len: int = 1) -> Inputs:
+    """Arguments of PyTorch's attention, sets that are rotated."""
+    return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """The time of one decode attention.
+
+    Attributes:
+        shape: sizes of the step.
+        policy: a preset or format, or PLAIN.
+        timing: None if there is an error.
+        nbytes: bytes of keys and values that are read.
+        speedup: the time of PyTorch's attention over this time.
+        of_read_ceiling: bytes a second over those of a plain read; None on a CPU.
+        relative_error: of the result against the specification; None for PyTorch's attention.
+        note: which of PyTorch's backends it is, or why there is no CUDA graph.
+        error: why there is no time.
+    """
+
+    shape: Shape
+    policy: str
+    timing: Timing | None = None
+    nbytes: int | None = None
+    speedup: float | None = None
+    of_read_ceiling: float | None = None
+    relative_error: float | None = None
+    note: str = ""
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        timing = self.timing
+        return {
+            "policy": self.policy,
+            "batch": self.shape.batch,
+            "num_heads": self.shape.num_heads,
+            "num_kv_heads": self.shape.num_kv_heads,
+            "head_dim": self.shape.head_dim,
+            "context": self.shape.context,
+            "microseconds": timing.microseconds if timing is not None else None,
+            "spread": timing.spread if timing is not None else None,
+            "method": timing.method if timing is not None else None,
+            "nbytes": self.nbytes,
+            "speedup": self.speedup,
+            "of_read_ceiling": self.of_read_ceiling,
+            "relative_error": self.relative_error,
+            "note": self.note,
+            "error": self.error,
+        }
+
+
+@torch.no_grad()
+def decode_times(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+    """PyTorch's attention, then that of every format, for one shape; what fails is a row with its error.
+
+    Raises:
+        BenchError: PyTorch has no attention for this shape.
+    """
+    yield from (_on_cuda if DEVICE.type == "cuda" else _on_cpu)(shape, formats)
+
+
+def _on_cuda(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+    """One after the other: each has its memory to itself."""
+    name, plain = next(iter(time_sdpa(decode_sdpa_calls(), plain_inputs(shape)).items()))
+    yield _plain_row(shape, name, plain)
+    for policy, pair in formats:
+        yield _time_on_cuda(shape, policy, pair, plain)
+
+
+def _time_on_cuda(shape: Shape, policy: str, pair: FormatPair, plain: Timing) -> DecodeTime:
+    try:
+        case = PackedDecode.of(shape, pair)
+        return _row(shape, policy, time_graph(case.run, case.inputs), plain, case)
+    except Exception as error:  # whatever fails is what the user must know; the others are measured
+        return _failed(shape, policy, error)
+
+
+def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+    """In turns: what else the machine does troubles all alike."""
+    inputs = plain_inputs(shape)
+    calls = runnable(decode_sdpa_calls(), inputs[0])
+    packed: dict[str, PackedDecode] = {}
+    failed: dict[str, DecodeTime] = {}
+    for policy, pair in formats:
+        try:
+            packed[policy] = PackedDecode.of(shape, pair)
+        except Exception as error:  # as above
+            failed[policy] = _failed(shape, policy, error)
+    turns = [(call, inputs) for call in calls.values()] + [(case.run, case.inputs) for case in packed.values()]
+    timings = _in_turns(turns)
+    name, plain = min(zip(calls, timings, strict=False), key=lambda item: item[1].seconds)
+    yield _plain_row(shape, name, plain)
+    by_policy = dict(zip(packed, timings[len(calls) :], strict=True))
+    for policy, _ in formats:
+        if policy in failed:
+            yield failed[policy]
+        else:
+            yield _row(shape, policy, by_policy[policy], plain, packed[policy])
+
+
+def _in_turns(turns: Sequence[tuple[Callable[..., object], Inputs]]) -> list[Timing]:
+    """The time of one call of each, whose inputs rotate from round to round."""
+    rounds = 0
+
+    def next_round(index: int) -> None:
+        nonlocal rounds
+        rounds += index == 0
+
+    def call(run: Callable[..., object], inputs: Inputs) -> None:
+        run(*inputs[rounds % len(inputs)])
+
+    return time_in_turns([functools.partial(call, *turn) for turn in turns], before=next_round)
+
+
+def _failed(shape: Shape, policy: str, error: Exception) -> DecodeTime:
+    lines = str(error).strip().splitlines()
+    return DecodeTime(shape, policy, error=f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
+
+
+def _plain_row(shape: Shape, name: str, timing: Timing) -> DecodeTime:
+    note = "; ".join(filter(None, (name, timing.note)))
+    share = _of_read_ceiling(shape.plain_bytes, timing)
+    return DecodeTime(shape, PLAIN, timing, shape.plain_bytes, 1.0, share, note=note)
+
+
+def _row(shape: Shape, policy: str, timing: Timing, plain: Timing, case: PackedDecode) -> DecodeTime:
+    return DecodeTime(
+        shape,
+        policy,
+        timing,
+        case.nbytes,
+        plain.seconds / timing.seconds,
+        _of_read_ceiling(case.nbytes, timing),
+        case.relative_error,
+        timing.note,
+    )
+
+
+def _of_read_ceiling(nbytes: int, timing: Timing) -> float | None:
+    return nbytes / timing.seconds / read_ceiling() if DEVICE.type == "cuda" else None

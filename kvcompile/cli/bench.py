@@ -1,0 +1,118 @@
+"""``kvcompile bench``: what attention on packed caches gains on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcompile.cli.output import NEGATIVE, JsonOption, examples, items, print_json, print_wrapped
+from kvcompile.cli.progress import progress_bar
+from kvcompile.tables import table
+
+if TYPE_CHECKING:
+    from kvcompile.benching.decode_attention import DecodeTime
+
+EXAMPLES = examples(
+    "bench",
+    "bench --policies int8_per_token_head,int4_per_token_head --contexts 32k,128k",
+    "bench --heads 8/2 --head-dim 64 --contexts 1k --json",
+)
+
+CPU_POLICIES = "int8_per_token_head,int4_per_token_head"
+CONTEXTS = "8k,32k,128k"
+CPU_CONTEXTS = "1k,4k"
+
+Policies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Presets and formats.  [default: on a GPU all presets that have kernels there; on a CPU "
+        "int8_per_token_head,int4_per_token_head]",
+    ),
+]
+Contexts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST", help="Tokens in the cache; k is 1024.  [default: 8k,32k,128k on a GPU, 1k,4k on a CPU]"
+    ),
+]
+Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Sequences.")]
+Heads = Annotated[str, typer.Option(metavar="HEADS/KV", help="Query heads and KV heads.")]
+HeadDim = Annotated[int, typer.Option(metavar="N", min=1, help="Channels of a head.")]
+
+LEGEND = (
+    "Attention of one new token a sequence on a full cache.  us: median time; spread: distance between its quartiles, "
+    "of the median: less than this is noise.  MB: keys and values that are read, scales included.  speedup: over "
+    "PyTorch's fastest attention in bfloat16 on the same tokens.  error: relative L2, against the specification on the "
+    "same packed data."
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EXAMPLES)(bench)
+
+
+def bench(
+    policies: Policies = None,
+    contexts: Contexts = None,
+    batch: Batch = 1,
+    heads: Heads = "32/8",
+    head_dim: HeadDim = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Time decode attention on packed caches against PyTorch's best in bfloat16, on the GPU if there is one."""
+    from kvcompile.benching.decode_attention import decode_times
+    from kvcompile.benching.errors import BenchError
+    from kvcompile.benching.machine import describe_device, versions
+    from kvcompile.benching.workloads import DEVICE, Shape, default_formats, parse_formats
+    from kvcompile.planning.units import parse_context
+
+    on_cpu = DEVICE.type == "cpu"
+    names = items(policies or CPU_POLICIES) if policies or on_cpu else None
+    formats = [parse_formats(name) for name in names] if names is not None else default_formats()
+    sizes = [parse_context(item, "--contexts") for item in items(contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS))]
+    try:
+        shapes = [Shape.parse(f"{batch},{heads},{head_dim},{size}") for size in sizes]
+    except BenchError:
+        raise BenchError(f"--heads: {heads!r}: give query heads and KV heads that divide them, such as 32/8") from None
+    rows: list[DecodeTime] = []
+    with progress_bar() as on_progress:
+        for number, shape in enumerate(shapes):
+            on_progress(f"context {shape.context}", number, len(shapes))
+            rows.extend(decode_times(shape, formats))
+    device = describe_device(DEVICE)
+    if as_json:
+        print_json({"device": device, "versions": versions(), "rows": [row.to_dict() for row in rows]})
+    else:
+        _print(device, rows)
+    if any(row.error for row in rows):
+        raise typer.Exit(NEGATIVE)
+
+
+def _print(device: dict[str, Any], rows: list[DecodeTime]) -> None:
+    threads = f", {device['threads']} threads" if "threads" in device else ""
+    print_wrapped(f"{device['name']}{threads}", indent=2)
+    header = ["policy", "context", "us", "spread", "MB", "speedup", "error", "of ceiling"]
+    print(f"\n{table(header, [_cells(row) for row in rows])}\n")
+    print_wrapped(LEGEND, indent=2)
+    for row in rows:
+        if row.note:
+            print_wrapped(f"note: {row.policy}, context {row.shape.context}: {row.note}", indent=6)
+        if row.error:
+            print_wrapped(f"failed: {row.policy}, context {row.shape.context}: {row.error}", indent=8)
+
+
+def _cells(row: DecodeTime) -> list[str]:
+    if row.timing is None or row.nbytes is None:
+        return [row.policy, str(row.shape.context), "failed", "", "", "", "", ""]
+    return [
+        row.policy,
+        str(row.shape.context),
+        f"{row.timing.microseconds:.1f}",
+        f"{row.timing.spread:.1%}",
+        f"{row.nbytes / 1e6:,.1f}",
+        f"{row.speedup:.2f}",
+        "" if row.relative_error is None else f"{row.relative_error:.1e}",
+        "" if row.of_read_ceiling is None else f"{row.of_read_ceiling:.2f}",
+    ]

@@ -1,0 +1,79 @@
+"""``kvcompile tune``: formats for every layer's keys and values within a budget of bits, as a policy file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcompile.cli.output import JsonOption, examples, items, print_json
+from kvcompile.cli.progress import progress_bar
+from kvcompile.cli.subject import (
+    Chunk,
+    Data,
+    Decode,
+    Device,
+    Dtype,
+    Model,
+    Prefill,
+    Windows,
+    check_writable,
+    load,
+    name_of,
+)
+
+EXAMPLES = examples(
+    "tune --model . --budget-bits 4.5 --output policy.yaml",
+    "tune --model . --budget-bits 4.5 --data text.txt --windows 4 --json",
+    "tune --model . --budget-bits 5 --formats fp8_e4m3,int4_per_token_head",
+)
+
+BudgetBits = Annotated[
+    float,
+    typer.Option(
+        metavar="BITS",
+        help="Bits that an element of the cache may take on average, scales, padding and all.",
+    ),
+]
+Formats = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Formats to choose from.  [default: all up to 8 bits, and bfloat16]")
+]
+Output = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the policy there.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EXAMPLES)(tune)
+
+
+def tune(
+    model: Model,
+    budget_bits: BudgetBits,
+    data: Data = None,
+    formats: Formats = None,
+    prefill: Prefill = 960,
+    decode: Decode = 64,
+    chunk: Chunk = 1,
+    windows: Windows = 2,
+    device: Device = None,
+    dtype: Dtype = None,
+    output: Output = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the formats of every layer's keys and values that change predictions least within a budget of bits."""
+    from kvcompile.evaluation.schedule import Schedule
+    from kvcompile.evaluation.tuning import DEFAULT_FORMATS, check_search, tune_on
+
+    schedule = Schedule(prefill, decode, chunk)
+    names = items(formats) if formats else DEFAULT_FORMATS
+    check_search(names, budget_bits)
+    check_writable(output)
+    subject, text = load(model, data, schedule, windows, device, dtype)
+    with progress_bar() as on_progress:
+        found = tune_on(subject, text, budget_bits, formats=names, model_name=name_of(model), on_progress=on_progress)
+    if output is not None:
+        found.save(output)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print(found)

@@ -1,0 +1,70 @@
+"""Formats of single layers as the rules of a policy."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from kvcompile import presets
+from kvcompile.passes.site import FormatPair, Site
+from kvcompile.policy import Policy, Rule
+
+
+def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:
+    """Rules that give modules their formats: one for every pair of formats, in the order of the layers.
+
+    Args:
+        choices: by module; None leaves its cache as it is.
+        sites: all attention sites of the model.
+        policy: what the rules are put into: the number of recent and first tokens that they need not repeat.
+    """
+    count = Counter(site.layer for site in {site.module: site for site in sites}.values())
+    layers: dict[FormatPair | None, list[int]] = {}
+    rules: list[dict[str, Any]] = []
+    for site in sites:
+        if site.module not in choices:
+            continue
+        formats = choices[site.module]
+        if site.layer is not None and count[site.layer] == 1:
+            layers.setdefault(formats, []).append(site.layer)
+        else:
+            rules.append({"match": {"module": site.module}, **_fields(formats, policy)})
+    by_layer = [{"match": {"layers": layer_ranges(taken)}, **_fields(pair, policy)} for pair, taken in layers.items()]
+    return tuple(Rule.model_validate(rule) for rule in (*rules, *by_layer))
+
+
+def _fields(formats: FormatPair | None, policy: Policy) -> dict[str, Any]:
+    if formats is None:
+        return {"dtype": presets.AUTO}
+    fields: dict[str, Any] = {"key": {"dtype": formats.key}, "value": {"dtype": formats.value}}
+    for name in ("residual_length", "sink_tokens"):
+        if getattr(formats, name) != getattr(policy, name):
+            fields[name] = getattr(formats, name)
+    return fields
+
+
+def layer_ranges(layers: Sequence[int]) -> str:
+    """``0-2, 5`` for layers 0, 1, 2 and 5, as a rule's ``layers`` takes it."""
+    runs = itertools.groupby(enumerate(sorted(set(layers))), lambda item: item[1] - item[0])
+    ranges = [[layer for _, layer in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+
+
+def as_text(rules: Sequence[Rule]) -> str:
+    """The rules as a policy file has them, from ``rules:`` on."""
+    dumped = [rule.model_dump(mode="json", exclude_none=True) for rule in rules]
+    data = {"rules": [{"match": fields.pop("match"), **fields} for fields in dumped]}
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=96)
+
+
+def with_rules(policy: Policy, rules: Sequence[Rule]) -> Policy:
+    """The policy with ``rules`` before its own, read back from the text that a file would have.
+
+    Raises:
+        PolicyError: they are no rules of a policy.
+    """
+    return Policy.from_text(policy.model_copy(update={"rules": (*rules, *policy.rules)}).to_yaml(), "suggested policy")

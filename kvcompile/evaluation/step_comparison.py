@@ -1,0 +1,89 @@
+"""How far one model's predictions are from another's on the same text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.evaluation.replay import Step
+
+ELEMENTS_AT_ONCE = 1 << 24
+"""Logits that are compared at once, in float64."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass
+class StepComparison:
+    """Sums over steps; the fields are lists of tensors with an element for every predicted token.
+
+    Attributes:
+        nats: the model's loss.
+        reference_nats: the reference's loss.
+        divergence: Kullback-Leibler divergence of the model's prediction from the reference's, in nats.
+        same_top: whether both think the same token most likely.
+        attention: errors of the outputs of every attention module.
+    """
+
+    nats: list[Tensor] = field(default_factory=list)
+    reference_nats: list[Tensor] = field(default_factory=list)
+    divergence: list[Tensor] = field(default_factory=list)
+    same_top: list[Tensor] = field(default_factory=list)
+    attention: RelativeErrors[str] = field(default_factory=lambda: RelativeErrors())
+
+    def add(self, step: Step, reference: Step, targets: Tensor) -> None:
+        """Count a step; ``targets`` int64 [tokens] are the tokens that follow."""
+        for part in _parts(step.logits):
+            self._add_predictions(step.logits[part], reference.logits[part], targets[part])
+        for name, output in step.attention.items():
+            self.attention.add(name, output, reference.attention[name])
+
+    def _add_predictions(self, logits: Tensor, reference_logits: Tensor, targets: Tensor) -> None:
+        log_p, exact = (F.log_softmax(x.double(), dim=-1) for x in (logits, reference_logits))
+        self.nats.append(F.nll_loss(log_p, targets, reduction="none").cpu())
+        self.reference_nats.append(F.nll_loss(exact, targets, reduction="none").cpu())
+        self.divergence.append(_divergence(log_p, exact).cpu())
+        self.same_top.append((logits.argmax(-1) == reference_logits.argmax(-1)).cpu())
+
+
+class RelativeErrors(Generic[K]):
+    """Errors of tensors under any keys, summed over calls: the norm of the difference over the norm of the exact."""
+
+    def __init__(self) -> None:
+        self._sums: dict[K, Tensor] = {}
+
+    def add(self, key: K, result: Tensor, exact: Tensor) -> None:
+        """Count ``result``, which should be ``exact``."""
+        exact = exact.double()
+        sums = torch.stack([(result.double() - exact).square().sum(), exact.square().sum()]).cpu()
+        self._sums[key] = self._sums.get(key, torch.zeros(2, dtype=torch.float64)) + sums
+
+    def errors(self) -> dict[K, float]:
+        """The error under every key; keys under which the exact tensors are all zeros are left out."""
+        return {key: math.sqrt(error / exact) for key, (error, exact) in self._sums.items() if exact > 0}
+
+
+def divergence(logits: Tensor, reference: Tensor) -> Tensor:
+    """Kullback-Leibler divergence in nats of the predictions of ``logits`` from those of ``reference``.
+
+    Both [tokens, vocab_size]; the result is float64 [tokens], on the CPU.
+    """
+    parts = [(logits[part].double(), reference[part].double()) for part in _parts(logits)]
+    return torch.cat([_divergence(F.log_softmax(p, -1), F.log_softmax(exact, -1)).cpu() for p, exact in parts])
+
+
+def _divergence(log_p: Tensor, exact: Tensor) -> Tensor:
+    # A token that the reference rules out (-inf) adds nothing.
+    return torch.where(exact.isneginf(), 0.0, exact.exp() * (exact - log_p)).sum(-1)
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    """The tokens in parts that are compared at once."""
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[-1])
+    return [slice(begin, begin + rows) for begin in range(0, len(logits), rows)]
