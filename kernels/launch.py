@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.codec import INTERPRETED, PackedOperand, packed_operand, triton
+from kvcompile.kernels.codec import INTERPRETED, PackedOperand, operand_and_scale, triton
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel
@@ -183,8 +183,8 @@ def attention(
         return out
     capability, num_sms, has_ptx = _device(query.device)
     float32 = query.dtype == torch.float32
-    key = packed_operand(k_format, "key", head_dim, float32, has_ptx)
-    value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx)
+    key, key_scale = operand_and_scale(k_format, "key", head_dim, float32, has_ptx)
+    value, value_scale = operand_and_scale(v_format, "value", v_head_dim, float32, has_ptx)
 
     mask_kind, mask_per_row, mask_data = "none", False, query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -213,7 +213,10 @@ def attention(
         (batch * num_kv_heads, row_tiles, splits),
         (query, k_data, v_data, mask_data, query if ranges is None else ranges, partial, lse),
         (query.stride(), k_data.stride()[:3], v_data.stride()[:3], mask_strides),
-        (num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e)),
+        (
+            num_kv_heads, q_len, kv_len, splits, scale * math.log2(math.e), softcap * math.log2(math.e), key_scale,
+            value_scale,
+        ),
         (
             key, value, group_size, softcap != 0.0, mask_kind, mask_per_row, is_causal, is_partial,
             _precision(has_ptx),
@@ -256,26 +259,32 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand = packed_operand(spec, role, head_dim, True, False)
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False)
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
     has_valid = valid is not None
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     if operand.residual is None:
-        _store_tokens(data, x, positions, written, has_valid, operand)
+        _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
     elif num_tokens <= MAX_FEW_TOKENS:
-        _store_few(data, x, positions, written, has_valid, operand)
+        _store_few(data, x, positions, written, has_valid, operand, static_scale)
     else:
         tags = PackedLayout.parse(spec, role, head_dim).tags(data)
-        _store_blocks(data, x, positions, written, has_valid, operand, tags)
+        _store_blocks(data, x, positions, written, has_valid, operand, static_scale, tags)
 
 
 # Below, ``written`` is what says which tokens are valid if ``has_valid``, and stands in for it otherwise.
 
 
 def _store_tokens(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = _device(data.device)
@@ -287,14 +296,20 @@ def _store_tokens(
         (_ceil_div(num_tiles, tiles_per_program), 1, 1),
         (data, x, positions, written),
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program),
+        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, num_tiles, tiles_per_program, static_scale),
         (operand, has_valid, tokens, _precision(has_ptx)),
         {"num_warps": num_warps, **ASSERTING},
     )
 
 
 def _store_few(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, _, has_ptx = _device(data.device)
@@ -302,14 +317,21 @@ def _store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
         (data.stride()[:3], x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
+        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens, static_scale),
         (operand, has_valid, triton.next_power_of_2(num_tokens), _precision(has_ptx)),
         {"num_warps": 8, **ASSERTING},
     )
 
 
 def _store_blocks(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand, tags: Tensor
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
+    tags: Tensor,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = _device(data.device)
@@ -331,7 +353,7 @@ def _store_blocks(
         (batch * num_kv_heads, _ceil_div(num_blocks, blocks_per_program), 1),
         (data, x, places, tags.clone(memory_format=torch.contiguous_format)),
         (data.stride()[:3], x.stride()),
-        (num_kv_heads, num_slots, num_blocks, blocks_per_program),
+        (num_kv_heads, num_slots, num_blocks, blocks_per_program, static_scale),
         (operand, _precision(has_ptx)),
         {"num_warps": 8},
     )

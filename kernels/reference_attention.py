@@ -5,7 +5,8 @@ With ``K = scale * level + zero`` (and V alike) attention needs no dequantized c
     scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
 
 and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys
-that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``. The decode
+that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``; a static scale
+of keys goes to the query once, one of values to the output. The decode
 path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
 of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
 
@@ -215,6 +216,7 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries in the stored basis."""
     parts, fmt = layout.split(data), layout.format
     levels = _levels(parts, fmt, transposed=False)
+    q = _times_static_scale(q, fmt)
     zero_scores = None
     if fmt.granularity == "channel":
         if "zero" in parts:
@@ -275,7 +277,11 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     if "zero" in parts and fmt.granularity == "token":
         zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
-    return out
+    return _times_static_scale(out, fmt)
+
+
+def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
+    return x if fmt.static_scale == 1.0 else x * fmt.static_scale
 
 
 def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:

@@ -9,7 +9,7 @@ from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile is TOKENS tokens of one head. Grid (ceil(num_tiles / tiles_per_program),).
@@ -20,6 +20,7 @@ def store_kernel(
         positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, num_slots) fails an
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
+        static_scale: of the format, if OPERAND takes one.
     """
     matrix = rotation_matrix(OPERAND, TOKENS)
     for i in range(tiles_per_program):
@@ -38,7 +39,7 @@ def store_kernel(
             in_head = channel < OPERAND.head_dim
             x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
             x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
-            encoded = encode_tile(x, matrix, in_head, OPERAND, TOKENS, PRECISION)
+            encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
             block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
             _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
 
@@ -88,7 +89,7 @@ def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
 
 @jit
 def encode_tile(
-    x, matrix, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
+    x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Codes [tokens, channels], scales and zeros of vectors.
 
@@ -100,6 +101,8 @@ def encode_tile(
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
+    if OPERAND.takes_static_scale:
+        x = x * tl.div_rn(1.0, static_scale)
     if OPERAND.granularity == "group":
         GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
         in_group = tl.full([1, OPERAND.group_size], True, tl.int1)

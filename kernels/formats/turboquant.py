@@ -156,15 +156,13 @@ class TurboQuant(Format):
 
     Args:
         bits: bits per code, on average: 2, 2.5, 3, 3.5 or 4.
-        seed: of the random signs of the rotation; 0 for none.
     """
 
     rotated = True
     scale_dtype = torch.float16
 
-    def __init__(self, bits: Fraction, seed: int = 0) -> None:
-        self.name = f"turboquant_{float(bits):g}bit" + (f"_seed{seed}" if seed else "")
-        self.rotation_seed = seed
+    def __init__(self, bits: Fraction) -> None:
+        self.name = f"turboquant_{float(bits):g}bit"
         self.packing = PACKINGS[bits]
         self.plane_bits = [self.packing.plane_bits(i) for i in range(self.packing.num_planes)]
         self.thresholds = {bits: self._thresholds(bits) for bits in self.plane_bits}
