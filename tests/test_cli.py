@@ -95,6 +95,7 @@ PAGES = [
     ("policy", "validate"),
     ("policy", "schema"),
     ("eval",),
+    ("calibrate",),
     ("doctor",),
 ]
 
@@ -114,8 +115,10 @@ EXAMPLES = [
 ]
 
 
-# tests/test_evaluation.py runs those of eval, which need a model.
-@pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("eval ")])
+# tests/test_evaluation.py runs those of eval and calibrate, which need a model.
+@pytest.mark.parametrize(
+    "example", [example for example in EXAMPLES if example.split()[0] not in ("eval", "calibrate")]
+)
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")
     out, err = run(command)

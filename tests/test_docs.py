@@ -85,6 +85,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @by_page
+@pytest.mark.usefixtures("folder")
 def test_policies_are_policies(page: Path) -> None:
     for text in blocks(page, "yaml"):
         Policy.from_text(text)
@@ -98,6 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what commands and snippets read."""
     write_config(tmp_path, LLAMA_3_1_8B)
     (tmp_path / "policy.yaml").write_text(blocks(POLICY_PAGE, "yaml")[0])
+    (tmp_path / "scales.json").write_text('{"largest": {"layers.0.attn": {"key": 1.0, "value": 1.0}}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)
     return tmp_path
@@ -109,8 +111,11 @@ def commands(language: str) -> list[str]:
     return list(dict.fromkeys(line.partition("  #")[0].removeprefix("$ ").strip() for line in lines if line.strip()))
 
 
-# tests/test_evaluation.py runs those of eval, which need a model.
-@pytest.mark.parametrize("command", [command for command in commands("console") if "kvcompile eval" not in command])
+# tests/test_evaluation.py and tests/test_static_scales.py run those of eval and calibrate, which need a model.
+NEED_A_MODEL = ("python -m kvcompile eval ", "python -m kvcompile calibrate ")
+
+
+@pytest.mark.parametrize("command", [line for line in commands("console") if not line.startswith(NEED_A_MODEL)])
 def test_commands_of_the_command_line_run(command: str, folder: Path) -> None:
     arguments = command.removeprefix("python -m kvcompile ")
     assert arguments != command

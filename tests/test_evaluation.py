@@ -152,7 +152,7 @@ def test_a_change_of_bits_per_byte_is_relative() -> None:
 
 def test_attention_is_heard_with_the_keys_that_it_reads(folder: Path) -> None:
     model, tokens, heard = small_model(), torch.arange(9), {}
-    listen(model, tokens, lambda site, keys: heard.update({site.module: keys}))
+    listen(model, tokens, lambda site, call: heard.update({site.module: call.key}))
     cache = model(input_ids=tokens[None], use_cache=True).past_key_values
     assert list(heard) == list(MODULES)
     assert [site.module for site in attention_sites(model, tokens)] == list(MODULES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,16 @@ from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.quantize_kv_cache import sites_of
 from kvcompile.passes.site import Site
 
-Listener = Callable[[Site, Tensor], None]
-"""Hears of an attention: where it is, and its keys [batch, heads, kv_len, head_dim]."""
+
+class AttentionCall(NamedTuple):
+    """The operands of one attention: key [batch, heads, kv_len, head_dim], value [batch, heads, kv_len, v_head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+
+Listener = Callable[[Site, AttentionCall], None]
+"""Hears of an attention: where it is, and what it reads."""
 
 
 @torch.no_grad()
@@ -32,7 +40,8 @@ def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
         mark_attention(gm)
         for site, node in zip(sites_of(gm), markers_of(gm.graph), strict=True):
             with gm.graph.inserting_after(node):
-                gm.graph.call_function(_Report(listener, site), (Marker.of(node).key,))
+                marker = Marker.of(node)
+                gm.graph.call_function(_Report(listener, site), (marker.key, marker.value))
         expand_markers(gm.graph)
         gm.recompile()
         return gm.forward
@@ -46,22 +55,22 @@ def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
 
 
 class _Report:
-    """A node of the graph that hands its operand to the listener."""
+    """A node of the graph that hands its operands to the listener."""
 
     def __init__(self, listener: Listener, site: Site) -> None:
         self.__name__ = "report_attention"
         self.listener = listener
         self.site = site
 
-    def __call__(self, key: Tensor) -> None:
-        self.listener(self.site, key)
+    def __call__(self, key: Tensor, value: Tensor) -> None:
+        self.listener(self.site, AttentionCall(key, value))
 
 
 def attention_sites(model: nn.Module, tokens: Tensor) -> list[Site]:
     """Where ``model`` computes attention on ``tokens``, in order; a module that does so twice has one site."""
     sites: dict[str, Site] = {}
 
-    def note(site: Site, key: Tensor) -> None:
+    def note(site: Site, call: AttentionCall) -> None:
         sites.setdefault(site.module, site)
 
     listen(model, tokens, note)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcompile.evaluation.attention_sites import attention_sites, listen
+from kvcompile.evaluation.attention_sites import AttentionCall, attention_sites, listen
 from kvcompile.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
 from kvcompile.passes.quantize_kv_cache import num_layers
 from kvcompile.passes.site import Site
@@ -29,10 +29,10 @@ class Calibration:
         self._examined: dict[tuple[str, str], KeyOutliers | None] = {}
         wanted = {site.module: self._formats(site, policies) for site in self.sites}
 
-        def look(site: Site, keys: Tensor) -> None:
+        def look(site: Site, call: AttentionCall) -> None:
             for name in wanted.get(site.module, ()):
                 if self._examined.get((site.module, name)) is None:
-                    self._examined[site.module, name] = examine(keys, name, site.module)
+                    self._examined[site.module, name] = examine(call.key, name, site.module)
 
         if any(wanted.values()):
             listen(model, tokens[:SAMPLE_TOKENS], look)
