@@ -12,8 +12,8 @@ so that decoding needs no table. Its distortion on N(0, 1) is that of Lloyd-Max 
 above it at 3 and 4 bits (``c`` is 0 up to 3 bits, where a better polynomial would cost an instruction). Rates between
 two integers give the first half of the (rotated) channels, which are the first two planes of four, one bit more.
 
-A seed puts random signs before the Hadamard matrix (``turboquant_4bit_seed7``; in a policy ``rotation_seed: 7``), as the
-paper does: caches with different seeds have independent errors. Without one there are no signs.
+A seed puts random signs before the Hadamard matrix (``turboquant_4bit_seed7``; in a policy ``rotation_seed: 7``), as
+the paper does: caches with different seeds have independent errors. Without one there are no signs.
 
 The scale, close to the root mean square of the channels, is fp16: it saturates at 65504, has full precision down to
 6e-5 and is zero below 3e-8.
