@@ -55,7 +55,8 @@ def attend(
         k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
         v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks of tokens.
         k_layout: layout of ``k_data``.
-        v_layout: layout of ``v_data``.
+        v_layout: layout of ``v_data``. One tensor may serve as keys and values: both are then the same, with the layout
+            of keys, and without scales per channel.
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
         sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
@@ -83,7 +84,8 @@ def attend(
         raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
-    path = _attend_levels if few_rows else _attend_dequantized
+    have_levels = k_layout.format.has_levels and v_layout.format.has_levels
+    path = _attend_levels if few_rows and have_levels else _attend_dequantized
     return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
 
 

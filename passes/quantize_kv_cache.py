@@ -180,6 +180,7 @@ def _choose(
             }
             for cache in _caches(candidate):
                 check_kernels(candidate.layouts[cache.role], cache.root.meta["val"].device)
+                _check_shared(cache, candidate.layouts[cache.role])
         except Refusal as refusal:
             refuse(candidate.site, refusal)
 
@@ -196,6 +197,9 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         return packed.layout
     if formats is None:
         raise Refusal(Reason.policy_auto)
+    if cache.serves_both and formats.key != formats.value:
+        detail = f"the policy gives it two formats, {formats.key} and {formats.value}"
+        raise Refusal(Reason.shared_key_value, detail=detail)
     layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
     unsupported = layout.unsupported(cache.dtype)
     if unsupported is not None:
@@ -207,6 +211,15 @@ def check_kernels(layout: PackedLayout, device: torch.device) -> None:
     """Raise Refusal if a cache of this layout has no kernels on ``device``."""
     if layout.residual is not None and device.type == "cuda":
         raise Refusal(Reason.residual_on_gpu, role=layout.role)
+
+
+def _check_shared(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if attention cannot read a cache of this layout as it does."""
+    on_gpu = cache.root.meta["val"].device.type == "cuda"
+    if on_gpu and (cache.serves_both or not layout.format.has_levels):
+        raise Refusal(Reason.latent_on_gpu, format=layout.format_name)
+    if cache.serves_both and layout.format.granularity == "channel":
+        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
 
 
 def _settle(candidates: list[_Candidate]) -> None:
@@ -234,8 +247,7 @@ def _settle(candidates: list[_Candidate]) -> None:
 
 
 def _caches(candidate: _Candidate) -> tuple[Cache, ...]:
-    attention = candidate.attention
-    return (attention.key, attention.value) if attention is not None else ()
+    return candidate.attention.caches if candidate.attention is not None else ()
 
 
 def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) -> CacheSummary:

@@ -8,6 +8,7 @@ import re
 
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS, Fp8
+from kvcompile.kernels.formats.fp8_ds_mla import FP8_DS_MLA
 from kvcompile.kernels.formats.int4 import ASYMMETRIC_INT_FORMATS
 from kvcompile.kernels.formats.int8 import INT8_FORMATS
 from kvcompile.kernels.formats.raw import RAW_FORMATS
@@ -16,6 +17,9 @@ from kvcompile.kernels.formats.turboquant import TURBOQUANT_FORMATS
 FORMATS: dict[str, Format] = {
     fmt.name: fmt for fmt in (*INT8_FORMATS, *FP8_FORMATS, *ASYMMETRIC_INT_FORMATS, *TURBOQUANT_FORMATS, *RAW_FORMATS)
 }
+
+LATENT_FORMATS: dict[str, Format] = {FP8_DS_MLA.name: FP8_DS_MLA}
+"""Formats for latents that serve as keys and values. They have one head_dim, and no levels."""
 
 _SEEDED = re.compile(r"(?P<base>\w[\w.]*)_seed(?P<seed>[1-9]\d{0,8})")
 _SCALED = re.compile(r"(?P<base>fp8_e\dm\d)_scale(?P<scale>[\d.]+(e[+-]?\d+)?)")
@@ -34,10 +38,10 @@ def get_format(name: str) -> Format:
     scaled = _SCALED.fullmatch(name)
     if scaled and f"{scaled['base']}_unit" in FORMATS:
         return with_static_scale(FORMATS[f"{scaled['base']}_unit"], float(scaled["scale"]))
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ValueError(f"unknown cache format {name!r}; known formats: {', '.join(sorted(FORMATS))}") from None
+    known = FORMATS | LATENT_FORMATS
+    if name not in known:
+        raise ValueError(f"unknown cache format {name!r}; known formats: {', '.join(sorted(known))}")
+    return known[name]
 
 
 def with_rotation_seed(fmt: Format, seed: int) -> Format:

@@ -53,6 +53,9 @@ class Format(abc.ABC):
         granularity: what shares a scale and a zero point: a ``token``'s vector, a ``group`` of its channels, or a
             ``channel`` of a block of tokens.
         group_size: channels of a group.
+        fixed_head_dim: the one head_dim that it is for; None if it is for many.
+        has_levels: whether it obeys the law of formats, so that attention can be computed on its levels. Otherwise it
+            has an ``encode`` and a ``decode_levels`` of its own, and no kernels.
         scale_dtype: element type of scales; None without them.
         zero_dtype: element type of zero points; None without them.
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
@@ -67,6 +70,8 @@ class Format(abc.ABC):
     rotation_seed: int = 0
     granularity: Granularity = "token"
     group_size: int = 0
+    fixed_head_dim: int | None = None
+    has_levels: bool = True
     scale_dtype: torch.dtype | None = torch.float32
     zero_dtype: torch.dtype | None = None
     static_scale: float = 1.0
@@ -117,6 +122,8 @@ class Format(abc.ABC):
 
     def unsupported(self, head_dim: int, role: str) -> str | None:
         """Why this format cannot hold keys or values (``role``) of ``head_dim``, or None if it can."""
+        if self.fixed_head_dim is not None:
+            return None if head_dim == self.fixed_head_dim else f"head_dim {head_dim} is not {self.fixed_head_dim}"
         if head_dim % 16 or not 16 <= head_dim <= 256:
             return f"head_dim {head_dim} is not a multiple of 16 between 16 and 256"
         if self.group_size and head_dim % self.group_size:
