@@ -214,6 +214,8 @@ def operand_and_scale(
     from kvcompile.kernels.layout import PackedLayout  # the formats import this module
 
     layout = PackedLayout.parse(spec, role, head_dim)
+    if not layout.format.has_levels:
+        raise ValueError(f"{spec} has no Triton kernels; it is for caches on a CPU")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
     return packed_operand(unscaled.spec, role, head_dim, float32, has_ptx), layout.format.static_scale
 
