@@ -19,7 +19,7 @@ import torch
 from kvcompile import policy, presets
 from kvcompile.cli.policy_schema import policy_schema
 from kvcompile.kernels import bit_planes, layout
-from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.refusal import Reason
@@ -49,7 +49,7 @@ def from_docstring(thing: Any) -> tuple[str, str]:
 def format_families() -> str:
     """For every file of formats what its docstring says, and the bytes of its formats."""
     families: dict[ModuleType, list[Format]] = {}
-    for fmt in FORMATS.values():
+    for fmt in (*FORMATS.values(), *LATENT_FORMATS.values()):
         families.setdefault(sys.modules[type(fmt).__module__], []).append(fmt)
     return "\n\n".join(_family(module, formats) for module, formats in families.items())
 
@@ -57,7 +57,13 @@ def format_families() -> str:
 def _family(module: ModuleType, formats: list[Format]) -> str:
     head, body = from_docstring(module)
     header = ["format", "bits", "scale and zero point", "rotated", "bytes a vector", *map(str, HEAD_DIMS), "metadata"]
-    parts = [f"### {head.rstrip('.')}", body, table(header, map(_format_row, formats)), *_unusable(formats)]
+    rows = [_format_row(fmt) for fmt in formats if fmt.fixed_head_dim is None]
+    fixed = [
+        f"`{fmt.name}`: {fmt.bytes_per_token()} bytes a vector of {fmt.fixed_head_dim} channels."
+        for fmt in formats
+        if fmt.fixed_head_dim is not None
+    ]
+    parts = [f"### {head.rstrip('.')}", body, table(header, rows) if rows else "", *fixed, *_unusable(formats)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -92,7 +98,7 @@ def _unusable(formats: list[Format]) -> list[str]:
     """A sentence for every reason for which formats cannot be used in a policy."""
     names: dict[str, list[str]] = {}
     for fmt in formats:
-        reasons = {role: fmt.unsupported(256, role) for role in ("key", "value")}
+        reasons = {role: fmt.unsupported(fmt.fixed_head_dim or 256, role) for role in ("key", "value")}
         if all(reasons.values()):
             names.setdefault(str(reasons["key"]), []).append(f"`{fmt.name}`")
     return [f"Not for caches yet: {', '.join(names[reason])} ({reason})." for reason in names]
@@ -197,7 +203,12 @@ def _default(field: dict[str, Any], required: bool) -> str:
 def policy_names() -> str:
     """Every name that a dtype may have."""
     singles = [name for name in FORMATS if name not in presets.PRESETS]
-    lists = {"Presets": list(presets.PRESETS), "Formats that are no preset": singles, "Neither": [presets.AUTO]}
+    lists = {
+        "Presets": list(presets.PRESETS),
+        "Formats that are no preset": singles,
+        "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
+        "Neither": [presets.AUTO],
+    }
     text = "\n".join(f"- {title}: {', '.join(f'`{name}`' for name in names)}." for title, names in lists.items())
     wrapped = [textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in text.splitlines()]
     return "\n".join([*wrapped, "", f"The environment variable is `{policy.POLICY_VARIABLE}`."])

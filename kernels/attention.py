@@ -10,7 +10,7 @@ unpacked in registers and never written to shared memory in 16 bits.
 
 The law of formats, ``x = scale * level + zero``, keeps scales out of the products. In units of log2 a score is
 
-    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])
+    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])        (static scales: in q, and in the output)
 
 and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The running maximum is taken over
 ``y = x + log2(v_scale)``: weights then lie in [0, 1] whatever the magnitude of the values, and after a shift by 2**15
@@ -39,7 +39,7 @@ from kvcompile.kernels.rotation_tiles import rotate, unrotate
 def attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
     query_strides, key_strides, value_strides, mask_strides,
-    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap,
+    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -57,6 +57,7 @@ def attention_kernel(
         lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, batch, num_heads, q_len].
         score_scale: factor of the scores times log2(e).
         softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
+        key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
@@ -76,7 +77,7 @@ def attention_kernel(
     if HAS_SLOTS:  # asked for before the query, so that both come at once
         key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
     query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
-    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale, KEY)
+    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
     if HAS_SLOTS:
         first_held, end_held = held_range(key_tags, value_tags)
     mask_ptr += batch * mask_strides[0]
@@ -137,13 +138,14 @@ def attention_kernel(
     if HAS_SLOTS:
         state = attend_to_held_blocks(
             state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], visible_len, softcap, visibility, split,
-            num_splits, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, NUM_WARPS,
+            num_splits, key_scale, value_scale, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
+            NUM_WARPS,
         )  # fmt: skip
 
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         out_row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
-    _store_output(state, out_ptr, lse_ptr, out_row, in_query, VALUE, MASK == "float", PARTIAL)
+    _store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
 
 
 @jit
@@ -167,14 +169,14 @@ def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constex
 
 @jit
 def _store_output(
-    state, out_ptr, lse_ptr, out_row, in_query,
+    state, out_ptr, lse_ptr, out_row, in_query, value_scale,
     VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
     maximum, scale_maximum, p_sum, zero_sum, accs = state
     total = tl.sum(tl.sum(p_sum, 0), 0)
     seen = total > 0
-    inverse = tl.where(seen, 1.0 / total, 0.0)
+    inverse = tl.where(seen, 1.0 / total, 0.0) * value_scale
     if PARTIAL:
         if WIDE_SCORES and weighs_scales(VALUE):
             maximum += scale_maximum

@@ -65,8 +65,9 @@ def _most_sinks(key, value):
 @jit
 def attend_to_held_blocks(
     state, query, key_ptr, value_ptr, stride_key_block, stride_value_block, visible_len, softcap, visibility, split,
-    num_splits, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    num_splits, key_scale, value_scale, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state of attention after the held blocks of one split: slots split, split + num_splits, ...
 
@@ -77,11 +78,13 @@ def attend_to_held_blocks(
         if (block >= 0) & (block * KEY.block_tokens < visible_len):
             token = block * KEY.block_tokens + tl.arange(0, KEY.block_tokens)
             in_cache = token < visible_len
-            scores = _scores(block, key_held, query, key_ptr, stride_key_block, KEY, PRECISION)
+            scores = _scores(block, key_held, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
             scores = visible_scores(
                 scores, token, in_cache, False, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
             )
-            levels, scale, zero = _values(block, value_held, value_ptr, stride_value_block, VALUE, PRECISION)
+            levels, scale, zero = _values(
+                block, value_held, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
+            )
             maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
                 state, scores, scale, zero, in_cache, KEY, VALUE, MASK == "float", NUM_WARPS
             )
@@ -104,11 +107,11 @@ def _block_of(index, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr)
 
 
 @jit
-def _scores(block, held, query, header_ptr, stride_block, KEY: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of the tokens of a block, in units of log2."""
     if KEY.num_slots > 0:
         if held:
-            levels, scale = _held_levels(header_ptr, stride_block, block, KEY, PRECISION)
+            levels, scale = _held_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
             scores = products_of(levels, query[0], KEY, PRECISION) * query[1][None, :] * scale[:, None]
         else:
             scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
@@ -126,11 +129,11 @@ def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constex
 
 
 @jit
-def _values(block, held, header_ptr, stride_block, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+def _values(block, held, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
     """Levels [width, tokens] of each plane, scales and zeros [tokens] of the values of a block."""
     if VALUE.num_slots > 0:
         if held:
-            rows, scale = _held_levels(header_ptr, stride_block, block, VALUE, PRECISION)
+            rows, scale = _held_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)
             levels = transposed(rows, VALUE)
             zero = tl.full([VALUE.block_tokens], 0.0, tl.float32)
         else:
@@ -153,10 +156,10 @@ def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
 
 
 @jit
-def _held_levels(header_ptr, stride_block, block, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The tokens of a held block in the stored basis as ``gain * scale * level``: planes of levels [tokens, width] in
-    the dtype of the products, and scales [tokens]."""
+def _held_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The tokens of a held block in the stored basis as ``static_scale * gain * scale * level``: planes of levels
+    [tokens, width] in the dtype of the products, and scales [tokens]."""
     x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
     x = to_stored_basis(x, rotation_matrix(OPERAND, OPERAND.block_tokens), OPERAND, PRECISION)
     levels, scale = normalise_rows(x, 7, OPERAND.dtype)
-    return planes_of(levels, OPERAND), scale / OPERAND.gain
+    return planes_of(levels, OPERAND), scale / (OPERAND.gain * static_scale)

@@ -28,7 +28,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,7 @@ class PackedOperand:
         has_zero: whether there are zero points,
         zero_offset: byte offset of the zero points in a block,
         zero_dtype: their dtype.
+        takes_static_scale: whether all vectors may have a factor, which is no constant of the kernel.
         block_tokens: tokens of a block.
         gain: factor between the levels of the codec and those of the spec.
         center: of the codec's levels.
@@ -172,6 +173,7 @@ class PackedOperand:
     has_zero: bool
     zero_offset: int
     zero_dtype: Any
+    takes_static_scale: bool
     block_tokens: int
     gain: float
     center: float
@@ -204,6 +206,20 @@ class PackedOperand:
         """Triton's key of this constant in its cache on disk: covers the layout, the codec's numbers and its source."""
         functions = (self.codec.encode, self.codec.levels, self.codec.unpack)
         return " ".join([str(vars(self)), *(fn.cache_key for fn in functions if fn is not None)])
+
+
+@functools.cache
+def operand_and_scale(
+    spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool, by_reference: bool = False
+) -> tuple[PackedOperand, float]:
+    """:func:`packed_operand`, the same for all static scales, so that layers share kernels; and the static scale."""
+    from kvcompile.kernels.layout import PackedLayout  # the formats import this module
+
+    layout = PackedLayout.parse(spec, role, head_dim)
+    if not layout.format.has_levels:
+        raise ValueError(f"{spec} has no Triton kernels; it is for caches on a CPU")
+    unscaled = replace(layout, format_name=layout.format.kernel_name)
+    return packed_operand(unscaled.spec, role, head_dim, float32, has_ptx, by_reference), layout.format.static_scale
 
 
 @functools.cache
@@ -253,6 +269,7 @@ def packed_operand(
         has_zero=zero is not None,
         zero_offset=offsets.get("zero", 0),
         zero_dtype=_TRITON_DTYPES[zero.dtype]() if zero is not None else None,
+        takes_static_scale=fmt.takes_static_scale,
         block_tokens=BLOCK_TOKENS,
         gain=fmt.gain,
         center=fmt.codec.center,

@@ -111,7 +111,7 @@ def quantize_and_insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor
     inserted, slots = inserted[source, None], slot_mapping.long()[source].clamp(min=0)
     index = slots // block_size, slots % block_size
     codes, scales = quantize(k[:num_tokens, :NOPE_DIM])
-    new_data = torch.cat([codes, _bytes_of_bfloat16(k[:num_tokens, NOPE_DIM:])], -1)[source]
+    new_data = torch.cat([codes, bytes_of_bfloat16(k[:num_tokens, NOPE_DIM:])], -1)[source]
     new_scales = torch.nn.functional.pad(scales, (0, SCALE_BYTES - NUM_SCALES))[source]
     data, scale_section = _page_sections(k_cache, block_size)
     data.index_put_(index, torch.where(inserted, new_data, data[index]))
@@ -155,7 +155,7 @@ def dequantize_and_gather_k_cache(
     index = page, position % block_size
     data, scales = (section[index] for section in _page_sections(k_cache, block_size))
     nope = dequantize(data[..., :NOPE_DIM], scales[..., :NUM_SCALES])
-    tokens = torch.cat([nope, _bfloat16_of_bytes(data[..., NOPE_DIM:])], -1)
+    tokens = torch.cat([nope, bfloat16_of_bytes(data[..., NOPE_DIM:])], -1)
     rows.copy_(torch.where(gathered[..., None], tokens, rows))
 
 
@@ -166,13 +166,13 @@ def _page_sections(k_cache: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     return data.unflatten(1, (block_size, DATA_BYTES)), scales.unflatten(1, (block_size, SCALE_BYTES))
 
 
-def _bytes_of_bfloat16(x: Tensor) -> Tensor:
+def bytes_of_bfloat16(x: Tensor) -> Tensor:
     """bfloat16 [..., n] -> little-endian bytes, uint8 [..., 2 * n]."""
     bits = x.view(torch.int16).int()
     return torch.stack([bits & 0xFF, (bits >> 8) & 0xFF], -1).to(torch.uint8).flatten(-2)
 
 
-def _bfloat16_of_bytes(x: Tensor) -> Tensor:
-    """Inverse of :func:`_bytes_of_bfloat16`."""
+def bfloat16_of_bytes(x: Tensor) -> Tensor:
+    """Inverse of :func:`bytes_of_bfloat16`."""
     low, high = x.unflatten(-1, (-1, 2)).int().unbind(-1)
     return (low | (high << 8)).to(torch.int16).view(torch.bfloat16)

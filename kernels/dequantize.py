@@ -16,7 +16,7 @@ from kvcompile.kernels.rotation_tiles import hadamard_rows, random_signs, rotati
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "num_tokens", "num_blocks", "blocks_per_program"])
 def dequantize_kernel(
     data_ptr, bounds_ptr, out_ptr, data_strides, first_pair, num_kv_heads, num_tokens, num_blocks, blocks_per_program,
-    OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
 
@@ -25,6 +25,7 @@ def dequantize_kernel(
         bounds_ptr: with HAS_BOUNDS int32 [batch, 2]: of each sequence, only the tiles of TILE tokens with a token in
             this range are written.
         out_ptr: [pairs, num_blocks * block_tokens, padded_head_dim], any float dtype; 0 from ``num_tokens`` on.
+        static_scale: of the format.
         first_pair: pair of the first program, ``batch * num_kv_heads + kv_head``.
     """
     pair = tl.program_id(0) + first_pair
@@ -50,8 +51,9 @@ def dequantize_kernel(
                 _copy_held(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND)
             else:
                 _dequantize_block(
-                    row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, OPERAND, PRECISION
-                )
+                    row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, static_scale, OPERAND,
+                    PRECISION,
+                )  # fmt: skip
 
 
 @jit
@@ -77,7 +79,8 @@ def _copy_held(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: t
 
 @jit
 def _dequantize_block(
-    out_ptr, header_ptr, stride_block, block, tokens_left, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+    out_ptr, header_ptr, stride_block, block, tokens_left, rotation, static_scale, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
@@ -86,7 +89,7 @@ def _dequantize_block(
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
         x = _rotate_levels(levels, scale, zero, rotation, OPERAND, PRECISION)
-        _store_rows(out_ptr, x, tokens_left, OPERAND.padded_head_dim, OPERAND)
+        _store_rows(out_ptr, x * static_scale, tokens_left, OPERAND.padded_head_dim, OPERAND)
     else:
         for plane in tl.static_range(NUM_PLANES):
             x = levels[plane].to(tl.float32) * OPERAND.gain
@@ -97,7 +100,7 @@ def _dequantize_block(
                     x = x + _of_codes(zero, plane, OPERAND)
             if OPERAND.column_major:
                 x = tl.trans(x)
-            _store_rows(out_ptr + plane * OPERAND.width, x, tokens_left, OPERAND.width, OPERAND)
+            _store_rows(out_ptr + plane * OPERAND.width, x * static_scale, tokens_left, OPERAND.width, OPERAND)
 
 
 @jit

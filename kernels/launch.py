@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.codec import PackedOperand, packed_operand, triton
+from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
 from kvcompile.kernels.launcher import Launcher, ceil_div, precision
 from kvcompile.kernels.references import is_reference, strides_of
@@ -145,8 +145,8 @@ def attention(
         return out
     _, _, has_ptx = launcher.facts_of(query.device)
     float32 = query.dtype == torch.float32
-    key = packed_operand(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
-    value = packed_operand(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
+    key, key_scale = operand_and_scale(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
+    value, value_scale = operand_and_scale(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
 
     mask_kind, mask_data = "none", query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -160,7 +160,8 @@ def attention(
             ranges = ranges.expand(batch, q_len, 3).contiguous()
     call = AttentionCall(
         query, k_data, v_data, mask_data, mask_strides, mask_kind, ranges, min(kv_len, q_len) if is_causal else kv_len,
-        is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value,
+        is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value, key_scale,
+        value_scale,
     )  # fmt: skip
 
     if is_long(call):
@@ -206,7 +207,9 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
             partial, lse,
         ),
         (call.query.stride(), strides_of(call.k_data), strides_of(call.v_data), call.mask_strides),
-        (num_kv_heads, q_len, call.kv_len, splits, call.score_scale, call.softcap),
+        (
+            num_kv_heads, q_len, call.kv_len, splits, call.score_scale, call.softcap, call.key_scale, call.value_scale,
+        ),
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
@@ -237,25 +240,31 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand = packed_operand(spec, role, head_dim, True, False, is_reference(data))
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
     has_valid = valid is not None
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     if operand.residual is None:
-        _store_tokens(data, x, positions, written, has_valid, operand)
+        _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
     elif num_tokens <= MAX_FEW_TOKENS:
-        _store_few(data, x, positions, written, has_valid, operand)
+        _store_few(data, x, positions, written, has_valid, operand, static_scale)
     else:
-        _store_blocks(data, x, positions, written, has_valid, operand)
+        _store_blocks(data, x, positions, written, has_valid, operand, static_scale)
 
 
 # Below, ``written`` is what says which tokens are valid if ``has_valid``, and stands in for it otherwise.
 
 
 def _store_tokens(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
 ) -> None:
     num_kv_heads, num_tokens = x.shape[1:3]
     _, _, has_ptx = launcher.facts_of(data.device)
@@ -264,7 +273,14 @@ def _store_tokens(
         (tiles.programs, 1, 1),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens, tiles.num_tiles, tiles.tiles_per_program),
+        (
+            num_kv_heads,
+            num_tokens,
+            data.shape[0] * operand.block_tokens,
+            tiles.num_tiles,
+            tiles.tiles_per_program,
+            static_scale,
+        ),
         (operand, has_valid, tiles.tokens, precision(has_ptx)),
         {"num_warps": tiles.num_warps, **ASSERTING},
     )
@@ -304,8 +320,8 @@ def store_pair(
     v_spec: str,
 ) -> None:
     """:func:`store` of keys and of values at the same positions: one kernel, if both are cut into the same tiles."""
-    k_operand, v_operand = (
-        packed_operand(spec, role, x.shape[3], True, False, is_reference(data))
+    (k_operand, k_scale), (v_operand, v_scale) = (
+        operand_and_scale(spec, role, x.shape[3], True, False, is_reference(data))
         for spec, role, x, data in ((k_spec, "key", key, k_data), (v_spec, "value", value, v_data))
     )
     tiles = _store_tiles(k_operand, key)
@@ -324,14 +340,23 @@ def store_pair(
         (
             strides_of(k_data), strides_of(v_data), key.stride(), value.stride(), positions.stride(), written.stride(),
         ),
-        (num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.num_tiles, tiles.tiles_per_program),
+        (
+            num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.num_tiles,
+            tiles.tiles_per_program, k_scale, v_scale,
+        ),
         (k_operand, v_operand, valid is not None, tiles.tokens, precision(has_ptx)),
         {"num_warps": tiles.num_warps, **ASSERTING},
     )  # fmt: skip
 
 
 def _store_few(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, _, has_ptx = launcher.facts_of(data.device)
@@ -339,14 +364,20 @@ def _store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens),
+        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens, static_scale),
         (operand, has_valid, triton.next_power_of_2(num_tokens), precision(has_ptx)),
         {"num_warps": 8, **ASSERTING},
     )
 
 
 def _store_blocks(
-    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, operand: PackedOperand
+    data: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    has_valid: bool,
+    operand: PackedOperand,
+    static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, has_ptx = launcher.facts_of(data.device)
@@ -370,7 +401,7 @@ def _store_blocks(
         (batch * num_kv_heads, ceil_div(num_blocks, blocks_per_program), 1),
         (data, x, places, tags),
         (strides_of(data), x.stride()),
-        (num_kv_heads, num_slots, num_blocks, blocks_per_program),
+        (num_kv_heads, num_slots, num_blocks, blocks_per_program, static_scale),
         (operand, precision(has_ptx)),
         {"num_warps": 8},
     )

@@ -30,7 +30,7 @@ class AttentionCall(NamedTuple):
             [batch, num_heads, q_len, kv_len], ``mask_kind`` is ``none``, ``bool`` or ``float``.
         ranges: int32 [batch, q_len, 3] of a bool mask, else None.
         score_scale, softcap: in units of log2.
-        key, value: the formats.
+        key, value: the formats, and key_scale, value_scale their static scales.
     """
 
     query: Tensor
@@ -46,6 +46,8 @@ class AttentionCall(NamedTuple):
     softcap: float
     key: PackedOperand
     value: PackedOperand
+    key_scale: float
+    value_scale: float
 
     @property
     def group_size(self) -> int:
@@ -93,8 +95,10 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     bounds = _bounds(call)
     for first_pair in range(0, pairs, pairs_at_once):
         count = min(pairs_at_once, pairs - first_pair)
-        key = _dequantize(call, call.k_data, call.key, first_pair, count, padded_len, bounds, config)
-        value = _dequantize(call, call.v_data, call.value, first_pair, count, padded_len, bounds, config)
+        key = _dequantize(call, call.k_data, call.key, call.key_scale, first_pair, count, padded_len, bounds, config)
+        value = _dequantize(
+            call, call.v_data, call.value, call.value_scale, first_pair, count, padded_len, bounds, config
+        )
         _launch_attention(call, key, value, first_pair, partial, lse, splits, row_tiles, config)
     return partial, lse, splits
 
@@ -122,6 +126,7 @@ def _dequantize(
     call: AttentionCall,
     data: Tensor,
     operand: PackedOperand,
+    static_scale: float,
     first_pair: int,
     count: int,
     padded_len: int,
@@ -142,7 +147,7 @@ def _dequantize(
         (count, ceil_div(num_blocks, blocks_per_program), 1),
         (data, data if bounds is None else bounds, out),
         (strides_of(data),),
-        (first_pair, num_kv_heads, call.kv_len, num_blocks, blocks_per_program),
+        (first_pair, num_kv_heads, call.kv_len, num_blocks, blocks_per_program, static_scale),
         (operand, bounds is not None, config.tokens, precision(has_ptx)),
         {"num_warps": 4},
     )

@@ -160,7 +160,7 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
 
 
 @jit
-def decode_block(block_ptr, OPERAND: tl.constexpr):
+def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
     """The vectors of a block as the specification decodes them, float32 [block_tokens, padded_head_dim].
 
     For blocks that are read once in a while: every channel fetches its own byte.
@@ -196,6 +196,8 @@ def decode_block(block_ptr, OPERAND: tl.constexpr):
     if OPERAND.has_zero:
         zero_ptr = (block_ptr + OPERAND.zero_offset).to(tl.pointer_type(OPERAND.zero_dtype))
         x = x + tl.load(zero_ptr + index).to(tl.float32)
+    if OPERAND.takes_static_scale:
+        x = x * static_scale
     x = tl.where((tl.arange(0, OPERAND.padded_head_dim) < OPERAND.head_dim)[None, :], x, 0.0)
     if OPERAND.rotated:
         x = unrotate(x, OPERAND)

@@ -5,7 +5,8 @@ With ``K = scale * level + zero`` (and V alike) attention needs no dequantized c
     scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
 
 and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys
-that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``. The decode
+that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``; a static scale
+of keys goes to the query once, one of values to the output. The decode
 path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
 of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
 
@@ -54,7 +55,8 @@ def attend(
         k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
         v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks of tokens.
         k_layout: layout of ``k_data``.
-        v_layout: layout of ``v_data``.
+        v_layout: layout of ``v_data``. One tensor may serve as keys and values: both are then the same, with the layout
+            of keys, and without scales per channel.
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
         sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
@@ -82,7 +84,8 @@ def attend(
         raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
-    path = _attend_levels if few_rows else _attend_dequantized
+    have_levels = k_layout.format.has_levels and v_layout.format.has_levels
+    path = _attend_levels if few_rows and have_levels else _attend_dequantized
     return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
 
 
@@ -215,6 +218,7 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries in the stored basis."""
     parts, fmt = layout.split(data), layout.format
     levels = _levels(parts, fmt, transposed=False)
+    q = _times_static_scale(q, fmt)
     zero_scores = None
     if fmt.granularity == "channel":
         if "zero" in parts:
@@ -275,7 +279,11 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     if "zero" in parts and fmt.granularity == "token":
         zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
-    return out
+    return _times_static_scale(out, fmt)
+
+
+def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
+    return x if fmt.static_scale == 1.0 else x * fmt.static_scale
 
 
 def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:

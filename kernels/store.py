@@ -10,7 +10,7 @@ from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile is TOKENS tokens of one head. Grid (ceil(num_tiles / tiles_per_program),).
@@ -21,10 +21,12 @@ def store_kernel(
         positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, num_slots) fails an
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
+        static_scale: of the format, if OPERAND takes one.
     """
     _store_tiles(
         data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-        num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, OPERAND, HAS_VALID, TOKENS, PRECISION,
+        num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS,
+        PRECISION,
     )  # fmt: skip
 
 
@@ -32,27 +34,28 @@ def store_kernel(
 def store_pair_kernel(
     k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
     k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """:func:`store_kernel` for keys and values of the same positions. Grid (ceil(num_tiles / tiles_per_program), 2)."""
     if tl.program_id(1) == 0:
         _store_tiles(
             k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides, valid_strides,
-            num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, KEY, HAS_VALID, TOKENS, PRECISION,
+            num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS,
+            PRECISION,
         )  # fmt: skip
     else:
         _store_tiles(
             v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides, position_strides,
-            valid_strides, num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, VALUE, HAS_VALID, TOKENS,
-            PRECISION,
+            valid_strides, num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, value_scale, VALUE,
+            HAS_VALID, TOKENS, PRECISION,
         )  # fmt: skip
 
 
 @jit
 def _store_tiles(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program,
+    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of this program."""
@@ -74,7 +77,7 @@ def _store_tiles(
             in_head = channel < OPERAND.head_dim
             x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
             x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
-            encoded = encode_tile(x, matrix, in_head, OPERAND, TOKENS, PRECISION)
+            encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
             block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
             _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
 
@@ -124,7 +127,7 @@ def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
 
 @jit
 def encode_tile(
-    x, matrix, in_head, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
+    x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Codes [tokens, channels], scales and zeros of vectors.
 
@@ -136,6 +139,8 @@ def encode_tile(
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
+    if OPERAND.takes_static_scale:
+        x = x * tl.div_rn(1.0, static_scale)
     if OPERAND.granularity == "group":
         GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
         in_group = tl.full([1, OPERAND.group_size], True, tl.int1)

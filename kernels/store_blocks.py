@@ -18,7 +18,7 @@ from kvcompile.kernels.store import encode_tile, load_positions, store_sections
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
 def store_few_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots,
+    num_kv_heads, num_tokens, num_slots, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write up to TOKENS tokens of one head, one block after the other. Grid (batch * num_kv_heads,).
@@ -50,8 +50,9 @@ def store_few_kernel(
             source = tl.max(tl.where(is_here, token[None, :], -1), 1)
             held = tl.load(tag_ptrs(header_ptr, slot_of(own, OPERAND))) == own + 1
             _write_block(
-                header_ptr, data_strides[0], own, source, x_ptr, x_strides, held, takes_slot, matrix, OPERAND, PRECISION
-            )
+                header_ptr, data_strides[0], own, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
+                OPERAND, PRECISION,
+            )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -98,12 +99,12 @@ def copy_tags_kernel(data_ptr, tags_ptr, data_strides, num_kv_heads, OPERAND: tl
 @jit(do_not_specialize=["num_kv_heads", "num_slots", "num_blocks", "blocks_per_program"])
 def store_blocks_kernel(
     data_ptr, x_ptr, places_ptr, tags_ptr, data_strides, x_strides, num_kv_heads, num_slots, num_blocks,
-    blocks_per_program, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    blocks_per_program, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write tokens to some blocks of one head. Grid (batch * num_kv_heads, ceil(num_blocks / blocks_per_program)).
 
     Args:
-        data_ptr, x_ptr: as in :func:`kvcompile.kernels.store.store_kernel`.
+        data_ptr, x_ptr, static_scale: as in :func:`kvcompile.kernels.store.store_kernel`.
         places_ptr: what :func:`place_tokens_kernel` found.
         tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_slots]: the tags before, as programs write new ones.
     """
@@ -132,13 +133,13 @@ def store_blocks_kernel(
                 if tl.max(source, 0) >= 0:
                     _write_block(
                         header_ptr, data_strides[0], block, source, x_ptr, x_strides, before == block,
-                        takes_slot & stays, matrix, OPERAND, PRECISION,
+                        takes_slot & stays, matrix, static_scale, OPERAND, PRECISION,
                     )  # fmt: skip
 
 
 @jit
 def _write_block(
-    header_ptr, stride_block, block, source, x_ptr, x_strides, held, takes_slot, matrix,
+    header_ptr, stride_block, block, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens ``source`` [block_tokens], -1 for none, to ``block``, which its slot holds if ``held``."""
@@ -160,11 +161,11 @@ def _write_block(
         if held:
             old = load_rows(header_ptr, stride_block, slot, OPERAND)
         else:
-            old = decode_block(packed_ptr, OPERAND).to(OPERAND.residual.dtype)
+            old = decode_block(packed_ptr, static_scale, OPERAND).to(OPERAND.residual.dtype)
         contents = tl.where(written[:, None], new, old)
     tl.debug_barrier()  # what other threads read is not written before
 
-    encoded = encode_tile(contents, matrix, in_head, OPERAND, BLOCK_TOKENS, PRECISION)
+    encoded = encode_tile(contents, matrix, in_head, static_scale, OPERAND, BLOCK_TOKENS, PRECISION)
     everywhere = tl.full([BLOCK_TOKENS], True, tl.int1)
     if OPERAND.granularity == "channel" or all_written:
         store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), everywhere, encoded, OPERAND)

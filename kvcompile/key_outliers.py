@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.format_choice import Half
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.rewrite_caches import InputAction
 from kvcompile.passes.site import Site
-from kvcompile.policy import Half, Match, Policy, Rule
+from kvcompile.policy import Match, Policy, Rule
 
 SAMPLE_TOKENS = 1024
 """Tokens that are looked at, spread evenly over those that a cache holds."""

@@ -29,15 +29,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvcompile import presets
 from kvcompile.errors import PolicyError, did_you_mean
-from kvcompile.kernels.formats import get_format
-from kvcompile.kernels.layout import Role
+from kvcompile.format_choice import Choice, Half, Strict
 from kvcompile.layers import LayerSet
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy_text import parse_json, parse_yaml
@@ -51,19 +55,11 @@ OnUnsupported = Literal["error", "warn", "ignore"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
-Granularity = Literal["per_token_head", "per_channel", "per_group"]
-
 Tokens = Annotated[int, Field(ge=0, strict=True)]
 """A number of tokens."""
 
 
-class _Strict(BaseModel):
-    """A model that cannot change and knows no other fields than its own."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
-
-
-class Match(_Strict):
+class Match(Strict):
     """Which attention sites a rule is about; with both fields given, a site must satisfy both.
 
     Attributes:
@@ -113,82 +109,6 @@ class Match(_Strict):
         return ", ".join(f"{name} {value!r}" for name, value in self if value is not None)
 
 
-class Half(_Strict):
-    """The format of one half, keys or values, of a cache.
-
-    Attributes:
-        dtype: a format, or a preset, which stands for its format of this half; with ``granularity`` what the elements
-            are: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
-        granularity: what shares a scale: a vector (``per_token_head``), a channel of 64 tokens (``per_channel``, for
-            keys), or ``group_size`` channels of a vector (``per_group``).
-        group_size: channels of a group: 32, 64 or 128; with ``per_channel`` it can only be 64.
-    """
-
-    dtype: str
-    granularity: Granularity | None = None
-    group_size: int | None = None
-
-    @model_validator(mode="after")
-    def _exists(self) -> Half:
-        if self.granularity is None and self.group_size is not None:
-            raise PolicyError("group_size needs a granularity: per_group, or per_channel")
-        self.format_name("key")
-        return self
-
-    def format_name(self, role: Role) -> str:
-        """The format of keys or values; PolicyError if there is none."""
-        if self.granularity is not None:
-            return presets.described(self.dtype, self.granularity, self.group_size)
-        formats = presets.resolve(self.dtype)
-        if formats is None:
-            raise PolicyError("dtype: auto is for whole caches; give the rule `dtype: auto` and neither key nor value")
-        return formats.format_name(role)
-
-
-class Choice(_Strict):
-    """The formats of a cache: ``dtype`` for keys and values; ``key`` or ``value`` for one of them, which wins.
-
-    Attributes:
-        dtype: a preset or a format for keys and values, or ``auto`` to leave the whole cache as it is.
-        key: the format of keys, in place of ``dtype``.
-        value: the format of values, in place of ``dtype``.
-    """
-
-    dtype: str | None = None
-    key: Half | None = None
-    value: Half | None = None
-
-    @field_validator("dtype")
-    @classmethod
-    def _known_dtype(cls, dtype: str | None) -> str | None:
-        if dtype is not None:
-            presets.resolve(dtype)
-        return dtype
-
-    @model_validator(mode="after")
-    def _complete(self) -> Choice:
-        missing = [name for name in ("key", "value") if getattr(self, name) is None]
-        if missing and self.dtype is None:
-            raise PolicyError(f"no format for the {' and the '.join(missing)}; give dtype, or key and value")
-        if self.dtype == presets.AUTO and len(missing) < 2:
-            raise PolicyError("dtype: auto leaves the whole cache alone; drop it, or drop key and value")
-        formats = self.formats()
-        if formats is not None and get_format(formats.value).granularity == "channel":
-            raise PolicyError(
-                f"values cannot have scales per channel ({formats.value}), which keys can; give them scales per token, "
-                f"e.g. value: {{dtype: int4_unrotated}}"
-            )
-        return self
-
-    def formats(self) -> FormatPair | None:
-        """The formats of keys and values, or None to leave the cache alone."""
-        both = Half(dtype=self.dtype) if self.dtype is not None and self.dtype != presets.AUTO else None
-        key, value = self.key or both, self.value or both
-        if key is None or value is None:
-            return None
-        return FormatPair(key.format_name("key"), value.format_name("value"))
-
-
 class Rule(Choice):
     """A choice of formats for the sites that ``match`` describes.
 
@@ -203,7 +123,7 @@ class Rule(Choice):
     sink_tokens: Tokens | None = None
 
 
-class Policy(_Strict):
+class Policy(Strict):
     """Formats by layer and module.
 
     The module's text has an example; :meth:`load` says where a policy comes from.
@@ -266,7 +186,7 @@ class Policy(_Strict):
         except (OSError, UnicodeError) as error:
             raise PolicyError(f"{path}: cannot be read: {error}") from None
         parse = parse_json if path.suffix == ".json" else parse_yaml
-        return cls._validate(parse(text, str(path)), str(path))
+        return cls._validate(parse(text, str(path)), str(path), path.parent)
 
     @classmethod
     def _from_name(cls, name: str, origin: str) -> Policy:
@@ -281,9 +201,10 @@ class Policy(_Strict):
         )
 
     @classmethod
-    def _validate(cls, data: Any, source: str) -> Policy:
+    def _validate(cls, data: Any, source: str, folder: Path = Path()) -> Policy:
+        """A policy from parsed text; ``folder`` is what paths in it are relative to."""
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(data, context={"folder": folder})
         except ValidationError as error:
             raise PolicyError("\n".join(_fault_lines(error, source))) from None
 
@@ -294,10 +215,13 @@ class Policy(_Strict):
             module: qualified name of the module that calls attention.
             layer: its layer index; None if its name has none, and then no rule with ``layers`` matches.
             num_layers: layers of the whole model, which negative indices count from.
+
+        Raises:
+            PolicyError: there are static scales, and none for this module.
         """
         index = self._rule_for(module, layer, num_layers)
         rule = self.rules[index] if index is not None else None
-        formats = (rule or self.default).formats()
+        formats = (rule or self.default).formats(module, layer)
         if formats is None:
             return None
         residual_length, sink_tokens = self.residual_length, self.sink_tokens
@@ -348,7 +272,7 @@ class Policy(_Strict):
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-_MODEL_OF_FIELD: dict[str, type[_Strict]] = {
+_MODEL_OF_FIELD: dict[str, type[Strict]] = {
     "match": Match,
     "key": Half,
     "value": Half,

@@ -6,7 +6,7 @@ A policy may also describe the format of one half: a dtype of elements, what sha
 from __future__ import annotations
 
 from kvcompile.errors import PolicyError, did_you_mean
-from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
 
@@ -30,8 +30,11 @@ per channel, whose last block of tokens stays in the dtype of the cache, and val
 arXiv:2402.02750), which are rotated here: it takes no bytes and halves what quantizing adds to the bits per byte of
 docs/quality.md."""
 
+PER_TENSOR = "per_tensor"
+"""The granularity of one static scale for all vectors of a cache."""
+
 GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group": "group"}
-"""What shares a scale, in the words of a policy and in those of formats."""
+"""What shares a stored scale, in the words of a policy and in those of formats."""
 
 
 def preset_names() -> list[str]:
@@ -41,7 +44,7 @@ def preset_names() -> list[str]:
 
 def known_names() -> list[str]:
     """Everything a dtype may be: presets, then formats that are no preset, then ``auto``."""
-    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), AUTO]
+    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *LATENT_FORMATS, AUTO]
 
 
 def resolve(name: str) -> FormatPair | None:
@@ -54,7 +57,7 @@ def resolve(name: str) -> FormatPair | None:
         return None
     if name in PRESETS:
         return PRESETS[name]
-    if name in FORMATS:
+    if name in FORMATS or name in LATENT_FORMATS:
         return FormatPair(name, name)
     known = known_names()
     raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
@@ -65,7 +68,7 @@ def described(dtype: str, granularity: str, group_size: int | None) -> str:
 
     Args:
         dtype: what format names begin with, e.g. ``int4`` or ``fp8_e4m3``.
-        granularity: a key of :data:`GRANULARITIES`.
+        granularity: a key of :data:`GRANULARITIES`, or PER_TENSOR, for which the format is that with scale 1.
         group_size: channels of a group; for scales per channel the tokens that share one.
 
     Raises:
@@ -76,13 +79,14 @@ def described(dtype: str, granularity: str, group_size: int | None) -> str:
         raise PolicyError(
             f"group_size {group_size}: with scales per channel, a group is the {BLOCK_TOKENS} tokens of a block"
         )
-    if granularity == "per_token_head" and group_size is not None:
-        raise PolicyError(f"group_size {group_size}: with scales per token and head there are no groups; drop it")
+    if granularity in ("per_token_head", PER_TENSOR) and group_size is not None:
+        words = "a scale per tensor" if granularity == PER_TENSOR else "scales per token and head"
+        raise PolicyError(f"group_size {group_size}: with {words} there are no groups; drop it")
     if granularity == "per_group" and group_size is None:
         sizes = sorted({FORMATS[name].group_size for name in formats})
         raise PolicyError(f"granularity per_group needs a group_size ({', '.join(map(str, sizes))})")
     suffix = f"_{group_size}" if granularity == "per_group" else ""
-    for name in (f"{dtype}_{granularity}{suffix}", dtype):
+    for name in (f"{dtype}_{granularity}{suffix}", f"{dtype}_unit", dtype):
         if name in formats:
             return name
     wanted = f"{dtype} {granularity}" + (f" of {group_size}" if granularity == "per_group" else "")
@@ -96,5 +100,7 @@ def element_dtypes() -> list[str]:
 
 def _formats_with(granularity: str) -> list[str]:
     """The formats whose scales are so."""
+    if granularity == PER_TENSOR:
+        return [name for name, fmt in FORMATS.items() if fmt.takes_static_scale]
     wanted = GRANULARITIES[granularity]
     return [name for name, fmt in FORMATS.items() if fmt.granularity == wanted and fmt.scale_dtype is not None]

@@ -42,6 +42,7 @@ class Cache:
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         reads: how each site reads it.
         readers: the markers of those sites.
+        serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
     """
 
     root: Node
@@ -53,6 +54,7 @@ class Cache:
     write_back: Node | None = None
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
+    serves_both: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -91,6 +93,11 @@ class Attention:
     key_read: Read
     value_read: Read
 
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """Key and value, or one cache that serves as both."""
+        return (self.key,) if self.key is self.value else (self.key, self.value)
+
 
 class CacheFinder:
     """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
@@ -107,11 +114,12 @@ class CacheFinder:
         """Prove the caches of one site; raises Refusal."""
         call = Marker.of(marker)
         key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
+        key = self._cache(key_read, "key")
         if key_read.root is value_read.root:
-            raise Refusal(Reason.shared_key_value)
-        attention = Attention(
-            marker, self._cache(key_read, "key"), self._cache(value_read, "value"), key_read, value_read
-        )
+            key.serves_both, value = True, key
+        else:
+            value = self._cache(value_read, "value")
+        attention = Attention(marker, key, value, key_read, value_read)
         _check_heads(marker, attention)
         for cache, read in ((attention.key, key_read), (attention.value, value_read)):
             cache.reads.append(read)
@@ -136,7 +144,7 @@ class CacheFinder:
         if known is None:
             known = self.caches[read.root] = self._prove(read, role)
         if known.role != role:
-            raise Refusal(Reason.shared_key_value)
+            raise Refusal(Reason.other_role, role=role, other=known.role)
         return known
 
     def _prove(self, read: Read, role: Role) -> Cache:
@@ -236,8 +244,9 @@ class CacheFinder:
             return True
         if is_marker(user):
             call = Marker.of(user)
-            operand = call.key if cache.role == "key" else call.value
-            return user in cache.readers and node is operand and user.args.count(node) == 1
+            operands = (call.key, call.value) if cache.serves_both else (getattr(call, cache.role),)
+            uses = sum(node is operand for operand in operands)
+            return user in cache.readers and uses > 0 and user.args.count(node) == uses
         return user.target in VIEW_OPS and all(
             self._is_understood(cache, user, further, understood) for further in user.users
         )

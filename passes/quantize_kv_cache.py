@@ -182,6 +182,8 @@ def _choose(
             candidate.layouts = {
                 cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
             }
+            for cache in _caches(candidate):
+                _check_shared(cache, candidate.layouts[cache.role])
         except Refusal as refusal:
             refuse(candidate.site, refusal)
 
@@ -198,11 +200,23 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         return packed.layout
     if formats is None:
         raise Refusal(Reason.policy_auto)
+    if cache.serves_both and formats.key != formats.value:
+        detail = f"the policy gives it two formats, {formats.key} and {formats.value}"
+        raise Refusal(Reason.shared_key_value, detail=detail)
     layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
     unsupported = layout.unsupported(cache.dtype)
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
+
+
+def _check_shared(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if attention cannot read a cache of this layout as it does."""
+    on_gpu = cache.root.meta["val"].device.type == "cuda"
+    if on_gpu and (cache.serves_both or not layout.format.has_levels):
+        raise Refusal(Reason.latent_on_gpu, format=layout.format_name)
+    if cache.serves_both and layout.format.granularity == "channel":
+        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
 
 
 def _settle(candidates: list[_Candidate]) -> None:
@@ -230,8 +244,7 @@ def _settle(candidates: list[_Candidate]) -> None:
 
 
 def _caches(candidate: _Candidate) -> tuple[Cache, ...]:
-    attention = candidate.attention
-    return (attention.key, attention.value) if attention is not None else ()
+    return candidate.attention.caches if candidate.attention is not None else ()
 
 
 def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) -> CacheSummary:

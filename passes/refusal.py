@@ -67,7 +67,15 @@ class Reason(enum.Enum):
         "update the cache in place (index_copy_ instead of index_copy), or let it grow by cat and return it",
     )
     shared_key_value = (
-        "one tensor serves as key and value",
+        "one tensor serves as key and value, and {detail}",
+        "give keys and values one format, whose scales are not per channel; or keep them in two tensors",
+    )
+    latent_on_gpu = (
+        "one tensor serves as key and value in {format}, which is not offered on GPUs yet",
+        "give this layer `dtype: auto`, or keep keys and values in two tensors",
+    )
+    other_role = (
+        "its {role} cache is the {other} cache of another attention",
         "keep keys and values in two tensors",
     )
     unsupported_format = (

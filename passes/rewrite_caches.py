@@ -138,6 +138,9 @@ class CacheRewriter:
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
             k_data, v_data = self.packed[attention.key.root], self.packed[attention.value.root]
             result = insert_attention(self.graph, Marker.of(marker), k_data, v_data, key, value, kv_len)
+            channels = attention.value_read.num_channels
+            if channels != value.head_dim:
+                result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
             dtype = marker.meta["val"].dtype
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)

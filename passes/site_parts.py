@@ -23,7 +23,7 @@ class SiteParts:
         self._attentions = attentions
         self._readers: dict[Node, list[int]] = {}
         for index, attention in enumerate(attentions):
-            for cache in (attention.key, attention.value) if attention is not None else ():
+            for cache in attention.caches if attention is not None else ():
                 self._readers.setdefault(cache.root, []).append(index)
 
     def note_logical(self, gm: GraphModule) -> None:

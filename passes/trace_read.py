@@ -62,12 +62,14 @@ class Read:
         chain: the view nodes between root and operand, root excluded, operand included.
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
         num_tokens: how many tokens, from the first on, are visible.
+        num_channels: how many channels, from the first on; of keys all of them.
     """
 
     root: Node
     chain: tuple[Node, ...]
     token_axis: int
     num_tokens: Size
+    num_channels: Size
 
     @property
     def head_axis(self) -> int:
@@ -176,9 +178,11 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
     if axes[2] not in ([], [token_axis]):
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
-    for axis in (0, head_axis, 3):
+    # The first channels of values give the first channels of the output; a score takes all channels of its key.
+    for axis in (0, head_axis) if role == "value" else (0, head_axis, 3):
         sizes = [factor.size for dim in dims for factor in dim if factor.axis == axis]
         if any(not statically_known_true(size == shape[axis]) for size in sizes):
             raise Refusal(Reason.unknown_read, role=role, op="a slice of batch, heads or channels")
     num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
-    return Read(root, chain, token_axis, num_tokens)
+    num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
+    return Read(root, chain, token_axis, num_tokens, num_channels)

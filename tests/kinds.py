@@ -11,7 +11,7 @@ BY_TOKEN = [
     "int3_unrotated",
     "int2_per_group_32",
     "fp8_e4m3",
-    "fp8_e5m2_unit",
+    "fp8_e5m2_scale0.37",
     "turboquant_2.5bit",
     "turboquant_3bit",
     "turboquant_3.5bit_seed7",

@@ -99,6 +99,7 @@ PAGES = [
     ("tune",),
     ("explain",),
     ("bench",),
+    ("calibrate",),
     ("doctor",),
 ]
 
@@ -113,6 +114,7 @@ def test_help_fits_the_width_and_is_plain_ascii(page: tuple[str, ...]) -> None:
 ELSEWHERE = {
     "eval": "test_evaluation.py",
     "compare": "test_comparison.py",
+    "calibrate": "test_static_scales.py",
     "tune": "test_tuning.py",
     "explain": "test_explain_command.py",
     "bench": "test_bench_command.py",

@@ -86,6 +86,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @by_page
+@pytest.mark.usefixtures("folder")
 def test_policies_are_policies(page: Path) -> None:
     for text in blocks(page, "yaml"):
         Policy.from_text(text)
@@ -99,6 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what commands and snippets read."""
     write_config(tmp_path, LLAMA_3_1_8B)
     (tmp_path / "policy.yaml").write_text(blocks(POLICY_PAGE, "yaml")[0])
+    (tmp_path / "scales.json").write_text('{"largest": {"layers.0.attn": {"key": 1.0, "value": 1.0}}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)
     return tmp_path

@@ -164,6 +164,10 @@ def test_every_format_can_serve_keys_and_values_alike_unless_its_scales_are_per_
         ({"dtype": "int4", "granularity": "per_token_head"}, "int4_per_token_head"),
         ({"dtype": "fp8_e5m2", "granularity": "per_token_head"}, "fp8_e5m2"),
         ({"dtype": "int4"}, "int4_per_channel"),
+        ({"dtype": "fp8_e4m3", "granularity": "per_tensor", "scales": 1}, "fp8_e4m3_unit"),
+        ({"dtype": "fp8_e5m2", "granularity": "per_tensor", "scales": 0.05}, "fp8_e5m2_scale0.05"),
+        ({"dtype": "turboquant_2.5bit", "rotation_seed": 7}, "turboquant_2.5bit_seed7"),
+        ({"dtype": "int4", "granularity": "per_token_head", "rotation_seed": 7}, "int4_per_token_head_seed7"),
     ],
 )
 def test_a_format_may_be_described_by_its_elements_and_what_shares_a_scale(half: dict[str, object], name: str) -> None:
@@ -181,12 +185,33 @@ def test_a_format_may_be_described_by_its_elements_and_what_shares_a_scale(half:
         ({"dtype": "int4", "granularity": "per_token_head", "group_size": 64}, "there are no groups; drop it"),
         ({"dtype": "int3", "granularity": "per_channel"}, "there is no format int3 per_channel (per_channel: "),
         ({"dtype": "auto", "granularity": "per_channel"}, "there is no format auto per_channel"),
+        ({"dtype": "fp8_e4m3", "granularity": "per_tensor"}, "per_tensor and scales belong together"),
+        ({"dtype": "fp8_e4m3", "scales": 1}, "per_tensor and scales belong together"),
+        (
+            {"dtype": "int8", "granularity": "per_tensor", "scales": 1},
+            "there is no format int8 per_tensor (per_tensor: ",
+        ),
+        ({"dtype": "fp8_e5m2", "granularity": "per_tensor", "scales": 0}, "must be a number between 2**-40 and 2**40"),
+        ({"dtype": "int4_unrotated", "rotation_seed": 7}, "int4_unrotated is not rotated"),
     ],
 )
 def test_a_description_of_no_format_says_what_there_is(half: dict[str, object], message: str) -> None:
     error = error_of({"default": {"key": half, "value": {"dtype": "fp8_e4m3"}}})
     assert error.startswith("policy: default.key: ")
     assert message in error
+
+
+def test_a_description_beside_the_dtype_of_a_cache_is_that_of_keys_and_values() -> None:
+    policy = Policy.from_text("default: {dtype: fp8_e4m3, granularity: per_tensor, scales: 0.05}")
+    assert policy.formats_for("", 0, 1) == FormatPair("fp8_e4m3_scale0.05", "fp8_e4m3_scale0.05")
+    assert Policy.from_text(policy.to_yaml()) == policy
+    policy = policy_with(match={"layers": 0}, dtype="int8", granularity="per_channel", value={"dtype": "fp8_e4m3"})
+    assert policy.formats_for("", 0, 1) == FormatPair("int8_per_channel", "fp8_e4m3")
+
+
+@pytest.mark.parametrize("seed", [0, -1, 1_000_000_000, "x", True])
+def test_a_seed_is_a_positive_whole_number(seed: object) -> None:
+    assert "default.rotation_seed: " in error_of({"default": {"dtype": "turboquant_4bit", "rotation_seed": seed}})
 
 
 def test_a_rule_may_keep_other_tokens_than_the_policy() -> None:
@@ -279,7 +304,10 @@ def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
         ),
         (7, "policy: expected a preset name, a path, a dict or a Policy, got int"),
         ({}, "policy: default: is required"),
-        ({"default": "fp8_e4m3"}, "policy: default: expected fields (dtype, key, value), got 'fp8_e4m3'"),
+        (
+            {"default": "fp8_e4m3"},
+            "policy: default: expected fields (dtype, granularity, group_size, scales, rotation_seed, key, value), got",
+        ),
         (
             {"default": {"dtype": "fp8_e4m9"}},
             "policy: default.dtype: unknown dtype 'fp8_e4m9'; did you mean 'fp8_e4m3'?",

@@ -2,11 +2,13 @@
 
 Every format obeys one law, so that one store kernel and one attention kernel serve them all:
 
-    decode(code, scale, zero) = scale * level(code) + zero        (in the rotated basis)
+    decode(code, scale, zero) = static_scale * (scale * level(code) + zero)        (in the rotated basis)
 
 ``level`` maps a code to a number and is the only thing that differs between integer, float and codebook formats.
 ``scale`` and ``zero`` are shared by the channels of a vector (per token and head), by ``group_size`` channels of it
 (per group), or by one channel of the 64 tokens of a block (per channel); a format may have no zero points, or neither.
+``static_scale`` is one number for all vectors of a cache, known before the first is written: it is part of the
+format's name and not of the data, and 1 but for calibrated formats.
 A rotated format stores ``x @ R`` (R orthogonal, see :mod:`kvcompile.kernels.rotation`) instead of ``x``.
 All-zero bytes decode to zeros in every format.
 
@@ -17,6 +19,7 @@ Triton codec must agree with them.
 from __future__ import annotations
 
 import abc
+import struct
 from typing import Literal
 
 import sympy
@@ -34,6 +37,11 @@ BLOCK_TOKENS = 64
 Granularity = Literal["token", "group", "channel"]
 
 
+def float32(x: float) -> float:
+    """``x`` rounded to the nearest float32."""
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
 class Format(abc.ABC):
     """A cache format. Subclasses live in one file each.
 
@@ -45,8 +53,13 @@ class Format(abc.ABC):
         granularity: what shares a scale and a zero point: a ``token``'s vector, a ``group`` of its channels, or a
             ``channel`` of a block of tokens.
         group_size: channels of a group.
+        fixed_head_dim: the one head_dim that it is for; None if it is for many.
+        has_levels: whether it obeys the law of formats, so that attention can be computed on its levels. Otherwise it
+            has an ``encode`` and a ``decode_levels`` of its own, and no kernels.
         scale_dtype: element type of scales; None without them.
         zero_dtype: element type of zero points; None without them.
+        static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
+        takes_static_scale: whether there may be one other than 1.
         gain: factor between the levels of the codec and those of :meth:`levels`.
         codec: the Triton part, see :mod:`kvcompile.kernels.codec`.
     """
@@ -57,8 +70,12 @@ class Format(abc.ABC):
     rotation_seed: int = 0
     granularity: Granularity = "token"
     group_size: int = 0
+    fixed_head_dim: int | None = None
+    has_levels: bool = True
     scale_dtype: torch.dtype | None = torch.float32
     zero_dtype: torch.dtype | None = None
+    static_scale: float = 1.0
+    takes_static_scale: bool = False
     gain: float = 1.0
     codec: Codec
 
@@ -70,6 +87,16 @@ class Format(abc.ABC):
     @property
     def num_planes(self) -> int:
         return self.packing.num_planes
+
+    @property
+    def inverse_static_scale(self) -> float:
+        """What vectors are multiplied by before they are quantized: a float32, so that every path has one product."""
+        return float32(1.0 / self.static_scale)
+
+    @property
+    def kernel_name(self) -> str:
+        """The format that kernels are compiled for: they take the static scale as an argument."""
+        return self.name
 
     def num_scales(self, head_dim: int) -> int:
         """Scales per token, or per block if they are per channel."""
@@ -95,6 +122,8 @@ class Format(abc.ABC):
 
     def unsupported(self, head_dim: int, role: str) -> str | None:
         """Why this format cannot hold keys or values (``role``) of ``head_dim``, or None if it can."""
+        if self.fixed_head_dim is not None:
+            return None if head_dim == self.fixed_head_dim else f"head_dim {head_dim} is not {self.fixed_head_dim}"
         if head_dim % 16 or not 16 <= head_dim <= 256:
             return f"head_dim {head_dim} is not a multiple of 16 between 16 and 256"
         if self.group_size and head_dim % self.group_size:
@@ -114,7 +143,10 @@ class Format(abc.ABC):
         """
         x = rotate(x.float(), self.rotation_seed) if self.rotated else x.float()
         finite = x.isfinite().all(-1, keepdim=True)
-        codes, scale, zero = self._quantize_grouped(torch.where(finite, x, 0.0))
+        x = torch.where(finite, x, 0.0)
+        if self.static_scale != 1.0:
+            x = x * self.inverse_static_scale
+        codes, scale, zero = self._quantize_grouped(x)
         assert codes is not None
         parts = self.packing.pack(codes)
         if scale is not None:
@@ -142,14 +174,14 @@ class Format(abc.ABC):
         return unrotate(x, self.rotation_seed) if self.rotated else x
 
     def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
-        """Decode without undoing the rotation: ``scale * level(code) + zero``."""
+        """Decode without undoing the rotation: ``static_scale * (scale * level(code) + zero)``."""
         planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(parts))]
         x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
         if "scale" in parts:
             x = x * self.per_channel(parts["scale"])
         if "zero" in parts:
             x = x + self.per_channel(parts["zero"])
-        return x
+        return x if self.static_scale == 1.0 else x * self.static_scale
 
     def per_channel(self, metadata: Tensor) -> Tensor:
         """Scales or zero points [..., width] -> float32 that broadcasts to [..., head_dim]."""

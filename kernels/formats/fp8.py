@@ -1,7 +1,10 @@
-"""``fp8_e4m3`` and ``fp8_e5m2``: 8-bit floats, with one scale per token and head, or without (``*_unit``).
+"""``fp8_e4m3`` and ``fp8_e5m2``: 8-bit floats, with one scale per token and head, or one for a whole cache.
 
 A code is the byte of ``x / scale`` rounded to nearest even; ``scale = max|x| / largest`` in float32, so that the
-largest channel lands on the largest finite value of the format, 448 or 57344. Without a scale, channels saturate there.
+largest channel lands on the largest finite value of the format, 448 or 57344. In the formats ``*_unit`` the scale is 1,
+and in ``fp8_e4m3_scale0.0123`` it is the number in the name, for keys or values of one layer: from a calibration, or
+``k_scale`` and ``v_scale`` of a checkpoint. It takes no bytes and, as a factor of queries or outputs, no time to read.
+Channels beyond ``scale * largest`` saturate there; ``x`` is multiplied by the inverse scale, rounded to float32.
 Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480; those of e5m2 as +-57344
 for infinity and 57344 for NaN, so that no byte has a level that is not finite.
 
@@ -10,6 +13,7 @@ Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
 from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, round_to_integer, tl
-from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.base import Format, float32
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 
@@ -104,7 +108,8 @@ class Fp8(Format):
     packing = Packing()
 
     def __init__(self, name: str, dtype: torch.dtype, *, has_scale: bool) -> None:
-        self.name = name
+        self.name = self.unit_name = name
+        self.takes_static_scale = not has_scale
         self.dtype = dtype
         self.scale_dtype = torch.float32 if has_scale else None
         info = torch.finfo(dtype)
@@ -119,6 +124,24 @@ class Fp8(Format):
             self.codec = Codec(_encode, _levels_e4m3, _unpack_e4m3, constants=constants)
         else:
             self.codec = Codec(_encode, _levels_e5m2, _unpack_e5m2, constants=constants)
+
+    def with_static_scale(self, scale: float) -> Fp8:
+        """The format without stored scales whose vectors have the factor ``scale``, rounded to float32.
+
+        Raises:
+            ValueError: the scale is not between 2**-40 and 2**40, far within which those of real caches lie.
+        """
+        scaled = copy.copy(self)
+        scaled.static_scale = float32(min(scale, 2.0**41))
+        if not 2.0**-40 <= scaled.static_scale <= 2.0**40:
+            raise ValueError(f"a static scale must be a number between 2**-40 and 2**40, and {scale!r} is not")
+        if scaled.static_scale != 1.0:
+            scaled.name = f"{self.unit_name.removesuffix('_unit')}_scale{_shortest(scaled.static_scale)}"
+        return scaled
+
+    @property
+    def kernel_name(self) -> str:
+        return self.unit_name
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, None]:
         scale = None
@@ -138,6 +161,11 @@ class Fp8(Format):
         sign = torch.where(magnitude > 0x7C, 0, codes & 0x80)
         bits = (sign.to(torch.int32) << 24) | (magnitude.clamp(max=0x7B).to(torch.int32) << 21)
         return bits.view(torch.float32) * 2.0**112
+
+
+def _shortest(x: float) -> str:
+    """The shortest decimal that is ``x``, a float32, again."""
+    return next(text for digits in range(1, 10) if float32(float(text := f"{x:.{digits}g}")) == x)
 
 
 FP8_FORMATS = [

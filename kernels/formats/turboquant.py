@@ -12,8 +12,8 @@ so that decoding needs no table. Its distortion on N(0, 1) is that of Lloyd-Max 
 above it at 3 and 4 bits (``c`` is 0 up to 3 bits, where a better polynomial would cost an instruction). Rates between
 two integers give the first half of the (rotated) channels, which are the first two planes of four, one bit more.
 
-Seeds other than 0 put random signs before the Hadamard matrix (``turboquant_4bit_seed7``), as the paper does: caches
-with different seeds have independent errors.
+A seed puts random signs before the Hadamard matrix (``turboquant_4bit_seed7``; in a policy ``rotation_seed: 7``), as
+the paper does: caches with different seeds have independent errors. Without one there are no signs.
 
 The scale, close to the root mean square of the channels, is fp16: it saturates at 65504, has full precision down to
 6e-5 and is zero below 3e-8.
@@ -156,15 +156,13 @@ class TurboQuant(Format):
 
     Args:
         bits: bits per code, on average: 2, 2.5, 3, 3.5 or 4.
-        seed: of the random signs of the rotation; 0 for none.
     """
 
     rotated = True
     scale_dtype = torch.float16
 
-    def __init__(self, bits: Fraction, seed: int = 0) -> None:
-        self.name = f"turboquant_{float(bits):g}bit" + (f"_seed{seed}" if seed else "")
-        self.rotation_seed = seed
+    def __init__(self, bits: Fraction) -> None:
+        self.name = f"turboquant_{float(bits):g}bit"
         self.packing = PACKINGS[bits]
         self.plane_bits = [self.packing.plane_bits(i) for i in range(self.packing.num_planes)]
         self.thresholds = {bits: self._thresholds(bits) for bits in self.plane_bits}

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvcompile import policy, presets
+from kvcompile import format_choice, policy, presets
 
 
 def policy_schema() -> dict[str, Any]:
@@ -32,11 +32,10 @@ def policy_schema() -> dict[str, Any]:
 def _dtypes(name: str) -> list[str]:
     """What ``dtype`` may be in the class called ``name``.
 
-    One half of a cache cannot be left as it is, and may be described by its elements.
+    One half of a cache cannot be left as it is.
     """
-    if name != policy.Half.__name__:
-        return presets.known_names()
-    return [dtype for dtype in (*presets.known_names(), *presets.element_dtypes()) if dtype != presets.AUTO]
+    dtypes = [*presets.known_names(), *presets.element_dtypes()]
+    return [dtype for dtype in dtypes if name != format_choice.Half.__name__ or dtype != presets.AUTO]
 
 
 def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:

@@ -212,6 +212,15 @@ def test_formats_of_few_bits_compile(key, value, compiled):
     assert len(compiled["attention"]) == 1
 
 
+def test_layers_with_static_scales_of_their_own_share_their_kernels(compiled):
+    for key, value in ((0.0123, 1.5), (3.7e-05, 0.2)):
+        attend(f"fp8_e4m3_scale{key}", f"fp8_e4m3_scale{value}")
+        layout = PackedLayout.parse(f"fp8_e4m3_scale{key}", "key", 128)
+        data = empty_packed(layout, 64, 1, 2, CPU)
+        launch.store(data, torch.zeros(1, 2, 1, 128), torch.arange(1), None, layout.spec, "key")
+    assert len(launch.launch_attention.compiled) == len(launch.launch_store.compiled) == 1
+
+
 @pytest.mark.parametrize("variant", ["causal", "float mask"])
 def test_every_kind_of_attention_to_slots_compiles(variant, compiled):
     attend("int8_per_channel" + RESIDUAL, "turboquant_2.5bit" + RESIDUAL, **VARIANTS[variant])

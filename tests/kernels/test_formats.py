@@ -263,6 +263,48 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
         get_format("int3")
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.rotated])
+def test_every_rotated_format_may_have_a_seed(name):
+    plain, seeded = get_format(name), get_format(f"{name}_seed7")
+    assert (seeded.name, seeded.rotation_seed, plain.rotation_seed) == (f"{name}_seed7", 7, 0)
+    x = vectors(64, 80)
+    assert not torch.equal(seeded.encode(x)["codes"], plain.encode(x)["codes"])
+    signed = plain.decode(plain.encode(x * random_signs(80, 7))) * random_signs(80, 7)
+    torch.testing.assert_close(roundtrip(seeded, x), signed)
+
+
+@pytest.mark.parametrize("name", ["int4_unrotated_seed7", "turboquant_4bit_seed0", "turboquant_5bit_seed1"])
+def test_what_is_not_rotated_has_no_seed(name):
+    with pytest.raises(ValueError, match=r"is not rotated.*turboquant_3bit|unknown cache format"):
+        get_format(name)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scale", [2.0**-40, 0.0123, 2.0, 2.0**40])
+def test_a_static_scale_is_a_factor_of_the_format_without_scales(name, scale):
+    fmt, unit = get_format(f"{name}_scale{scale:.9g}"), get_format(f"{name}_unit")
+    scale = fmt.static_scale
+    assert get_format(fmt.name).static_scale == scale == torch.tensor(scale).item()
+    assert fmt.sections(128) == unit.sections(128)
+    assert fmt.bytes_per_token() == HEAD_DIM
+    x = torch.cat([vectors(50, 64), vectors(50, 64) * 1e5])  # these saturate
+    parts = fmt.encode(x * scale)
+    assert torch.equal(parts["codes"], unit.encode(x * scale * fmt.inverse_static_scale)["codes"])
+    assert torch.equal(fmt.decode(parts), unit.decode(parts) * scale)
+    assert fmt.decode(parts).abs().max() == fmt.largest * scale
+
+
+def test_a_static_scale_of_one_is_the_format_without_scales():
+    assert get_format("fp8_e4m3_scale1.0") is not get_format("fp8_e4m3_unit")
+    assert get_format("fp8_e4m3_scale1.0").name == "fp8_e4m3_unit"
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_scale0", "fp8_e4m3_scale1e-20", "fp8_e5m2_scale1e300"])
+def test_a_static_scale_has_bounds(name):
+    with pytest.raises(ValueError, match=r"static scale must be a number between 2\*\*-40 and 2\*\*40"):
+        get_format(name)
+
+
 @every_kind
 def test_encode_and_decode_trace_with_symbolic_sizes_and_without_constants(fmt):
     def fn(x):

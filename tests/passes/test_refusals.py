@@ -67,9 +67,11 @@ def plain_cache_only_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tenso
     return sdpa(q, kc, vc)
 
 
-def one_tensor_for_keys_and_values(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
-    write(kc, k, pos)
-    return sdpa(q, kc, kc)
+def one_tensor_for_keys_of_one_and_values_of_another(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc) + sdpa(q, vc, kc)
 
 
 def sliding_window_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -102,7 +104,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     write_of_some_heads: "unknown_write",
     no_cache_at_all: "no_cache",
     plain_cache_only_read: "plain_read_only",
-    one_tensor_for_keys_and_values: "shared_key_value",
+    one_tensor_for_keys_of_one_and_values_of_another: "other_role",
     sliding_window_read: "unknown_read",
     heads_in_tiled_order: "unknown_read",
     two_reads_of_which_one_is_unknown: "used_elsewhere",

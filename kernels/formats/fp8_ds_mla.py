@@ -1,0 +1,87 @@
+"""``fp8_ds_mla``: the 584-byte K cache of DeepSeek-V4, for latents of 512 channels that serve as keys and values.
+
+The first 448 channels of a latent are e4m3 floats with a power-of-two scale (UE8M0) for 64 channels each, the last 64,
+which carry the rotary embedding, are bfloat16 (:mod:`kvcompile.kernels.deepseek_v4`, which is the specification). A
+block of 64 tokens is a page of that layout: the 576 bytes of each token, then 7 scale bytes and a padding byte of each.
+So the packed data of a sequence are pages that ``kvcompile::dequantize_and_gather_k_cache`` and the kernels it stands
+for can read, with a block_size of 64.
+
+A cache of latents is [batch, 1, tokens, 512] or [batch, tokens, 1, 512]; attention reads it as its keys and, whole or
+the first channels of it, as its values. That runs on a CPU; on a GPU such a cache is left as it is.
+
+Latents are rounded to bfloat16 first. 64 channels of which one is not finite decode to NaN, all of them, and no others;
+the last 64 channels stay what they are. The format has no codes that a factor turns into values, channel by channel:
+attention dequantizes it.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.bit_planes import Packing, Section
+from kvcompile.kernels.deepseek_v4 import (
+    DATA_BYTES,
+    HEAD_DIM,
+    NOPE_DIM,
+    NUM_SCALES,
+    SCALE_BYTES,
+    TOKEN_BYTES,
+    bfloat16_of_bytes,
+    bytes_of_bfloat16,
+    dequantize,
+    quantize,
+)
+from kvcompile.kernels.formats.base import Format
+
+
+class Fp8DsMla(Format):
+    """The format; its sections are ``codes`` (e4m3, then bfloat16) and ``scale`` (UE8M0, then padding)."""
+
+    name = "fp8_ds_mla"
+    packing = Packing()
+    scale_dtype = torch.uint8
+    fixed_head_dim = HEAD_DIM
+    has_levels = False
+
+    def sections(self, head_dim: int) -> tuple[Section, ...]:
+        return (Section("codes", torch.uint8, DATA_BYTES), Section("scale", torch.uint8, SCALE_BYTES))
+
+    def bytes_per_token(self) -> sympy.Expr:
+        return sympy.Integer(TOKEN_BYTES)
+
+    def unsupported(self, head_dim: int, role: str) -> str | None:
+        if role == "value":
+            return (
+                "it is for latents that serve as keys and values, one tensor; values of their own take another format"
+            )
+        return super().unsupported(head_dim, role)
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        x = _rounded_to_bfloat16(x.float()).to(torch.bfloat16)
+        codes, scales = quantize(x[..., :NOPE_DIM])
+        rope = bytes_of_bfloat16(x[..., NOPE_DIM:].contiguous())
+        padding = scales.new_zeros((*scales.shape[:-1], SCALE_BYTES - NUM_SCALES))
+        return {"codes": torch.cat([codes, rope], -1), "scale": torch.cat([scales, padding], -1)}
+
+    def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
+        data, scales = parts["codes"], parts["scale"]
+        nope = dequantize(data[..., :NOPE_DIM].contiguous(), scales[..., :NUM_SCALES].contiguous())
+        return torch.cat([nope, bfloat16_of_bytes(data[..., NOPE_DIM:].contiguous())], -1).float()
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        raise TypeError(f"{self.name} has no levels; encode() is its specification")
+
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        raise TypeError(f"{self.name} has no levels; decode() is its specification")
+
+
+def _rounded_to_bfloat16(x: Tensor) -> Tensor:
+    """``x``, float32, rounded to nearest even: Inductor drops the rounding of casts between which it fuses."""
+    bits = x.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)
+
+
+FP8_DS_MLA = Fp8DsMla()

@@ -1,0 +1,54 @@
+"""``kvcompile calibrate``: measures what static scales of 8-bit floats are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcompile.cli.output import JsonOption, examples, print_json
+from kvcompile.cli.subject import Data, Device, Dtype, Model, Prefill, Windows
+from kvcompile.tables import table
+
+EXAMPLES = (
+    examples("calibrate --model . --output scales.json", "calibrate --model . --data text.txt --output scales.json")
+    + "\n\n\b\nA policy with these scales:"
+    + "\n  default: {dtype: fp8_e4m3, granularity: per_tensor, scales: scales.json}"
+)
+
+Output = Annotated[Path, typer.Option(metavar="FILE.json", help="Where the calibration is written.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EXAMPLES)(calibrate)
+
+
+def calibrate(
+    model: Model,
+    output: Output,
+    data: Data = None,
+    prefill: Prefill = 512,
+    windows: Windows = 8,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the largest keys and values of every layer, for policies with granularity: per_tensor."""
+    from kvcompile.evaluation import models, text
+    from kvcompile.evaluation.magnitudes import largest_magnitudes
+    from kvcompile.evaluation.schedule import Schedule
+    from kvcompile.static_scales import CalibrationFile
+
+    with output.open("a"):  # an error now if it cannot be written later
+        pass
+    models.silence_transformers()
+    subject = models.load_model(model, device, dtype)
+    read = text.read_text(subject, model, data, Schedule(prefill, 1), windows)
+    found = CalibrationFile(largest=largest_magnitudes(subject, read.windows[:, :prefill]))
+    output.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    rows = [[module, *(f"{sizes[role]:.4g}" for role in ("key", "value"))] for module, sizes in found.largest.items()]
+    print(table(["module", "largest key", "largest value"], rows, text_columns=1))

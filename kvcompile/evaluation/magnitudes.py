@@ -1,0 +1,44 @@
+"""Measures the largest keys and values of each layer, which static scales follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvcompile.evaluation.attention_call import AttentionCall
+from kvcompile.evaluation.attention_sites import listen
+from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.kernels.layout import Role
+from kvcompile.passes.site import Site
+from kvcompile.static_scales import Numbers
+
+
+def largest_magnitudes(
+    model: Any, windows: Tensor, on_progress: Callable[[str, int, int], None] = lambda doing, done, total: None
+) -> Numbers:
+    """The largest magnitude of the keys and the values of every module that computes attention.
+
+    Args:
+        model: a Hugging Face causal language model.
+        windows: int64 [num_windows, n], what it reads.
+        on_progress: hears what is being done, how much of it is, and of how much.
+
+    Raises:
+        EvaluationError: a key or value is not finite.
+    """
+    largest: Numbers = {}
+
+    def look(site: Site, call: AttentionCall) -> None:
+        operands: tuple[tuple[Role, Tensor], ...] = (("key", call.key), ("value", call.value))
+        for role, x in operands:
+            if not x.isfinite().all():
+                raise EvaluationError(f"{site.module or 'attention at top level'}: its {role}s are not finite")
+            known = largest.setdefault(site.module, {})
+            known[role] = max(known.get(role, 0.0), x.abs().max().item())
+
+    for done, window in enumerate(windows):
+        on_progress("reading", done, len(windows))
+        listen(model, window, look)
+    return largest
