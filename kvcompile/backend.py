@@ -20,7 +20,8 @@ from kvcompile.packed_call import AdoptingCall, PackedCall
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
-from kvcompile.passes.quantize_kv_cache import PackedInput, num_layers, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.find_caches import PackedInput
+from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import Rewritten
 from kvcompile.passes.site import Site
@@ -145,6 +146,7 @@ class _GraphCompiler:
             self._packed_inputs(),
             self.sources,
             self._view_analysed,
+            self._held_inputs(),
         )
         if self.rewritten is not None:
             packed = {index for index, value in enumerate(self.example_inputs) if isinstance(value, PackedTensor)}
@@ -173,6 +175,20 @@ class _GraphCompiler:
             for index, value in enumerate(self.example_inputs)
             if isinstance(value, PackedTensor) and value.is_whole
         }
+
+    def _held_inputs(self) -> list[int]:
+        """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache
+        is read at every step and written at none. A tensor that is passed by itself may be made anew for every call,
+        and one that a module holds may be a weight: those are packed only where the graph writes them.
+        """
+        return [
+            index
+            for index, value in enumerate(self.example_inputs)
+            if type(value) is torch.Tensor
+            and _is_held(self.sources[index])
+            and not (value.requires_grad or value._is_view())
+            and value.is_contiguous()
+        ]
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -227,6 +243,12 @@ def _source_names(gm: GraphModule) -> dict[int, str]:
         name = getattr(source, "name", None)
         names[index] = (name() if callable(name) else name) or node.name
     return names
+
+
+def _is_held(source: str) -> bool:
+    """Whether an input, named as Dynamo does, is an attribute of an object, and not a weight or buffer of a module."""
+    holder, _, attribute = source.rpartition(".")
+    return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
 
 
 def _input_mismatch(dynamo: Sequence[Any], aten: Sequence[Any]) -> str | None:

@@ -3,7 +3,7 @@
 Two layers, from outside in:
 
 :class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache that the graph
-mutates is quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible
+mutates or only reads is quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible
 (a view of it is alive, say), the call runs as plain Inductor would, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
@@ -47,7 +47,7 @@ class PackedCall:
             if action.kind == "growing":
                 cache = _growing(cache, action).extended(new_tokens(args))
                 grown.extend((output, cache) for output in action.outputs)
-            args[action.index] = cache.packed
+            args[action.index] = _data_of(cache)
         _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
         outputs = list(self._compiled(args))
         for index, cache in grown:
@@ -75,7 +75,7 @@ class AdoptingCall:
             guard: looks at the inputs of the first call, while its caches may still be plain.
         """
         self._compiled = compiled
-        self._caches = [action for action in caches if action.kind == "static"]
+        self._caches = [action for action in caches if action.kind != "growing"]
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
@@ -112,6 +112,13 @@ def _check_distinct(mutated: list[Tensor]) -> None:
             "two packed caches that this compiled graph writes share their storage (one is a view of the other); "
             "pass a clone() of one of them"
         )
+
+
+def _data_of(cache: PackedTensor) -> Tensor:
+    """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
+        cache = cache.extended(0)
+    return cache.packed
 
 
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:

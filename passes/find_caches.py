@@ -7,13 +7,14 @@ other use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
 
-from kvcompile.kernels.layout import Role
+from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
@@ -27,6 +28,15 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 
+@dataclass(frozen=True)
+class PackedInput:
+    """A graph input that is packed already: its layout, its token axis, and whether it grows by concatenation."""
+
+    layout: PackedLayout
+    token_axis: int
+    growing: bool
+
+
 @dataclass
 class Cache:
     """A proven cache.
@@ -35,8 +45,10 @@ class Cache:
         root: its value after all writes; what attention reads.
         role: ``key`` or ``value``.
         kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph, returned), ``growing`` (an input
-            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only``.
+            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only`` (an input
+            that is packed already, or that an object holds as it holds a cache; the encoder's part of one, say).
         base: its value before all writes; for ``fresh``, its new rows.
+        in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
         writes: in order of execution.
         token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
@@ -51,6 +63,7 @@ class Cache:
     writes: list[CacheWrite]
     token_axis: int
     write_back: Node | None = None
+    in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
 
@@ -95,11 +108,19 @@ class Attention:
 class CacheFinder:
     """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
 
-    def __init__(self, graph: Graph, packed_inputs: frozenset[Node]) -> None:
-        """``packed_inputs``: placeholders whose caller passes a packed cache already."""
+    def __init__(
+        self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], held_inputs: Collection[Node] = ()
+    ) -> None:
+        """
+        Args:
+            graph: functional ATen graph with markers.
+            packed_inputs: placeholders whose caller passes a packed cache already.
+            held_inputs: placeholders of plain tensors that may be packed although the graph only reads them.
+        """
         self.output = graph.output_node()
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         self.packed_inputs = packed_inputs
+        self.held_inputs = held_inputs
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
 
@@ -145,7 +166,9 @@ class CacheFinder:
         swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
         kind, write_back = self._kind(read, states, writes, swapped, role)
         token_axis = 3 - read.token_axis if swapped else read.token_axis
-        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back)
+        packed = self.packed_inputs.get(base)
+        in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
+        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
         if base.op == "placeholder":
@@ -183,7 +206,7 @@ class CacheFinder:
             raise Refusal(Reason.no_cache, role=role)
         if base.op == "placeholder":
             if not writes:
-                if base in self.packed_inputs:
+                if base in self.packed_inputs or base in self.held_inputs:
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=base.name)
             write_back = _find_write_back(root, base, swapped)

@@ -96,7 +96,7 @@ class Reason(enum.Enum):
         "keep that use out of the compiled function, or pass it the plain values, cache.dequantize()",
     )
     growing_written = (
-        "its {role} cache is growing (made by cat), but this graph {verb} it without extending it",
+        "its {role} cache is growing (made by cat), but this graph writes to it in place",
         "extend it with torch.cat, or use a cache of fixed size",
     )
     partner_refused = (

@@ -147,9 +147,8 @@ class CacheRewriter:
                 self.graph.erase_node(node)
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
-        grows = cache.kind in ("growing", "fresh")
-        blocks = layout.growing_blocks(cache.num_tokens) if grows else layout.blocks(cache.num_tokens)
-        return (blocks, cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+        count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
+        return (count(cache.num_tokens), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
 
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)

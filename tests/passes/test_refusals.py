@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -249,12 +250,13 @@ def test_a_site_that_shares_its_cache_with_a_refused_one_is_refused_too() -> Non
     assert reasons_after(Model(), inputs(), policy=policy) == ["partner_refused", "policy_auto"]
 
 
+def packed_copy(cache: Tensor, role: str, growing: bool = False) -> PackedTensor:
+    return PackedTensor.from_dense(cache, PackedLayout("fp8_e4m3", role, D), 2, growing=growing)
+
+
 def packed_caches(growing: bool = False) -> list[Any]:
     q, k, v, kc, vc, pos = inputs()
-    keys, values = (
-        PackedTensor.from_dense(cache, PackedLayout("fp8_e4m3", role, D), 2, growing=growing)
-        for cache, role in ((kc, "key"), (vc, "value"))
-    )
+    keys, values = packed_copy(kc, "key", growing), packed_copy(vc, "value", growing)
     return [q, k, v, keys, values, pos]
 
 
@@ -268,25 +270,54 @@ def test_a_packed_cache_that_is_also_used_otherwise_works_through_its_own_dispat
     assert [site.reason_code for site in last_report().sites] == ["packed_elsewhere"]
 
 
-def test_a_growing_cache_that_is_only_read_works_through_its_own_dispatch() -> None:
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_packed_cache_that_is_only_read_is_read_packed(growing: bool) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
         return sdpa(q, kc, vc)
 
-    args = packed_caches(growing=True)
-    expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
-    torch.testing.assert_close(run(fn, args, on_unsupported="ignore"), expected)
-    assert [site.reason_code for site in last_report().sites] == ["growing_written"]
-
-
-def test_a_packed_cache_that_is_only_read_is_read_packed() -> None:
-    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
-        return sdpa(q, kc, vc)
-
-    args = packed_caches()
+    args = packed_caches(growing)
     expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
     torch.testing.assert_close(run(fn, args, on_unsupported="error"), expected, rtol=1e-4, atol=1e-5)
     (site,) = last_report().sites
     assert [cache.kind for cache in site.caches] == ["read-only", "read-only"]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_plain_cache_that_is_only_read_is_packed_if_an_object_holds_it() -> None:
+    @dataclass
+    class EncoderCache:
+        keys: Tensor
+        values: Tensor
+
+    def fn(q: Tensor, cache: EncoderCache) -> Tensor:
+        return sdpa(q, cache.keys, cache.values)
+
+    q, _, _, keys, values, _ = inputs()
+    expected = sdpa(q, *(packed_copy(x, role).dequantize() for x, role in ((keys, "key"), (values, "value"))))
+    cache = EncoderCache(keys, values)
+    for _ in range(2):
+        out = run(fn, [q, cache], policy="fp8_e4m3", on_unsupported="error")
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert isinstance(cache.keys, PackedTensor)
+        assert isinstance(cache.values, PackedTensor)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_tensors_of_a_module_that_are_only_read_stay_as_they_are() -> None:
+    class Prefix(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.values = (torch.nn.Parameter(x) for x in inputs()[3:5])
+            self.register_buffer("more_keys", inputs()[3])
+
+        def forward(self, q: Tensor) -> Tensor:
+            return sdpa(q, self.keys, self.values) + sdpa(q, self.more_keys, self.values)
+
+    module = Prefix().requires_grad_(False)
+    q = inputs()[0]
+    torch.testing.assert_close(run(module, [q], on_unsupported="ignore"), module(q), rtol=1e-6, atol=1e-6)
+    assert [site.reason_code for site in last_report().sites] == ["plain_read_only"] * 2
+    assert type(module.more_keys) is Tensor
 
 
 def test_a_refused_site_beside_a_packed_one_still_gives_plain_results() -> None:
