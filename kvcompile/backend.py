@@ -16,14 +16,14 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile import report
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
-from kvcompile.packed_call import AdoptingCall, PackedCall
+from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
-from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.rewrite_caches import Rewritten
+from kvcompile.passes.rewrite_caches import Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.stages import GraphStages, Stage
 
@@ -129,7 +129,7 @@ class _GraphCompiler:
         static = {action.index for action in self.rewritten.inputs if action.kind != "growing"}
         kwargs["static_input_idxs"] = sorted({*kwargs.get("static_input_idxs", ()), *static})
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
-        return PackedCall(compiled, self.rewritten, example_inputs)
+        return PackedCall(compiled, self.rewritten, example_inputs, self._dequantized_inputs(gm))
 
     def _rewrite(self, gm: GraphModule, example_inputs: list[Any]) -> None:
         mismatch = _input_mismatch(self.example_inputs, example_inputs)
@@ -149,14 +149,6 @@ class _GraphCompiler:
             self._held_inputs(),
         )
         if self.rewritten is not None:
-            packed = {index for index, value in enumerate(self.example_inputs) if isinstance(value, PackedTensor)}
-            left = sorted(packed - {action.index for action in self.rewritten.inputs})
-            if left:
-                # A packed tensor that is no proven cache works through its own dispatch, in the graph as it was.
-                for site in filter(lambda site: site.rewritten, self.sites):
-                    refuse(site, Refusal(Reason.packed_elsewhere, source=self.sources[left[0]]))
-                self.rewritten = None
-        if self.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
             self.views = [
@@ -175,6 +167,17 @@ class _GraphCompiler:
             for index, value in enumerate(self.example_inputs)
             if isinstance(value, PackedTensor) and value.is_whole
         }
+
+    def _dequantized_inputs(self, gm: GraphModule) -> list[DequantizedInput]:
+        """The packed inputs that are no proven caches: the graph uses their values in ways of its own."""
+        assert self.rewritten is not None
+        proven = {action.index for action in self.rewritten.inputs}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return [
+            DequantizedInput(index, is_mutated(placeholders[index]))
+            for index, value in enumerate(self.example_inputs)
+            if isinstance(value, PackedTensor) and index not in proven
+        ]
 
     def _held_inputs(self) -> list[int]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache

@@ -130,7 +130,7 @@ class _Writer:
             state = [[key, self.describe(item, _join(place, key))] for key, item in vars(value).items()]
             return {"object": type(value).__name__, "state": state}
         raise CacheFileError(
-            f"save_cache: {place or 'the cache'} is a {type(value).__module__}.{type(value).__qualname__}; a cache file "
+            f"save_cache: {place or 'the cache'} is a {type(value).__module__}.{type(value).__qualname__}; a file "
             "holds tensors, lists, tuples and dicts of them, and the static and dynamic caches of Transformers"
         )
 

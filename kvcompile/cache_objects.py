@@ -60,7 +60,7 @@ def known_class(name: str, path: Any) -> type:
 
 def restored(cls: type, state: Mapping[str, Any]) -> Any:
     """An object of ``cls`` with the attributes ``state``."""
-    result: Any = cls.__new__(cls)
+    result: Any = object.__new__(cls)
     vars(result).update(state)
     if getattr(cls, "is_compileable", False) is True:  # a layer; its tensors keep their addresses, for CUDA graphs
         for value in state.values():

@@ -149,7 +149,7 @@ class CacheFinder:
                 return read
         root, _ = view_chain(operand, self.outputs)
         if root.op != "placeholder" and root not in self.outputs and root.target not in WRITE_OPS:
-            raise Refusal(Reason.no_cache, role=role)
+            raise _no_cache(root, role)
         return trace_read(operand, self.outputs, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -187,7 +187,7 @@ class CacheFinder:
             if _keeps_values(node) and node not in self.outputs:
                 node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
             elif node.target in WRITE_OPS and not (node in self.outputs and _is_new_rows(node)):
-                write = match_write(node, axis, role)
+                write = _write_of(node, axis, role)
                 if write is None:
                     return states, writes
                 writes.insert(0, write)
@@ -203,7 +203,7 @@ class CacheFinder:
         if writes and writes[-1].form == "cat":
             if len(states) == 2 and base.op == "placeholder" and root in self.outputs:
                 return "growing", None
-            raise Refusal(Reason.no_cache, role=role)
+            raise _no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
                 if base in self.packed_inputs or base in self.held_inputs:
@@ -218,7 +218,7 @@ class CacheFinder:
         if root in self.outputs:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
-        raise Refusal(Reason.no_cache, role=role)
+        raise _no_cache(root, role)
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
         """No one else may look at the cache before or between its writes; raises Refusal."""
@@ -264,6 +264,44 @@ class CacheFinder:
         return user.target in VIEW_OPS and all(
             self._is_understood(cache, user, further, understood) for further in user.users
         )
+
+
+def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
+    """``node`` as a write of a cache; raises Refusal for one in a form that is not understood.
+
+    One into a tensor that the graph has made assembles new rows (a part with rotary positions and one without, say) or
+    something that is made for this attention alone, however it does that.
+    """
+    try:
+        return match_write(node, token_axis, role)
+    except Refusal:
+        if _first_state(node).op == "placeholder":
+            raise
+        return None
+
+
+def _first_state(node: Node) -> Node:
+    """The tensor that ``node`` is a later state of, or a view of one."""
+    while node.op == "call_function" and (node.target in WRITE_OPS or node.target in VIEW_OPS):
+        operand = node.args[2] if node.target is aten.where.self else node.args[0]
+        node = operand[0] if node.target is aten.cat.default else operand
+    return node
+
+
+def _no_cache(root: Node, role: Role) -> Refusal:
+    """Why ``root`` is no cache: it is made in this graph from new rows alone, or from a cache among other things.
+
+    Attention of earlier layers is no part of how it is made: what a model computes from that is new.
+    """
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and _first_state(node).op == "placeholder":
+            return Refusal(Reason.computed_from_cache, role=role)
+        operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(operands)
+        pending.extend(operands)
+    return Refusal(Reason.no_cache, role=role)
 
 
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:

@@ -172,6 +172,7 @@ def _choose(
                 cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
             }
             for cache in _caches(candidate):
+                _check_moves(cache, candidate.layouts[cache.role])
                 check_kernels(candidate.layouts[cache.role], cache.root.meta["val"].device)
         except Refusal as refusal:
             refuse(candidate.site, refusal)
@@ -193,6 +194,13 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
+
+
+def _check_moves(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if the graph moves tokens that share their bytes with others."""
+    if layout.residual is not None and any(write.moves for write in cache.writes):
+        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
 def check_kernels(layout: PackedLayout, device: torch.device) -> None:

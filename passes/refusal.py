@@ -30,6 +30,10 @@ class Reason(enum.Enum):
         "its {role} is computed in this graph and not cached",
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
     )
+    computed_from_cache = (
+        "its {role} is computed from a cache and is not a view of it",
+        "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
+    )
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
         "let a compiled function write it, or pack it beforehand with kvcompile.PackedTensor.from_dense",
@@ -90,10 +94,6 @@ class Reason(enum.Enum):
     unknown_mask = (
         "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores",
         "give the query four dimensions, and a mask that broadcasts to [batch, heads, q_len, kv_len]",
-    )
-    packed_elsewhere = (
-        "the graph also uses the packed tensor {source} in a way that is not understood",
-        "keep that use out of the compiled function, or pass it the plain values, cache.dequantize()",
     )
     growing_written = (
         "its {role} cache is growing (made by cat), but this graph writes to it in place",

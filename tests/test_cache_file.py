@@ -1,4 +1,4 @@
-"""Saved caches come back packed, equal and ready to be continued; a file that does not fit is an error that says why."""
+"""Saved caches come back packed, equal and ready to be continued; a file that does not fit is an error."""
 
 from __future__ import annotations
 

@@ -260,14 +260,38 @@ def packed_caches(growing: bool = False) -> list[Any]:
     return [q, k, v, keys, values, pos]
 
 
-def test_a_packed_cache_that_is_also_used_otherwise_works_through_its_own_dispatch() -> None:
-    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor) -> Any:
-        return step(q, k, v, kc, vc, pos), other.sum()
+def expected_step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    """What :func:`step` computes with packed caches, by their own dispatch."""
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.dequantize(), vc.dequantize())
 
-    args, other = inputs(), packed_caches()[3]
-    expected = run(fn, [*inputs(), other.dequantize()], backend="inductor")
-    torch.testing.assert_close(run(fn, [*args, other], on_unsupported="ignore"), expected)
-    assert [site.reason_code for site in last_report().sites] == ["packed_elsewhere"]
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_packed_tensor_that_is_used_otherwise_is_passed_as_its_values_beside_packed_caches(growing: bool) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor, view: Tensor) -> Any:
+        return step(q, k, v, kc, vc, pos), other.sum(), other, view.amax(-1)
+
+    other = packed_caches(growing)[3]
+    view = packed_caches()[4][:1, :, 3:].transpose(1, 2)
+    out, total, same, largest = run(fn, [*packed_caches(), other, view], on_unsupported="error")
+    torch.testing.assert_close(out, expected_step(*packed_caches()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, other.dequantize().sum())
+    assert same is other
+    assert torch.equal(largest, view.dequantize().amax(-1))
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_packed_tensor_that_the_graph_changes_otherwise_is_quantized_anew() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor) -> Any:
+        other.copy_(other.flip(2) * 2)
+        return step(q, k, v, kc, vc, pos)
+
+    other = packed_caches()[3]
+    expected = packed_copy(other.dequantize().flip(2) * 2, "key")
+    out = run(fn, [*packed_caches(), other], on_unsupported="error")
+    torch.testing.assert_close(out, expected_step(*packed_caches()), rtol=1e-4, atol=1e-5)
+    assert torch.equal(other.packed, expected.packed)
 
 
 @pytest.mark.parametrize("growing", [False, True])
