@@ -1,7 +1,8 @@
 """Run architectures of Transformers under ``kvquant``, and write down what was packed and what was not.
 
     python docs/coverage.py                          # all of them: half an hour on a few cores
-    python docs/coverage.py --architectures llama,t5 # these, the others stay as they are in coverage.json
+    python docs/coverage.py --architectures llama,t5 # these; the others stay as they are in coverage.json
+    python docs/coverage.py --missing                # those that are not in coverage.json yet
 
 Every architecture runs in a process of its own with each attention implementation and kind of cache that it has
 (``docs/coverage_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +34,52 @@ TIMEOUT = 900
 Results = dict[str, list[CaseResult]]
 
 
-def run_in_process(architecture: str) -> list[CaseResult]:
-    """All cases of one architecture. A process that dies or hangs takes the cases with it that it has not finished."""
-    command = [sys.executable, str(Path(__file__)), "--one", architecture]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        output, ending = process.stdout, f"its process ended with {process.returncode}"
-    except subprocess.TimeoutExpired as error:
-        output, ending = str(error.stdout or ""), f"not finished after {TIMEOUT} s"
-    finished = [CaseResult(**json.loads(line)) for line in output.splitlines() if line.startswith('{"architecture"')]
-    known = {(case.attention, case.cache) for case in finished}
-    lost = (case for case in CASES if case not in known)
-    return [*finished, *(CaseResult(architecture, *case, failure=ending) for case in lost)]
+def run_all(architectures: Sequence[str], jobs: int) -> Iterator[tuple[str, list[CaseResult]]]:
+    """All cases of each architecture, as they are finished; ``jobs`` processes at a time.
+
+    A process that dies or hangs takes the cases with it that it has not finished.
+    """
+    torch.set_num_threads(1)  # the models are small; and a process without threads can be forked
+    run_case("gpt2", "sdpa", "static")  # what is set up once, is set up before the first fork
+    waiting, running = list(architectures), []
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(_Run(waiting.pop(0), Path(folder)))
+            done = [run for run in running if run.is_over()]
+            yield from ((run.architecture, run.results()) for run in done)
+            running = [run for run in running if run not in done]
+            time.sleep(0.1)
 
 
-def print_cases(architecture: str) -> None:
-    """What :func:`run_in_process` reads: a line of JSON for every case."""
-    torch.set_num_threads(1)  # the models are small
-    for attention, cache in CASES:
-        print(json.dumps(run_case(architecture, attention, cache).to_dict()), flush=True)
+class _Run:
+    """The cases of one architecture in a process of its own, which writes a line of JSON for each."""
+
+    def __init__(self, architecture: str, folder: Path) -> None:
+        self.architecture = architecture
+        self._file = folder / f"{architecture}.jsonl"
+        self._end = time.monotonic() + TIMEOUT
+        self._process = multiprocessing.get_context("fork").Process(target=self._write)
+        self._process.start()
+
+    def _write(self) -> None:
+        with self._file.open("w", encoding="utf-8", buffering=1) as file:
+            for attention, cache in CASES:
+                file.write(json.dumps(run_case(self.architecture, attention, cache).to_dict()) + "\n")
+
+    def is_over(self) -> bool:
+        if self._process.is_alive() and time.monotonic() > self._end:
+            self._process.kill()
+        self._process.join(0)
+        return not self._process.is_alive()
+
+    def results(self) -> list[CaseResult]:
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        finished = [CaseResult(**json.loads(line)) for line in lines if line.endswith("}")]
+        known = {(case.attention, case.cache) for case in finished}
+        ending = f"its process ended with {self._process.exitcode}"
+        lost = (case for case in CASES if case not in known)
+        return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
 
 
 def is_covered(cases: Iterable[CaseResult]) -> bool:
@@ -112,8 +141,8 @@ ones hold, quantized on write and dequantized on read; the limit is {max_error:g
 makes. A code that is rounded the other way makes 1e-4, rows without one are at 1e-7. Numbers in brackets are reasons,
 below the table; `-` stands for a case that the model does not run in, compiled or not.
 
-```console
-$ python docs/coverage.py
+```sh
+python docs/coverage.py
 ```"""
 
 
@@ -156,26 +185,24 @@ def load(path: Path) -> Results:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", help="names, separated by commas; default: all")
+    parser.add_argument("--missing", action="store_true", help="only those that coverage.json does not have yet")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
-    parser.add_argument("--one", metavar="ARCHITECTURE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.one:
-        print_cases(options.one)
-        return
     names = options.architectures.split(",") if options.architectures else list(ARCHITECTURES)
     unknown = [name for name in names if name not in ARCHITECTURES]
     if unknown:
         parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(ARCHITECTURES)}")
     store = options.folder / "coverage.json"
     results = load(store)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for name, cases in zip(names, pool.map(run_in_process, names), strict=True):
-            results[name] = cases
-            print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ")
-            data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
-            store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")
-            (options.folder / "coverage.md").write_text(page(results, versions()), encoding="utf-8")
+    if options.missing:
+        names = [name for name in names if name not in results]
+    for name, cases in run_all(names, options.jobs):
+        results[name] = cases
+        print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ", flush=True)
+        data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
+        store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")
+        (options.folder / "coverage.md").write_text(page(results, versions()), encoding="utf-8")
     if any(problems(cases) for cases in results.values()):
         sys.exit(1)
 

@@ -110,6 +110,7 @@ class AdoptingCall:
         self._guard = guard
 
     def __call__(self, *args: Any) -> Any:
+        report.ran()
         if self._guard is not None:
             self._guard.look(args)
             self._guard = None

@@ -111,6 +111,126 @@ REFUSED: dict[Callable[..., Any], str] = {
 }
 
 
+def attention_before_the_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    before = sdpa(q, kc, vc, torch.arange(S)[None] < pos)
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc, torch.arange(S)[None] <= pos), before
+
+
+def write_after_the_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    out = sdpa(q, kc, vc)
+    write(kc, k * 2, pos + 1)
+    return out
+
+
+def other_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, k.expand(B, H, S, D), vc)
+
+
+def old_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    old = kc.clone()
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, old, vc)
+
+
+def keys_are_scaled(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc * 2, vc)
+
+
+def keys_decay(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    kc.mul_(0.9)
+    return sdpa(q, kc, vc)
+
+
+def keys_are_values_elsewhere(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc) + sdpa(q, vc, kc)
+
+
+def keys_become_integers(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.int().float(), vc)
+
+
+def keys_become_8_bit_floats(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.to(torch.float8_e5m2).float(), vc)
+
+
+def write_of_some_sequences(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:1, :, 5:6] = k[:1]
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def write_of_some_channels(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:, :, 5:6, :32] = k[..., :32]
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def write_that_depends_on_the_channel(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.copy_(torch.where(torch.arange(D) < 7, k, kc))
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def sequences_in_another_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.flip(0), vc.flip(0))
+
+
+def heads_in_another_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc[:, [1, 0]], vc[:, [1, 0]])
+
+
+def tokens_in_another_order_for_this_attention(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.roll(1, 2), vc.roll(1, 2))
+
+
+def write_through_a_view_of_the_storage(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.as_strided((B, H, S, D), kc.stride(), 0).index_copy_(2, pos, k)
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def the_graph_depends_on_data_in_between(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    if kc.sum() > 0:
+        q = q * 2
+    return sdpa(q, kc, vc)
+
+
+UNSAFE: dict[Callable[..., Any], str] = {
+    attention_before_the_write: "used_elsewhere",
+    write_after_the_read: "not_written_back",
+    other_keys_are_read: "unknown_read",
+    old_keys_are_read: "plain_read_only",
+    keys_are_scaled: "computed_from_cache",
+    keys_decay: "computed_from_cache",
+    keys_are_values_elsewhere: "shared_key_value",
+    keys_become_integers: "unknown_read",
+    keys_become_8_bit_floats: "unknown_read",
+    write_of_some_sequences: "unknown_write",
+    write_of_some_channels: "used_elsewhere",
+    write_that_depends_on_the_channel: "unknown_write",
+    sequences_in_another_order: "computed_from_cache",
+    heads_in_another_order: "computed_from_cache",
+    tokens_in_another_order_for_this_attention: "not_written_back",
+    write_through_a_view_of_the_storage: "no_cache",
+    the_graph_depends_on_data_in_between: "plain_read_only",
+}
+"""Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
+
+
 def inputs() -> list[Tensor]:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, H, 1, D).unbind()
@@ -142,6 +262,35 @@ def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_induc
     assert REFUSED[fn] in reasons
     assert None not in reasons
     assert all(site.reason for site in last_report().sites)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", UNSAFE, ids=lambda fn: fn.__name__)
+def test_what_only_looks_like_a_cache_is_refused_with_its_reason(fn: Callable[..., Any]) -> None:
+    args, expected_args = inputs(), inputs()
+    out = run(fn, args, policy="int8_per_token_head", on_unsupported="ignore")
+    torch.testing.assert_close(out, fn(*expected_args), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(args, expected_args, rtol=0, atol=0)
+    reasons = {site.reason_code for site in last_report().sites}
+    assert UNSAFE[fn] in reasons
+    assert None not in reasons
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_two_attentions_with_different_masks_may_share_a_cache_and_return_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+        write(kc, k, pos), write(vc, v, pos)
+        masks = torch.arange(S) <= pos[:, None], torch.arange(S)[None] < 3
+        first, second = (sdpa(q, kc, vc, mask) for mask in masks)
+        return first, second, kc
+
+    args = packed_caches()
+    expected = fn(*packed_caches())
+    out = run(fn, args, on_unsupported="error")
+    for one, other in zip(out[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert out[2] is args[3]
+    assert torch.equal(args[3].packed, expected[2].packed)
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
