@@ -207,11 +207,12 @@ def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
 
     def normalise(x: Tensor, first: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(_whole(node, token_axis, n))
-        return heads_first(x, token_axis), torch.arange(n, device=x.device) + first, None
+        # A start that is a negative symbol counts from the end as well.
+        return heads_first(x, token_axis), _wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
     start = 0 if start is None else start
     if isinstance(start, int) and start < 0:
-        start = start + num_tokens
+        start = torch.sym_max(start + num_tokens, 0)
     return _write(node, base, "slice_scatter", token_axis, normalise, value, start, own=own)
 
 
