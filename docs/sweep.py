@@ -1,11 +1,11 @@
 """Run architectures of Transformers under ``kvquant``, and write down what was packed and what was not.
 
-    python docs/coverage.py                          # all of them: half an hour on a few cores
-    python docs/coverage.py --architectures llama,t5 # these; the others stay as they are in coverage.json
-    python docs/coverage.py --missing                # those that are not in coverage.json yet
+    python docs/sweep.py                          # all of them: half an hour on a few cores
+    python docs/sweep.py --architectures llama,t5 # these; the others stay as they are in coverage.json
+    python docs/sweep.py --missing                # those that are not in coverage.json yet
 
 Every architecture runs in a process of its own with each attention implementation and kind of cache that it has
-(``docs/coverage_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
+(``docs/sweep_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
 come, and in the end ``coverage.md`` is made from it.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import transformers
-from coverage_case import MAX_ERROR, STEPS, CaseResult, run_case
-from coverage_models import ARCHITECTURES
+from sweep_case import MAX_ERROR, STEPS, CaseResult, run_case
+from sweep_models import ARCHITECTURES
 
 FOLDER = Path(__file__).parent
 CASES = [(attention, cache) for attention in ("sdpa", "eager") for cache in ("static", "dynamic")]
@@ -45,14 +45,14 @@ def run_all(architectures: Sequence[str], jobs: int) -> Iterator[tuple[str, list
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_Run(waiting.pop(0), Path(folder)))
+                running.append(Run(waiting.pop(0), Path(folder)))
             done = [run for run in running if run.is_over()]
             yield from ((run.architecture, run.results()) for run in done)
             running = [run for run in running if run not in done]
             time.sleep(0.1)
 
 
-class _Run:
+class Run:
     """The cases of one architecture in a process of its own, which writes a line of JSON for each."""
 
     def __init__(self, architecture: str, folder: Path) -> None:
@@ -142,7 +142,7 @@ makes. A code that is rounded the other way makes 1e-4, rows without one are at 
 below the table; `-` stands for a case that the model does not run in, compiled or not.
 
 ```sh
-python docs/coverage.py
+python docs/sweep.py
 ```"""
 
 
