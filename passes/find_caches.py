@@ -142,6 +142,7 @@ class CacheFinder:
     def _read(self, operand: Node, role: Role) -> Read:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, frozenset())
+        _check_whole(root, role)
         if root.op == "placeholder" or root.target in WRITE_OPS:
             read = trace_read(operand, frozenset(), role)
             states, writes = self._history(read, role)
@@ -280,9 +281,20 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
         return None
 
 
+def _check_whole(root: Node, role: Role) -> None:
+    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
+    if root.target not in (aten.select.int, aten.index.Tensor) or _first_state(root).op != "placeholder":
+        return
+    if root.target is aten.select.int:
+        raise Refusal(Reason.part_of_tensor, role=role)
+    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        raise Refusal(Reason.gathered, role=role)
+
+
 def _first_state(node: Node) -> Node:
-    """The tensor that ``node`` is a later state of, or a view of one."""
-    while node.op == "call_function" and (node.target in WRITE_OPS or node.target in VIEW_OPS):
+    """The tensor that ``node`` is a later state of, or a part or view of one."""
+    inner = WRITE_OPS | VIEW_OPS | {aten.select.int}
+    while node.op == "call_function" and node.target in inner:
         operand = node.args[2] if node.target is aten.where.self else node.args[0]
         node = operand[0] if node.target is aten.cat.default else operand
     return node

@@ -30,6 +30,14 @@ class Reason(enum.Enum):
         "its {role} is computed in this graph and not cached",
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
     )
+    part_of_tensor = (
+        "its {role} cache is a part of a larger tensor, such as one for keys and values or for all layers",
+        "keep the keys and the values of every layer in tensors of their own, in a list or in buffers, say",
+    )
+    gathered = (
+        "its {role} is gathered from a cache by an index, such as a block table",
+        "keep the tokens of every sequence in order in [batch, heads, tokens, head_dim], and hide some with a mask",
+    )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
         "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
