@@ -1,7 +1,7 @@
 """Save the packed cache of a long prompt, load it later, and continue without reading the prompt again.
 
 python examples/prompt_cache.py
-python examples/prompt_cache.py --policy int4_per_token_head --file prompt.pt
+python examples/prompt_cache.py --policy int4_per_token_head --file prompt.safetensors
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from tiny_models import VOCAB_SIZE, tiny_llama
@@ -19,21 +18,6 @@ from transformers import StaticCache
 import kvcompile
 
 PROMPT_TOKENS, MAX_TOKENS = 400, 448
-
-
-def save(cache: StaticCache, file: Path) -> None:
-    """Keys, values and length of every layer; packed tensors are saved packed."""
-    torch.save([(layer.keys, layer.values, layer.cumulative_length) for layer in cache.layers], file)
-
-
-def load(model: Any, file: Path) -> StaticCache:
-    """A cache with what :func:`save` wrote. Needs no unpickling of code: ``weights_only`` is PyTorch's default."""
-    cache = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
-    config = model.config
-    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
-    for layer, (keys, values, length) in zip(cache.layers, torch.load(file), strict=True):
-        layer.keys, layer.values, layer.cumulative_length = keys, values, length
-    return cache
 
 
 @torch.no_grad()
@@ -53,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"cache {plain_bytes} -> {kvcompile.cache_nbytes(cache)} bytes")
 
     with tempfile.TemporaryDirectory() as folder:
-        file = options.file or Path(folder, "prompt.pt")
-        save(cache, file)
+        file = options.file or Path(folder, "prompt.safetensors")
+        kvcompile.save_cache(cache, file, metadata={"model": "tiny_llama"})
         print(f"saved in {file.stat().st_size} bytes")
-        loaded = load(model, file)
+        loaded = kvcompile.load_cache(file, metadata={"model": "tiny_llama"})
     expected = compiled(question, past_key_values=copy.deepcopy(cache)).logits
     logits = compiled(question, past_key_values=loaded).logits
     print(f"continues with the same logits: {torch.equal(logits, expected)}")

@@ -70,6 +70,19 @@ def write_tokens_(
         _apply(data, layout, token_update(data, layout, x, positions, valid, blocks), blocks)
 
 
+def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor) -> Tensor:
+    """``data`` with the bytes of token ``source[i]`` in the place of token ``i``; ``data`` itself is not changed.
+
+    ``source`` is int64 [n], positions within the cache; the layout has no residual, whose tokens are no bytes alone.
+    """
+    if layout.residual is not None:
+        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved byte by byte")
+    sequence = torch.arange(data.shape[1], device=data.device)[:, None, None]
+    head = torch.arange(data.shape[2], device=data.device)[None, :, None]
+    place = torch.arange(source.shape[0], device=data.device)
+    return data.index_put(byte_index(layout, sequence, head, place), data[byte_index(layout, sequence, head, source)])
+
+
 def write_vectors_(
     data: Tensor,
     layout: PackedLayout,

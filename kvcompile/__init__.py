@@ -9,7 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcompile.cache_file import load_cache as load_cache
+    from kvcompile.cache_file import save_cache as save_cache
     from kvcompile.debugging import debug as debug
+    from kvcompile.errors import CacheFileError as CacheFileError
     from kvcompile.errors import KVCompileError as KVCompileError
     from kvcompile.errors import OptionsError as OptionsError
     from kvcompile.errors import PolicyError as PolicyError
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from kvcompile.report import last_report as last_report
 
 _HOME = {
+    "CacheFileError": "errors",
     "Comparison": "evaluation.comparison",
     "KVCompileError": "errors",
     "OptionsError": "errors",
@@ -44,7 +48,9 @@ _HOME = {
     "debug": "debugging",
     "explain": "explaining",
     "last_report": "report",
+    "load_cache": "cache_file",
     "preset_names": "presets",
+    "save_cache": "cache_file",
     "static_cache": "packed_static_cache",
     "tune": "evaluation.tuning",
 }

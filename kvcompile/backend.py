@@ -17,13 +17,14 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile import report
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
-from kvcompile.packed_call import AdoptingCall, PackedCall
+from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
-from kvcompile.passes.quantize_kv_cache import PackedInput, num_layers, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.rewrite_caches import Rewritten
+from kvcompile.passes.rewrite_caches import Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
@@ -129,12 +130,12 @@ class _GraphCompiler:
         if kwargs["cudagraphs"]:
             kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
-        return PackedCall(compiled, self.rewritten, example_inputs)
+        return PackedCall(compiled, self.rewritten, example_inputs, self._dequantized_inputs(gm))
 
     def _suit_cuda_graphs(self, gm: GraphModule, static_inputs: Sequence[int]) -> dict[str, Any]:
         """Prepare the rewritten graph for CUDA graphs, or do without; returns arguments for ``compile_fx_inner``."""
         assert self.rewritten is not None
-        if not can_replay(self.rewritten):
+        if not can_replay(gm, self.rewritten):
             return {"cudagraphs": BoxedBool(False)}
         if not self.rewritten.on_cuda:
             return {}
@@ -157,15 +158,8 @@ class _GraphCompiler:
             self._packed_inputs(),
             self.sources,
             self._view_analysed,
+            self._held_inputs(),
         )
-        if self.rewritten is not None:
-            packed = {index for index, value in enumerate(self.example_inputs) if isinstance(value, PackedTensor)}
-            left = sorted(packed - {action.index for action in self.rewritten.inputs})
-            if left:
-                # A packed tensor that is no proven cache works through its own dispatch, in the graph as it was.
-                for site in filter(lambda site: site.rewritten, self.sites):
-                    refuse(site, Refusal(Reason.packed_elsewhere, source=self.sources[left[0]]))
-                self.rewritten = None
         if self.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
@@ -185,6 +179,31 @@ class _GraphCompiler:
             for index, value in enumerate(self.example_inputs)
             if isinstance(value, PackedTensor) and value.is_whole
         }
+
+    def _dequantized_inputs(self, gm: GraphModule) -> list[DequantizedInput]:
+        """The packed inputs that are no proven caches: the graph uses their values in ways of its own."""
+        assert self.rewritten is not None
+        proven = {action.index for action in self.rewritten.inputs}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return [
+            DequantizedInput(index, is_mutated(placeholders[index]))
+            for index, value in enumerate(self.example_inputs)
+            if isinstance(value, PackedTensor) and index not in proven
+        ]
+
+    def _held_inputs(self) -> list[int]:
+        """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache
+        is read at every step and written at none. A tensor that is passed by itself may be made anew for every call,
+        and one that a module holds may be a weight: those are packed only where the graph writes them.
+        """
+        return [
+            index
+            for index, value in enumerate(self.example_inputs)
+            if type(value) is torch.Tensor
+            and _is_held(self.sources[index])
+            and not (value.requires_grad or value._is_view())
+            and value.is_contiguous()
+        ]
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -241,6 +260,12 @@ def _source_names(gm: GraphModule) -> dict[int, str]:
         name = getattr(source, "name", None)
         names[index] = (name() if callable(name) else name) or node.name
     return names
+
+
+def _is_held(source: str) -> bool:
+    """Whether an input, named as Dynamo does, is an attribute of an object, and not a weight or buffer of a module."""
+    holder, _, attribute = source.rpartition(".")
+    return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
 
 
 def _input_mismatch(dynamo: Sequence[Any], aten: Sequence[Any]) -> str | None:

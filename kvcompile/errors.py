@@ -22,6 +22,10 @@ class AliasedCacheError(KVCompileError):
     """Two packed caches that a compiled graph writes are one: their writes would be lost or mixed."""
 
 
+class CacheFileError(KVCompileError, ValueError):
+    """A cache cannot be saved, or a file cannot be loaded as a cache: the message names the place and the remedy."""
+
+
 class UnsupportedSiteError(KVCompileError):
     """An attention site cannot use a packed cache, and ``on_unsupported`` is ``error``.
 

@@ -2,18 +2,21 @@
 
 Two layers, from outside in:
 
-:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache that the graph
-mutates is quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible
-(a view of it is alive, say), the call runs as plain Inductor would, and the report says so.
+:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache is
+quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible (a view of it
+is alive, say), the call runs as plain Inductor would, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
-growing ones, and wraps new packed data that the graph returns.
+growing ones, and wraps new packed data that the graph returns. A packed tensor that the graph uses in ways which are
+not those of a cache is passed as its values, and quantized anew if the graph has changed them: what eager code on the
+packed tensor does too.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,19 +32,37 @@ from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.sizes import SizeReader
 
 
+@dataclass(frozen=True)
+class DequantizedInput:
+    """Input ``index`` of a compiled graph is a packed tensor, and the graph takes its values.
+
+    Attributes:
+        index: position among the graph's inputs.
+        mutated: whether the graph changes them.
+    """
+
+    index: int
+    mutated: bool
+
+
 class PackedCall:
     """The compiled, rewritten graph, callable with the inputs of the graph before rewriting."""
 
     _boxed_call = True
 
     def __init__(
-        self, compiled: Callable[[list[Any]], Sequence[Any]], rewritten: Rewritten, example_inputs: Sequence[Any]
+        self,
+        compiled: Callable[[list[Any]], Sequence[Any]],
+        rewritten: Rewritten,
+        example_inputs: Sequence[Any],
+        dequantized: Sequence[DequantizedInput] = (),
     ) -> None:
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
         self._references = ReferencesOfThread() if rewritten.by_reference else None
         self._returned = rewritten.returned_inputs
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
+        self._dequantized = list(dequantized)
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -52,7 +73,13 @@ class PackedCall:
             if action.kind == "growing":
                 cache = _growing(cache, action).extended(new_tokens(args))
                 grown.extend((output, cache) for output in action.outputs)
-            args[action.index] = cache.packed
+            args[action.index] = _data_of(cache)
+        changed: list[tuple[PackedTensor, Tensor]] = []
+        for plain in self._dequantized:
+            tensor = args[plain.index]
+            args[plain.index] = tensor.dequantize().contiguous()
+            if plain.mutated:
+                changed.append((tensor, args[plain.index]))
         _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
         if self._references is not None:
             self._refer(args, self._references)
@@ -61,6 +88,8 @@ class PackedCall:
         if mutated:
             torch._foreach_copy_(mutated, outputs[-len(mutated) :])
             del outputs[-len(mutated) :]
+        for tensor, new_values in changed:
+            tensor.copy_(new_values)
         for index, cache in grown:
             outputs[index] = cache
         for made, shape in shapes:
@@ -109,12 +138,13 @@ class AdoptingCall:
             guard: looks at the inputs of the first call, while its caches may still be plain.
         """
         self._compiled = compiled
-        self._caches = [action for action in caches if action.kind == "static"]
+        self._caches = [action for action in caches if action.kind != "growing"]
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
 
     def __call__(self, *args: Any) -> Any:
+        report.ran()
         if self._guard is not None:
             self._guard.look(args)
             self._guard = None
@@ -146,6 +176,13 @@ def _check_distinct(mutated: list[Tensor]) -> None:
             "two packed caches that this compiled graph writes share their storage (one is a view of the other); "
             "pass a clone() of one of them"
         )
+
+
+def _data_of(cache: PackedTensor) -> Tensor:
+    """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
+        cache = cache.extended(0)
+    return cache.packed
 
 
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:

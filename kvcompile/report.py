@@ -116,10 +116,12 @@ class Report:
     Attributes:
         graphs: in the order of their compilation.
         notes: what happened when compiled graphs ran, one line each, e.g. that a cache could not be adopted.
+        calls: how often graphs with packed caches ran, those that were compiled before included.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    calls: int = 0
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -189,6 +191,13 @@ class Report:
         return render(self)
 
 
+UNUSED = (
+    "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, and "
+    "with generate() of Transformers compile the model itself, model.compile(backend='kvquant'): a compile_config "
+    "applies on accelerators, to static caches, and neither to beams nor to assisted decoding"
+)
+"""What a report notes of a block in which the backend had nothing to do."""
+
 _lock = threading.Lock()
 _last = Report()
 _collecting: list[Report] = []
@@ -218,6 +227,14 @@ def note(text: str) -> None:
     log.warning("%s", text)
 
 
+def ran() -> None:
+    """A graph with packed caches is about to run. Any thread may call this."""
+    if _collecting:
+        with _lock:
+            for report in _collecting:
+                report.calls += 1
+
+
 def last_report() -> Report:
     """The report of the graph that was compiled last, in any thread; an empty one if there was none."""
     return _last
@@ -226,6 +243,9 @@ def last_report() -> Report:
 @contextlib.contextmanager
 def collect_reports() -> Iterator[Report]:
     """Collect the reports of all graphs that any thread compiles inside the block.
+
+    If none is compiled, and none that was compiled before runs on packed caches, the report notes that at its end:
+    ``generate()`` of Transformers does not call compiled code in every mode, and does not say so.
 
     >>> with kvcompile.collect_reports() as report:
     ...     model.generate(...)
@@ -236,6 +256,9 @@ def collect_reports() -> Iterator[Report]:
         _collecting.append(report)
     try:
         yield report
+        if not report.graphs and not report.calls:
+            report.notes.append(UNUSED)
+            log.warning("%s", UNUSED)
     finally:
         with _lock:
             _collecting[:] = [other for other in _collecting if other is not report]

@@ -20,7 +20,7 @@ Row = tuple[str, str, str, str, str]
 def render(report: Report) -> str:
     """One table a graph, the reasons for what was not rewritten, the totals."""
     if not report.graphs:
-        return "kvquant has compiled no graph yet"
+        return "\n".join(["kvquant has compiled no graph yet", *(f"note: {note}" for note in report.notes)])
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
     first_with: dict[tuple[Row, ...], int] = {}

@@ -7,13 +7,14 @@ other use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
 
-from kvcompile.kernels.layout import Role
+from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
@@ -27,6 +28,15 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 
+@dataclass(frozen=True)
+class PackedInput:
+    """A graph input that is packed already: its layout, its token axis, and whether it grows by concatenation."""
+
+    layout: PackedLayout
+    token_axis: int
+    growing: bool
+
+
 @dataclass
 class Cache:
     """A proven cache.
@@ -35,8 +45,10 @@ class Cache:
         root: its value after all writes; what attention reads.
         role: ``key`` or ``value``.
         kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph, returned), ``growing`` (an input
-            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only``.
+            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only`` (an input
+            that is packed already, or that an object holds as it holds a cache; the encoder's part of one, say).
         base: its value before all writes; for ``fresh``, its new rows.
+        in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
         writes: in order of execution.
         token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
@@ -52,6 +64,7 @@ class Cache:
     writes: list[CacheWrite]
     token_axis: int
     write_back: Node | None = None
+    in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
     serves_both: bool = False
@@ -102,11 +115,19 @@ class Attention:
 class CacheFinder:
     """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
 
-    def __init__(self, graph: Graph, packed_inputs: frozenset[Node]) -> None:
-        """``packed_inputs``: placeholders whose caller passes a packed cache already."""
+    def __init__(
+        self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], held_inputs: Collection[Node] = ()
+    ) -> None:
+        """
+        Args:
+            graph: functional ATen graph with markers.
+            packed_inputs: placeholders whose caller passes a packed cache already.
+            held_inputs: placeholders of plain tensors that may be packed although the graph only reads them.
+        """
         self.output = graph.output_node()
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         self.packed_inputs = packed_inputs
+        self.held_inputs = held_inputs
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
 
@@ -129,6 +150,7 @@ class CacheFinder:
     def _read(self, operand: Node, role: Role) -> Read:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, frozenset())
+        _check_whole(root, role)
         if root.op == "placeholder" or root.target in WRITE_OPS:
             read = trace_read(operand, frozenset(), role)
             states, writes = self._history(read, role)
@@ -136,7 +158,7 @@ class CacheFinder:
                 return read
         root, _ = view_chain(operand, self.outputs)
         if root.op != "placeholder" and root not in self.outputs and root.target not in WRITE_OPS:
-            raise Refusal(Reason.no_cache, role=role)
+            raise _no_cache(root, role)
         return trace_read(operand, self.outputs, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -153,7 +175,9 @@ class CacheFinder:
         swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
         kind, write_back = self._kind(read, states, writes, swapped, role)
         token_axis = 3 - read.token_axis if swapped else read.token_axis
-        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back)
+        packed = self.packed_inputs.get(base)
+        in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
+        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
         if base.op == "placeholder":
@@ -172,7 +196,7 @@ class CacheFinder:
             if _keeps_values(node) and node not in self.outputs:
                 node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
             elif node.target in WRITE_OPS and not (node in self.outputs and _is_new_rows(node)):
-                write = match_write(node, axis, role)
+                write = _write_of(node, axis, role)
                 if write is None:
                     return states, writes
                 writes.insert(0, write)
@@ -188,10 +212,10 @@ class CacheFinder:
         if writes and writes[-1].form == "cat":
             if len(states) == 2 and base.op == "placeholder" and root in self.outputs:
                 return "growing", None
-            raise Refusal(Reason.no_cache, role=role)
+            raise _no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
-                if base in self.packed_inputs:
+                if base in self.packed_inputs or base in self.held_inputs:
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=base.name)
             write_back = _find_write_back(root, base, swapped)
@@ -203,7 +227,7 @@ class CacheFinder:
         if root in self.outputs:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
-        raise Refusal(Reason.no_cache, role=role)
+        raise _no_cache(root, role)
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
         """No one else may look at the cache before or between its writes; raises Refusal."""
@@ -250,6 +274,55 @@ class CacheFinder:
         return user.target in VIEW_OPS and all(
             self._is_understood(cache, user, further, understood) for further in user.users
         )
+
+
+def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
+    """``node`` as a write of a cache; raises Refusal for one in a form that is not understood.
+
+    One into a tensor that the graph has made assembles new rows (a part with rotary positions and one without, say) or
+    something that is made for this attention alone, however it does that.
+    """
+    try:
+        return match_write(node, token_axis, role)
+    except Refusal:
+        if _first_state(node).op == "placeholder":
+            raise
+        return None
+
+
+def _check_whole(root: Node, role: Role) -> None:
+    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
+    if root.target not in (aten.select.int, aten.index.Tensor) or _first_state(root).op != "placeholder":
+        return
+    if root.target is aten.select.int:
+        raise Refusal(Reason.part_of_tensor, role=role)
+    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        raise Refusal(Reason.gathered, role=role)
+
+
+def _first_state(node: Node) -> Node:
+    """The tensor that ``node`` is a later state of, or a part or view of one."""
+    inner = WRITE_OPS | VIEW_OPS | {aten.select.int}
+    while node.op == "call_function" and node.target in inner:
+        operand = node.args[2] if node.target is aten.where.self else node.args[0]
+        node = operand[0] if node.target is aten.cat.default else operand
+    return node
+
+
+def _no_cache(root: Node, role: Role) -> Refusal:
+    """Why ``root`` is no cache: it is made in this graph from new rows alone, or from a cache among other things.
+
+    Attention of earlier layers is no part of how it is made: what a model computes from that is new.
+    """
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and _first_state(node).op == "placeholder":
+            return Refusal(Reason.computed_from_cache, role=role)
+        operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(operands)
+        pending.extend(operands)
+    return Refusal(Reason.no_cache, role=role)
 
 
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:

@@ -15,6 +15,9 @@ in the model                          in the functional graph
 ``cache.copy_(where(m, k, cache))``   ``where(m, k, cache)``
 ``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
 ====================================  ===========================================
+
+One more does not write new tokens but moves those that are there, as a window does that is full: ``roll`` along the
+tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from kvcompile.passes.trace_read import with_defaults
 
 aten = torch.ops.aten
 
-Normalised = tuple[Node, Node, Node | None]
+Normalised = tuple[Node | None, Node, Node | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class CacheWrite:
         form: what kind of write, for the report.
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
         own: nodes beside ``node`` that may use ``base`` (they only read its shape).
-        normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point.
+        normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
+            ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
+        moves: whether it moves tokens.
     """
 
     node: Node
@@ -57,6 +62,7 @@ class CacheWrite:
     token_axis: int
     own: tuple[Node, ...]
     normalise: Callable[[Graph], Normalised]
+    moves: bool = False
 
 
 def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
@@ -107,7 +113,7 @@ def _write(
     base: Node,
     form: str,
     token_axis: int,
-    fn: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    fn: Callable[..., tuple[Tensor | None, Tensor, Tensor | None]],
     *args: Any,
     own: tuple[Node, ...] = (),
 ) -> CacheWrite:
@@ -201,11 +207,12 @@ def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
 
     def normalise(x: Tensor, first: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(_whole(node, token_axis, n))
-        return heads_first(x, token_axis), torch.arange(n, device=x.device) + first, None
+        # A start that is a negative symbol counts from the end as well.
+        return heads_first(x, token_axis), _wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
     start = 0 if start is None else start
     if isinstance(start, int) and start < 0:
-        start = start + num_tokens
+        start = torch.sym_max(start + num_tokens, 0)
     return _write(node, base, "slice_scatter", token_axis, normalise, value, start, own=own)
 
 
@@ -286,6 +293,24 @@ def _match_cat(node: Node, token_axis: int, role: str) -> CacheWrite | None:
     return _write(node, base, "cat", token_axis, normalise, value, shape_of(base)[token_axis])
 
 
+def _match_index(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+    """Tokens of a cache in another order: every token of the result is one of the cache."""
+    base, indices = node.args
+    index = indices[token_axis] if len(indices) > token_axis else None
+    if index is None or len(shape_of(node)) != 4 or any(i is not None and i is not index for i in indices):
+        return None
+    num_tokens = shape_of(base)[token_axis]
+    is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
+    if not is_vector or not statically_known_true(shape_of(node)[token_axis] == num_tokens):
+        return None
+
+    def normalise(source: Tensor) -> tuple[None, Tensor, None]:
+        return None, _wrapped(source, num_tokens), None
+
+    write = _write(node, base, "index", token_axis, normalise, index)
+    return replace(write, moves=True)
+
+
 def returned_rows(node: Node, token_axis: int) -> CacheWrite:
     """New keys or values that the graph returns, as the first write of a cache that grows from nothing."""
 
@@ -303,5 +328,6 @@ _MATCHERS: dict[Any, Callable[[Node, int, str], CacheWrite | None]] = {
     aten.scatter.src: _match_scatter,
     aten.where.self: _match_where,
     aten.cat.default: _match_cat,
+    aten.index.Tensor: _match_index,
 }
 WRITE_OPS = frozenset(_MATCHERS)

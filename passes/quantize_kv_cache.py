@@ -9,7 +9,7 @@ expand   give the remaining markers back to Inductor              (expand_marker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.expand_markers import expand_markers
-from kvcompile.passes.find_caches import Attention, Cache, CacheFinder
+from kvcompile.passes.find_caches import Attention, Cache, CacheFinder, PackedInput
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
@@ -30,15 +30,6 @@ from kvcompile.passes.site_parts import SiteParts
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer alone."""
-
-
-@dataclass(frozen=True)
-class PackedInput:
-    """A graph input that is packed already: its layout, its token axis, and whether it grows by concatenation."""
-
-    layout: PackedLayout
-    token_axis: int
-    growing: bool
 
 
 @dataclass
@@ -55,6 +46,7 @@ def quantize_kv_cache(
     packed_inputs: Mapping[int, PackedInput],
     source_names: Mapping[int, str],
     on_analysed: Callable[[GraphModule, list[Site]], None] = lambda gm, sites: None,
+    held_inputs: Collection[int] = (),
 ) -> tuple[list[Site], Rewritten | None]:
     """Rewrite ``gm`` in place.
 
@@ -65,13 +57,15 @@ def quantize_kv_cache(
         packed_inputs: the inputs, by position, whose caller passes packed caches.
         source_names: what the user calls each input.
         on_analysed: shown the graph when every site is decided and nothing is rewritten; its nodes have their parts.
+        held_inputs: the plain inputs, by position, that may be packed although the graph does not write them.
 
     Returns:
         one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` is then unchanged).
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
-    candidates = _find(gm, frozenset(packed_nodes))
+    held_nodes = frozenset(placeholders[index] for index in held_inputs)
+    candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)
     sites = [candidate.site for candidate in candidates]
@@ -126,8 +120,7 @@ def refuse(site: Site, refusal: Refusal) -> None:
     site.reason, site.reason_code = str(refusal), refusal.reason.name
 
 
-def _find(gm: GraphModule, packed_nodes: frozenset[Node]) -> list[_Candidate]:
-    finder = CacheFinder(gm.graph, packed_nodes)
+def _find(finder: CacheFinder, gm: GraphModule) -> list[_Candidate]:
     candidates = [_Candidate(site) for site in sites_of(gm)]
     for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
         try:
@@ -184,6 +177,7 @@ def _choose(
             }
             for cache in _caches(candidate):
                 _check_shared(cache, candidate.layouts[cache.role])
+                _check_moves(cache, candidate.layouts[cache.role])
         except Refusal as refusal:
             refuse(candidate.site, refusal)
 
@@ -194,9 +188,8 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
         if packed.layout.role != cache.role or packed.token_axis != cache.token_axis:
             detail = f"it was packed as a {packed.layout.role} with its tokens on axis {packed.token_axis}"
             raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
-        if packed.growing and cache.kind != "growing":
-            verb = "writes" if cache.writes else "only reads"
-            raise Refusal(Reason.growing_written, role=cache.role, verb=verb)
+        if packed.growing and cache.kind == "static":
+            raise Refusal(Reason.growing_written, role=cache.role)
         return packed.layout
     if formats is None:
         raise Refusal(Reason.policy_auto)
@@ -217,6 +210,13 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
         raise Refusal(Reason.latent_on_gpu, format=layout.format_name)
     if cache.serves_both and layout.format.granularity == "channel":
         raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
+
+
+def _check_moves(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if the graph moves tokens that share their bytes with others."""
+    if layout.residual is not None and any(write.moves for write in cache.writes):
+        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
 def _settle(candidates: list[_Candidate]) -> None:

@@ -30,6 +30,18 @@ class Reason(enum.Enum):
         "its {role} is computed in this graph and not cached",
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
     )
+    part_of_tensor = (
+        "its {role} cache is a part of a larger tensor, such as one for keys and values or for all layers",
+        "keep the keys and the values of every layer in tensors of their own, in a list or in buffers, say",
+    )
+    gathered = (
+        "its {role} is gathered from a cache by an index, such as a block table",
+        "keep the tokens of every sequence in order in [batch, heads, tokens, head_dim], and hide some with a mask",
+    )
+    computed_from_cache = (
+        "its {role} is computed from a cache and is not a view of it",
+        "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
+    )
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
         "let a compiled function write it, or pack it beforehand with kvcompile.PackedTensor.from_dense",
@@ -95,12 +107,8 @@ class Reason(enum.Enum):
         "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores",
         "give the query four dimensions, and a mask that broadcasts to [batch, heads, q_len, kv_len]",
     )
-    packed_elsewhere = (
-        "the graph also uses the packed tensor {source} in a way that is not understood",
-        "keep that use out of the compiled function, or pass it the plain values, cache.dequantize()",
-    )
     growing_written = (
-        "its {role} cache is growing (made by cat), but this graph {verb} it without extending it",
+        "its {role} cache is growing (made by cat), but this graph writes to it in place",
         "extend it with torch.cat, or use a cache of fixed size",
     )
     partner_refused = (

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.packing import move_tokens
 from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
@@ -93,6 +94,11 @@ class Rewritten:
         return all(self.example_inputs[action.index].is_cuda for action in self.inputs)
 
 
+def is_mutated(placeholder: Node) -> bool:
+    """Whether a functional graph changes an input: copies into it at its end, or hands it to an op that does."""
+    return any(user.op == "call_function" and user.is_impure(impure_random=False) for user in placeholder.users)
+
+
 class CacheRewriter:
     """Rewrites proven caches and the attention that reads them, in one graph."""
 
@@ -124,7 +130,10 @@ class CacheRewriter:
         for write, anchor in zip(cache.writes, anchors, strict=True):
             with self.graph.inserting_before(anchor):
                 x, positions, valid = write.normalise(self.graph)
-                state = insert_store(self.graph, state, layout, x, positions, valid)
+                if x is None:
+                    state = inline(self.graph, move_tokens, state, layout, positions)
+                else:
+                    state = insert_store(self.graph, state, layout, x, positions, valid)
         if cache.kind in ("static", "growing") and state is not data:
             self._write_back(cache, data, state)
         self.packed[cache.root] = state
@@ -165,9 +174,8 @@ class CacheRewriter:
                 self.graph.erase_node(node)
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
-        grows = cache.kind in ("growing", "fresh")
-        blocks = layout.growing_blocks(cache.num_tokens) if grows else layout.blocks(cache.num_tokens)
-        return (blocks, cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+        count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
+        return (count(cache.num_tokens), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
 
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)

@@ -30,13 +30,24 @@ SMALL_NBYTES = 4096
 copy_ = torch.ops.aten.copy_.default
 
 
-def can_replay(rewritten: Rewritten) -> bool:
+def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
     """Whether a recording of a graph would serve more than one call.
 
     Growing caches have another length at every step. Caches that the graph makes would lie in memory that belongs to
-    the recording, and the next replay would overwrite them.
+    the recording, and the next replay would overwrite them. And only our operators take references: a graph that moves
+    packed tokens about, as a full sliding window does, needs the data.
     """
-    return not rewritten.outputs and all(action.kind != "growing" for action in rewritten.inputs)
+    if rewritten.outputs or any(action.kind == "growing" for action in rewritten.inputs):
+        return False
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    states = [placeholders[action.index] for action in rewritten.inputs]
+    for state in states:  # grows
+        for user in state.users:
+            if user.target is auto_functionalized_v2:
+                states += user.users
+            elif user.target not in (torch.ops.kvcompile.attention.default, copy_):
+                return False
+    return True
 
 
 def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:

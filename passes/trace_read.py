@@ -26,6 +26,7 @@ SAME_OPS = (
     aten.lift_fresh_copy.default,
 )
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 VIEW_OPS = frozenset(
@@ -101,7 +102,12 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
 def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
     """The dimensions of ``node`` in terms of those of its input."""
     target, args = node.target, node.args
-    if target in SAME_OPS or target in _CASTS:
+    if target in SAME_OPS:
+        return dims
+    if target in _CASTS:
+        # Rounding to the dtype that attention computes in is lost in that of the format; that to integers is not.
+        if node.meta["val"].dtype not in _COMPUTE_DTYPES:
+            raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {node.meta['val'].dtype}")
         return dims
     if target is aten.permute.default:
         return [dims[axis] for axis in args[1]]

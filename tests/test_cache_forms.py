@@ -172,3 +172,63 @@ def test_two_packed_caches_of_one_storage_are_told_apart_at_run_time() -> None:
     mask = torch.ones(1, MAX_LEN, dtype=torch.bool)
     with torch.no_grad(), pytest.raises(AliasedCacheError, match="share their storage"):
         compiled(q, k, v, k_cache, v_cache, torch.tensor([3]), mask)
+
+
+def roll_then_write(cache: Tensor, k: Tensor) -> None:
+    rolled = cache.roll(-k.shape[2], 2)
+    rolled[:, :, -k.shape[2] :] = k
+    cache.copy_(rolled)
+
+
+def reorder_then_write(cache: Tensor, k: Tensor) -> None:
+    order = torch.arange(cache.shape[2]).roll(-k.shape[2])
+    cache.copy_(cache[:, :, order])
+    cache[:, :, -k.shape[2] :] = k
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(
+    ("move", "policy"), [(roll_then_write, "int8_per_token_head"), (reorder_then_write, "turboquant_4bit_nc")]
+)
+def test_a_full_window_moves_its_tokens_without_quantizing_them_again(move: Write, policy: str) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        move(keys, k)
+        move(values, v)
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    compiled = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    keys, values = caches(2)
+    history = [keys.clone(), values.clone()]
+    with torch.no_grad():
+        for tokens in (1, 3):  # the second time as a symbol
+            q = torch.randn(BATCH, NUM_HEADS, tokens, HEAD_DIM)
+            k, v = torch.randn(2, BATCH, NUM_KV_HEADS, tokens, HEAD_DIM).unbind()
+            out = compiled(q, k, v, keys, values)
+            history = [torch.cat([past, new], 2) for past, new in zip(history, (k, v), strict=True)]
+            assert isinstance(keys, PackedTensor)
+            expected = [
+                PackedTensor.from_dense(past[:, :, -MAX_LEN:], cache.packed_layout, 2)
+                for past, cache in zip(history, (keys, values), strict=True)
+            ]
+            assert torch.equal(keys.dequantize(), expected[0].dequantize())
+            plain = F.scaled_dot_product_attention(q, *(x.dequantize() for x in expected), enable_gqa=True)
+            torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_tokens_whose_bytes_are_shared_are_not_moved() -> None:
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        roll_then_write(keys, k)
+        roll_then_write(values, k)
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    compiled = torch.compile(step, backend="kvquant", options={"policy": "int4", "on_unsupported": "ignore"})
+    q, k = torch.randn(BATCH, NUM_HEADS, 1, HEAD_DIM), torch.randn(BATCH, NUM_KV_HEADS, 1, HEAD_DIM)
+    keys, values = caches(2)
+    plain = keys.clone(), values.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k, keys, values), step(q, k, *plain))
+    assert torch.equal(keys, plain[0])
+    (site,) = last_report().sites
+    assert site.reason_code == "unsupported_format"
+    assert "moves tokens" in str(site.reason)

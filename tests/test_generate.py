@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,3 +43,74 @@ def test_model_compile_packs_the_default_growing_cache_of_generate(device: str) 
     result = model.generate(prompt, **arguments)
     assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
     assert result.sequences.shape == plain.sequences.shape
+
+
+LOSSLESS = {"default": {"dtype": "float32"}}
+"""Packed caches hold float32 as it is, so that tokens must be those of the model without the backend."""
+
+REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
+
+
+def left_padded() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = ids[0, :7] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "beams, which reorder the cache, of left-padded sequences": {**left_padded(), "num_beams": 3},
+    "prompt lookup, which crops the cache": {"inputs": REPETITIVE, "prompt_lookup_num_tokens": 3},
+    "a static cache, prefilled in chunks": {**left_padded(), "prefill_chunk_size": 8, "cache_implementation": "static"},
+}
+
+
+def generated(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    return model.generate(**{**common, **arguments}, disable_compile=True)
+
+
+def compiled_llama() -> Any:
+    model = tiny_llama(num_layers=1)
+    model.compile(backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "error"})
+    return model
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -> None:
+    expected = generated(tiny_llama(num_layers=1), **arguments)
+    with collect_reports() as report:
+        result = generated(compiled_llama(), **arguments)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
+    assert report.notes == []
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_otherwise() -> None:
+    def conversation(model: Any) -> list[torch.Tensor]:
+        first = generated(model, inputs=left_padded()["inputs"], do_sample=True, top_k=5)
+        sequences = [first.sequences]
+        for question in (torch.tensor([[11, 12]]), torch.tensor([[13]])):
+            ids = torch.cat([first.sequences, question.expand(2, -1)], 1)
+            answer = generated(model, inputs=ids, past_key_values=copy.deepcopy(first.past_key_values))
+            sequences.append(answer.sequences)
+            assert type(answer.past_key_values.layers[0].keys) is type(first.past_key_values.layers[0].keys)
+        return sequences
+
+    expected = conversation(tiny_llama(num_layers=1))
+    for sequence, plain in zip(conversation(compiled_llama()), expected, strict=True):
+        assert torch.equal(sequence, plain)
+
+
+def test_a_report_notes_that_generate_did_not_call_what_was_compiled() -> None:
+    model = tiny_llama(num_layers=1)
+    config = transformers.CompileConfig(backend="kvquant", mode=None)
+    config._compile_all_devices = True
+    with collect_reports() as report:
+        model.generate(REPETITIVE, max_new_tokens=2, num_beams=2, cache_implementation="static", compile_config=config)
+    (note,) = report.notes
+    assert "model.compile(backend='kvquant')" in note
+    assert note in str(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -112,6 +113,126 @@ REFUSED: dict[Callable[..., Any], str] = {
 }
 
 
+def attention_before_the_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    before = sdpa(q, kc, vc, torch.arange(S)[None] < pos)
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc, torch.arange(S)[None] <= pos), before
+
+
+def write_after_the_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    out = sdpa(q, kc, vc)
+    write(kc, k * 2, pos + 1)
+    return out
+
+
+def other_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, k.expand(B, H, S, D), vc)
+
+
+def old_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    old = kc.clone()
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, old, vc)
+
+
+def keys_are_scaled(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc * 2, vc)
+
+
+def keys_decay(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    kc.mul_(0.9)
+    return sdpa(q, kc, vc)
+
+
+def keys_are_values_elsewhere(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc, vc) + sdpa(q, vc, kc)
+
+
+def keys_become_integers(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.int().float(), vc)
+
+
+def keys_become_8_bit_floats(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.to(torch.float8_e5m2).float(), vc)
+
+
+def write_of_some_sequences(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:1, :, 5:6] = k[:1]
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def write_of_some_channels(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:, :, 5:6, :32] = k[..., :32]
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def write_that_depends_on_the_channel(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.copy_(torch.where(torch.arange(D) < 7, k, kc))
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def sequences_in_another_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.flip(0), vc.flip(0))
+
+
+def heads_in_another_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc[:, [1, 0]], vc[:, [1, 0]])
+
+
+def tokens_in_another_order_for_this_attention(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.roll(1, 2), vc.roll(1, 2))
+
+
+def write_through_a_view_of_the_storage(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc.as_strided((B, H, S, D), kc.stride(), 0).index_copy_(2, pos, k)
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def the_graph_depends_on_data_in_between(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    if kc.sum() > 0:
+        q = q * 2
+    return sdpa(q, kc, vc)
+
+
+UNSAFE: dict[Callable[..., Any], str] = {
+    attention_before_the_write: "used_elsewhere",
+    write_after_the_read: "not_written_back",
+    other_keys_are_read: "unknown_read",
+    old_keys_are_read: "plain_read_only",
+    keys_are_scaled: "computed_from_cache",
+    keys_decay: "computed_from_cache",
+    keys_are_values_elsewhere: "shared_key_value",
+    keys_become_integers: "unknown_read",
+    keys_become_8_bit_floats: "unknown_read",
+    write_of_some_sequences: "unknown_write",
+    write_of_some_channels: "used_elsewhere",
+    write_that_depends_on_the_channel: "unknown_write",
+    sequences_in_another_order: "computed_from_cache",
+    heads_in_another_order: "computed_from_cache",
+    tokens_in_another_order_for_this_attention: "not_written_back",
+    write_through_a_view_of_the_storage: "no_cache",
+    the_graph_depends_on_data_in_between: "plain_read_only",
+}
+"""Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
+
+
 def inputs() -> list[Tensor]:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, H, 1, D).unbind()
@@ -143,6 +264,72 @@ def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_induc
     assert REFUSED[fn] in reasons
     assert None not in reasons
     assert all(site.reason for site in last_report().sites)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", UNSAFE, ids=lambda fn: fn.__name__)
+def test_what_only_looks_like_a_cache_is_refused_with_its_reason(fn: Callable[..., Any]) -> None:
+    args, expected_args = inputs(), inputs()
+    out = run(fn, args, policy="int8_per_token_head", on_unsupported="ignore")
+    torch.testing.assert_close(out, fn(*expected_args), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(args, expected_args, rtol=0, atol=0)
+    reasons = {site.reason_code for site in last_report().sites}
+    assert UNSAFE[fn] in reasons
+    assert None not in reasons
+
+
+def keys_and_values_in_one(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+    write(kv[0], k, pos), write(kv[1], v, pos)
+    return sdpa(q, kv[0], kv[1])
+
+
+def layers_in_one(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, pos: Tensor) -> Tensor:
+    cache[1, 0, :, :, pos], cache[1, 1, :, :, pos] = k, v
+    return sdpa(q, cache[1, 0], cache[1, 1])
+
+
+def slots_in_tensors(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(0, pos, k[0].transpose(0, 1)), values.index_copy_(0, pos, v[0].transpose(0, 1))
+    block_table = torch.arange(0, keys.shape[0], 3)
+    read = (x.index_select(0, block_table).transpose(0, 1)[None] for x in (keys, values))
+    return sdpa(q[:1], *read)
+
+
+LARGER = {
+    keys_and_values_in_one: ([(2, B, H, S, D)], "part_of_tensor"),
+    layers_in_one: ([(2, 2, B, H, S, D)], "part_of_tensor"),
+    slots_in_tensors: ([(96, H, D), (96, H, D)], "gathered"),
+}
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(("fn", "given"), LARGER.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_caches_within_larger_tensors_and_behind_block_tables_are_refused_as_such(fn: Any, given: Any) -> None:
+    shapes, reason = given
+    q, k, v, _, _, pos = inputs()
+    args = [q, k, v, *(torch.randn(shape) for shape in shapes), pos]
+    expected_args = [arg.clone() for arg in args]
+    out = run(fn, args, on_unsupported="ignore")
+    torch.testing.assert_close(out, fn(*expected_args), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(args, expected_args, rtol=0, atol=0)
+    assert [site.reason_code for site in last_report().sites] == [reason]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_two_attentions_with_different_masks_may_share_a_cache_and_return_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+        write(kc, k, pos), write(vc, v, pos)
+        masks = torch.arange(S) <= pos[:, None], torch.arange(S)[None] < 3
+        first, second = (sdpa(q, kc, vc, mask) for mask in masks)
+        return first, second, kc
+
+    args = packed_caches()
+    expected = fn(*packed_caches())
+    out = run(fn, args, on_unsupported="error")
+    for one, other in zip(out[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert out[2] is args[3]
+    assert torch.equal(args[3].packed, expected[2].packed)
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
@@ -251,44 +438,98 @@ def test_a_site_that_shares_its_cache_with_a_refused_one_is_refused_too() -> Non
     assert reasons_after(Model(), inputs(), policy=policy) == ["partner_refused", "policy_auto"]
 
 
+def packed_copy(cache: Tensor, role: str, growing: bool = False) -> PackedTensor:
+    return PackedTensor.from_dense(cache, PackedLayout("fp8_e4m3", role, D), 2, growing=growing)
+
+
 def packed_caches(growing: bool = False) -> list[Any]:
     q, k, v, kc, vc, pos = inputs()
-    keys, values = (
-        PackedTensor.from_dense(cache, PackedLayout("fp8_e4m3", role, D), 2, growing=growing)
-        for cache, role in ((kc, "key"), (vc, "value"))
-    )
+    keys, values = packed_copy(kc, "key", growing), packed_copy(vc, "value", growing)
     return [q, k, v, keys, values, pos]
 
 
-def test_a_packed_cache_that_is_also_used_otherwise_works_through_its_own_dispatch() -> None:
+def expected_step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+    """What :func:`step` computes with packed caches, by their own dispatch."""
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, kc.dequantize(), vc.dequantize())
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_packed_tensor_that_is_used_otherwise_is_passed_as_its_values_beside_packed_caches(growing: bool) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor, view: Tensor) -> Any:
+        return step(q, k, v, kc, vc, pos), other.sum(), other, view.amax(-1)
+
+    other = packed_caches(growing)[3]
+    view = packed_caches()[4][:1, :, 3:].transpose(1, 2)
+    out, total, same, largest = run(fn, [*packed_caches(), other, view], on_unsupported="error")
+    torch.testing.assert_close(out, expected_step(*packed_caches()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, other.dequantize().sum())
+    assert same is other
+    assert torch.equal(largest, view.dequantize().amax(-1))
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_packed_tensor_that_the_graph_changes_otherwise_is_quantized_anew() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor, other: Tensor) -> Any:
-        return step(q, k, v, kc, vc, pos), other.sum()
+        other.copy_(other.flip(2) * 2)
+        return step(q, k, v, kc, vc, pos)
 
-    args, other = inputs(), packed_caches()[3]
-    expected = run(fn, [*inputs(), other.dequantize()], backend="inductor")
-    torch.testing.assert_close(run(fn, [*args, other], on_unsupported="ignore"), expected)
-    assert [site.reason_code for site in last_report().sites] == ["packed_elsewhere"]
+    other = packed_caches()[3]
+    expected = packed_copy(other.dequantize().flip(2) * 2, "key")
+    out = run(fn, [*packed_caches(), other], on_unsupported="error")
+    torch.testing.assert_close(out, expected_step(*packed_caches()), rtol=1e-4, atol=1e-5)
+    assert torch.equal(other.packed, expected.packed)
 
 
-def test_a_growing_cache_that_is_only_read_works_through_its_own_dispatch() -> None:
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_packed_cache_that_is_only_read_is_read_packed(growing: bool) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
         return sdpa(q, kc, vc)
 
-    args = packed_caches(growing=True)
-    expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
-    torch.testing.assert_close(run(fn, args, on_unsupported="ignore"), expected)
-    assert [site.reason_code for site in last_report().sites] == ["growing_written"]
-
-
-def test_a_packed_cache_that_is_only_read_is_read_packed() -> None:
-    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
-        return sdpa(q, kc, vc)
-
-    args = packed_caches()
+    args = packed_caches(growing)
     expected = sdpa(args[0], args[3].dequantize(), args[4].dequantize())
     torch.testing.assert_close(run(fn, args, on_unsupported="error"), expected, rtol=1e-4, atol=1e-5)
     (site,) = last_report().sites
     assert [cache.kind for cache in site.caches] == ["read-only", "read-only"]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_plain_cache_that_is_only_read_is_packed_if_an_object_holds_it() -> None:
+    @dataclass
+    class EncoderCache:
+        keys: Tensor
+        values: Tensor
+
+    def fn(q: Tensor, cache: EncoderCache) -> Tensor:
+        return sdpa(q, cache.keys, cache.values)
+
+    q, _, _, keys, values, _ = inputs()
+    expected = sdpa(q, *(packed_copy(x, role).dequantize() for x, role in ((keys, "key"), (values, "value"))))
+    cache = EncoderCache(keys, values)
+    for _ in range(2):
+        out = run(fn, [q, cache], policy="fp8_e4m3", on_unsupported="error")
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert isinstance(cache.keys, PackedTensor)
+        assert isinstance(cache.values, PackedTensor)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_tensors_of_a_module_that_are_only_read_stay_as_they_are() -> None:
+    class Prefix(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.values = (torch.nn.Parameter(x) for x in inputs()[3:5])
+            self.register_buffer("more_keys", inputs()[3])
+
+        def forward(self, q: Tensor) -> Tensor:
+            return sdpa(q, self.keys, self.values) + sdpa(q, self.more_keys, self.values)
+
+    module = Prefix().requires_grad_(False)
+    q = inputs()[0]
+    torch.testing.assert_close(run(module, [q], on_unsupported="ignore"), module(q), rtol=1e-6, atol=1e-6)
+    assert [site.reason_code for site in last_report().sites] == ["plain_read_only"] * 2
+    assert type(module.more_keys) is Tensor
 
 
 def test_a_refused_site_beside_a_packed_one_still_gives_plain_results() -> None:

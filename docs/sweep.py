@@ -1,0 +1,211 @@
+"""Run architectures of Transformers under ``kvquant``, and write down what was packed and what was not.
+
+    python docs/sweep.py                          # all of them: half an hour on a few cores
+    python docs/sweep.py --architectures llama,t5 # these; the others stay as they are in coverage.json
+    python docs/sweep.py --missing                # those that are not in coverage.json yet
+
+Every architecture runs in a process of its own with each attention implementation and kind of cache that it has
+(``docs/sweep_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
+come, and in the end ``coverage.md`` is made from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from sweep_case import MAX_ERROR, STEPS, CaseResult, run_case
+from sweep_models import ARCHITECTURES
+
+FOLDER = Path(__file__).parent
+CASES = [(attention, cache) for attention in ("sdpa", "eager") for cache in ("static", "dynamic")]
+TIMEOUT = 900
+"""Seconds for one architecture."""
+
+Results = dict[str, list[CaseResult]]
+
+
+def run_all(architectures: Sequence[str], jobs: int) -> Iterator[tuple[str, list[CaseResult]]]:
+    """All cases of each architecture, as they are finished; ``jobs`` processes at a time.
+
+    A process that dies or hangs takes the cases with it that it has not finished.
+    """
+    torch.set_num_threads(1)  # the models are small; and a process without threads can be forked
+    run_case("gpt2", "sdpa", "static")  # what is set up once, is set up before the first fork
+    waiting, running = list(architectures), []
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(Run(waiting.pop(0), Path(folder)))
+            done = [run for run in running if run.is_over()]
+            yield from ((run.architecture, run.results()) for run in done)
+            running = [run for run in running if run not in done]
+            time.sleep(0.1)
+
+
+class Run:
+    """The cases of one architecture in a process of its own, which writes a line of JSON for each."""
+
+    def __init__(self, architecture: str, folder: Path) -> None:
+        self.architecture = architecture
+        self._file = folder / f"{architecture}.jsonl"
+        self._end = time.monotonic() + TIMEOUT
+        self._process = multiprocessing.get_context("fork").Process(target=self._write)
+        self._process.start()
+
+    def _write(self) -> None:
+        with self._file.open("w", encoding="utf-8", buffering=1) as file:
+            for attention, cache in CASES:
+                file.write(json.dumps(run_case(self.architecture, attention, cache).to_dict()) + "\n")
+
+    def is_over(self) -> bool:
+        if self._process.is_alive() and time.monotonic() > self._end:
+            self._process.kill()
+        self._process.join(0)
+        return not self._process.is_alive()
+
+    def results(self) -> list[CaseResult]:
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        finished = [CaseResult(**json.loads(line)) for line in lines if line.endswith("}")]
+        known = {(case.attention, case.cache) for case in finished}
+        ending = f"its process ended with {self._process.exitcode}"
+        lost = (case for case in CASES if case not in known)
+        return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
+
+
+def is_covered(cases: Iterable[CaseResult]) -> bool:
+    """Whether every layer with a cache and without a window is rewritten, in every case that there is."""
+    return all(
+        not case.failure
+        and case.error <= MAX_ERROR
+        and (case.skipped is not None or case.packed_full == case.full <= case.rewritten)
+        for case in cases
+    )
+
+
+def problems(cases: Iterable[CaseResult]) -> list[str]:
+    """What must not be: cases that fail, and results that differ."""
+    found = []
+    for case in cases:
+        name = f"{case.architecture}, {case.attention}, {case.cache}"
+        if case.failure:
+            found.append(f"{name}: {case.failure}")
+        elif case.error > MAX_ERROR:
+            found.append(f"{name}: its logits differ by {case.error:.1e}")
+    return found
+
+
+def page(results: Results, versions: Mapping[str, str]) -> str:
+    """``coverage.md``."""
+    reasons: dict[str, int] = {}
+    rows = [_row(name, cases, reasons) for name, cases in sorted(results.items())]
+    covered = sum(map(is_covered, results.values()))
+    bad = [line for cases in results.values() for line in problems(cases)]
+    worst = max((case.error for cases in results.values() for case in cases), default=0.0)
+    lines = [
+        "# Coverage",
+        "",
+        *_INTRODUCTION.format(steps=", ".join(map(str, STEPS)), max_error=MAX_ERROR, **versions).splitlines(),
+        "",
+        f"Of {len(results)} architectures {covered} ({100 * covered / max(len(results), 1):.0f} %) have every cached "
+        "layer without a sliding window",
+        f"rewritten, in each of their cases. {len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
+        "",
+        "| architecture | attention | static | error | dynamic | error |",
+        "|---|---|---:|---:|---:|---:|",
+        *(line for row in rows for line in row),
+        "",
+        *(f"{number}. {reason}" for reason, number in reasons.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = """\
+What `kvquant` makes of small random models of Transformers {transformers}, with PyTorch {torch} on a CPU, under
+`int8_per_token_head`. Each model is called with {steps} tokens, one call after the other: with a static cache, filled
+in eager code and compiled from the second call on as `generate()` does it, and with a dynamic one, compiled from the
+first call on. Windows of sliding layers are 16 tokens. Graphs are rewritten and run node by node; no code is generated.
+
+`2 of 3` are attention modules that were rewritten in every graph, of layers that keep a cache, cross-attention counted
+besides. The error is the relative L2 distance of all logits from the uncompiled model whose caches hold what packed
+ones hold, quantized on write and dequantized on read; the limit is {max_error:g}, less than one wrong token in a mask
+makes. A code that is rounded the other way makes 1e-4, rows without one are at 1e-7. Numbers in brackets are reasons,
+below the table; `-` stands for a case that the model does not run in, compiled or not.
+
+```sh
+python docs/sweep.py
+```"""
+
+
+def _row(name: str, cases: Sequence[CaseResult], reasons: dict[str, int]) -> list[str]:
+    lines = []
+    for attention in dict.fromkeys(case.attention for case in cases):
+        cells = {case.cache: _cells(case, reasons) for case in cases if case.attention == attention}
+        if any(cell != ("-", "") for cell in cells.values()):
+            both = [text for cache in ("static", "dynamic") for text in cells[cache]]
+            lines.append(f"| `{name}` | {attention} | {' | '.join(both)} |")
+    return lines
+
+
+def _cells(case: CaseResult, reasons: dict[str, int]) -> tuple[str, str]:
+    """Layers and error of one case."""
+    if case.skipped:
+        return "-", ""
+    if case.failure:
+        return f"failed {_reference(case.failure, reasons)}", ""
+    marks = "".join(f" {_reference(reason, reasons)}" for reason in [*case.refusals, *case.notes])
+    return f"{case.rewritten} of {case.cached}{marks}", f"{case.error:.0e}"
+
+
+def _reference(reason: str, reasons: dict[str, int]) -> str:
+    return f"[{reasons.setdefault(reason, len(reasons) + 1)}]"
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the results."""
+    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+
+
+def load(path: Path) -> Results:
+    if not path.exists():
+        return {}
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return {name: [CaseResult(**case) for case in found] for name, found in cases.items() if name in ARCHITECTURES}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", help="names, separated by commas; default: all")
+    parser.add_argument("--missing", action="store_true", help="only those that coverage.json does not have yet")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
+    options = parser.parse_args(arguments)
+    names = options.architectures.split(",") if options.architectures else list(ARCHITECTURES)
+    unknown = [name for name in names if name not in ARCHITECTURES]
+    if unknown:
+        parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(ARCHITECTURES)}")
+    store = options.folder / "coverage.json"
+    results = load(store)
+    if options.missing:
+        names = [name for name in names if name not in results]
+    for name, cases in run_all(names, options.jobs):
+        results[name] = cases
+        print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ", flush=True)
+        data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
+        store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")
+        (options.folder / "coverage.md").write_text(page(results, versions()), encoding="utf-8")
+    if any(problems(cases) for cases in results.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The cache classes of Transformers, as far as files of caches know them: by name, and made again from their state."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from kvcompile.errors import CacheFileError
+
+_MODULE = "transformers.cache_utils"
+
+
+def is_known(cls: type) -> bool:
+    """Whether ``cls`` is a cache of Transformers, or a layer of one."""
+    cache_utils = sys.modules.get(_MODULE)  # without it there are no such objects
+    return cache_utils is not None and _is_cache_class(cls, cache_utils)
+
+
+def _is_cache_class(cls: Any, cache_utils: Any) -> bool:
+    bases = (cache_utils.Cache, cache_utils.CacheLayerMixin, cache_utils.LinearAttentionCacheLayerMixin)
+    return isinstance(cls, type) and issubclass(cls, bases) and getattr(cache_utils, cls.__name__, None) is cls
+
+
+def versions() -> dict[str, str]:
+    """What a file says about the classes that it names."""
+    transformers = sys.modules.get("transformers")
+    return {"transformers": str(transformers.__version__)} if transformers is not None else {}
+
+
+def check_version(header: Mapping[str, str], path: Any) -> None:
+    """Raise CacheFileError if the objects of a file may have other attributes than those of this Transformers."""
+    import transformers
+
+    written, here = (_minor(version) for version in (header.get("transformers", ""), transformers.__version__))
+    if written != here:
+        raise CacheFileError(
+            f"{path} holds a cache of Transformers {header.get('transformers')}, and this is "
+            f"{transformers.__version__}, whose caches may differ; make the cache anew from its prompt"
+        )
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def known_class(name: str, path: Any) -> type:
+    """The class called ``name``; CacheFileError if it is none of those that files may name."""
+    from transformers import cache_utils
+
+    cls = getattr(cache_utils, name, None)
+    if cls is None or not _is_cache_class(cls, cache_utils):
+        raise CacheFileError(f"{path}: Transformers has no cache class {name!r}")
+    return cls  # type: ignore[no-any-return]
+
+
+def restored(cls: type, state: Mapping[str, Any]) -> Any:
+    """An object of ``cls`` with the attributes ``state``."""
+    result: Any = object.__new__(cls)
+    vars(result).update(state)
+    if getattr(cls, "is_compileable", False) is True:  # a layer; its tensors keep their addresses, for CUDA graphs
+        for value in state.values():
+            if isinstance(value, Tensor):
+                torch._dynamo.mark_static_address(value)
+    return result
