@@ -72,10 +72,10 @@ def _merge(graph: Graph, first: Node, second: Node) -> None:
     with graph.inserting_before(second):
         pair = graph.call_function(auto_functionalized_v2, (STORE_PAIR,), arguments)
         pair.meta = {**second.meta, "val": (None, *(_base(store).meta["val"] for store in (key, value)))}
-        for index, store in enumerate((key, value), 1):
-            (result,) = store.users
-            new = graph.call_function(operator.getitem, (pair, index))
-            new.meta = dict(result.meta)
-            result.replace_all_uses_with(new)
-            graph.erase_node(result)
-            graph.erase_node(store)
+        results = [graph.call_function(operator.getitem, (pair, index)) for index in (1, 2)]
+    for store, result in zip((key, value), results, strict=True):
+        (old,) = store.users
+        result.meta = dict(old.meta)
+        old.replace_all_uses_with(result)
+        graph.erase_node(old)
+        graph.erase_node(store)

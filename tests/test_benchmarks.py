@@ -122,7 +122,8 @@ def test_a_timing_is_the_median_and_knows_its_spread():
 def test_a_call_is_timed_in_a_cuda_graph_unless_it_cannot_be_recorded():
     # In a process of its own: a recording that fails leaves the random generator of the device unusable.
     program = """
-import measuring, torch
+import torch
+from kvcompile.benching import measuring
 x = torch.randn(1 << 24, device="cuda")
 assert measuring.time_graph(x.neg).method == "graph"
 timing = measuring.time_graph(lambda: x.sum().item())

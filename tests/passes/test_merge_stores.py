@@ -42,6 +42,8 @@ class Stores:
     def stored(self) -> Counter[object]:
         merge_stores(self.graph)
         self.graph.lint()
+        nodes = list(self.graph.nodes)
+        assert list(reversed(self.graph.nodes)) == nodes[::-1]  # which an insertion beside an erased node would break
         return Counter(node.args[0] for node in self.graph.nodes if node.target is auto_functionalized_v2)
 
 
