@@ -243,16 +243,17 @@ def test_longer_caches_and_more_queries_do_not_recompile(compiled):
     for q_len in (32, 33, 100, 1000):
         attend(INT8, INT8, q_len=q_len, is_causal=True)
     assert len(launch.launch_attention.compiled) == 2
-    assert len(launch_long.launch_long_attention.compiled) == 1
+    assert len(launch_long.launch_long_attention.compiled) == 2  # of several splits, and of one
 
 
-@pytest.mark.parametrize(
-    ("variant", "capability"),
-    [({"is_causal": True}, 80), ({"mask": torch.ones(512, 1000, dtype=torch.bool)}, 90)],
-    indirect=["capability"],
-)
-def test_attention_of_long_queries_compiles_without_spills(variant, compiled):
-    attend("turboquant_4bit", INT8, q_len=512, **variant)
+def test_attention_of_long_queries_compiles_with_a_mask(compiled):
+    attend("turboquant_4bit", INT8, q_len=512, mask=torch.ones(512, 1000, dtype=torch.bool))
+    assert len(compiled["long_attention"]) == 1
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_causal_attention_of_long_queries_compiles_without_spills(compiled):
+    attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
     (kernel,) = compiled["long_attention"]
     assert re.search("HGMMA|HMMA", kernel.asm["sass"])
     assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])

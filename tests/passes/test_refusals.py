@@ -218,7 +218,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     old_keys_are_read: "plain_read_only",
     keys_are_scaled: "computed_from_cache",
     keys_decay: "computed_from_cache",
-    keys_are_values_elsewhere: "shared_key_value",
+    keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
     write_of_some_sequences: "unknown_write",
