@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device are skipped where there is none; a fixture runs graphs without generating code."""
+"""Tests that need a CUDA device are skipped where there is none; fixtures that tests of several files use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def seed_without_grad() -> Iterator[None]:
+    """The same random numbers in every test, and no gradients."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
+    """Nothing is compiled yet, and nothing counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import importlib
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,7 @@ SHAPE = Shape(2, 4, 2, 64, 192)
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def _seed_without_grad() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 @pytest.fixture

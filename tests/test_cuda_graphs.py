@@ -21,14 +21,7 @@ from tiny_llama import MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
 PROMPT, STEPS = 30, 6
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture

@@ -10,12 +10,7 @@ from kvcompile.growing_buffer import capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.packed_tensor import PackedTensor
 
-
-@pytest.fixture(autouse=True)
-def _seed_without_grad():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def storage_of(cache):

@@ -17,11 +17,7 @@ from kvcompile.packed_tensor import PackedTensor
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
 
-@pytest.fixture(autouse=True)
-def _seed_without_grad():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 class Twins:

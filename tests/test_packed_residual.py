@@ -36,11 +36,7 @@ every_lossless = pytest.mark.parametrize("layout", LOSSLESS, ids=lambda layout: 
 every_lossy = pytest.mark.parametrize("layout", LOSSY, ids=lambda layout: layout.spec)
 
 
-@pytest.fixture(autouse=True)
-def _seed_without_grad():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def pair(layout: PackedLayout, token_dim: int = 2, tokens: int = 200, *, growing: bool = False):

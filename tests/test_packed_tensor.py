@@ -29,12 +29,7 @@ from kvcompile.kernels.packing import empty_packed, pack_tokens, write_tokens
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.read_only_view import ReadOnlyView
 
-
-@pytest.fixture(autouse=True)
-def _seed_without_grad():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 @every_layout

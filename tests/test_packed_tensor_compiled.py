@@ -15,13 +15,7 @@ from kvcompile.packed_tensor import PackedTensor
 X = values(2, 3, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def _seed_without_grad():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compare(function, make_cache, *args, backend, **options):
