@@ -11,6 +11,8 @@ import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
+from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+
 STORE = torch.ops.kvcompile.store.default
 STORE_PAIR = torch.ops.kvcompile.store_pair.default
 

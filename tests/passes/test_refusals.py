@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from kvcompile import last_report
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.quantize_kv_cache import PackedInput, _layout
+from kvcompile.passes.refusal import Reason, Refusal
 
 B, H, S, D = 2, 2, 70, 64
 
@@ -480,6 +483,28 @@ def test_a_packed_tensor_that_the_graph_changes_otherwise_is_quantized_anew() ->
     out = run(fn, [*packed_caches(), other], on_unsupported="error")
     torch.testing.assert_close(out, expected_step(*packed_caches()), rtol=1e-4, atol=1e-5)
     assert torch.equal(other.packed, expected.packed)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_growing_cache_that_is_written_in_place_is_written_between_graphs() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        write(kc, k, pos), write(vc, v, pos)
+        return sdpa(q, kc, vc)
+
+    args, expected_args = packed_caches(growing=True), packed_caches(growing=True)
+    with torch.no_grad():
+        expected = fn(*expected_args)
+    torch.testing.assert_close(run(fn, args, on_unsupported="ignore"), expected, rtol=1e-4, atol=1e-5)
+    for cache, other in zip(args[3:5], expected_args[3:5], strict=True):
+        assert isinstance(cache, PackedTensor)
+        assert torch.equal(cache.packed, other.packed)
+
+
+def test_a_write_to_a_growing_cache_that_came_into_a_graph_would_be_refused() -> None:
+    cache: Any = SimpleNamespace(role="key", token_axis=2, kind="static")
+    with pytest.raises(Refusal, match="its key cache is growing") as raised:
+        _layout(cache, None, PackedInput(PackedLayout("fp8_e4m3", "key", D), 2, True))
+    assert raised.value.reason is Reason.growing_written
 
 
 @pytest.mark.parametrize("growing", [False, True])
