@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class AttentionConfig:
     """How to run the attention kernel.
 
     Attributes:
-        rows: query rows of a program, a power of two from 8; the rows of a KV head are its query heads times q_len.
+        rows: query rows of a program, a power of two from 4; the rows of a KV head are its query heads times q_len.
         tokens: tokens of a tile, a power of two from 64 and from 16 * num_warps.
         num_warps: warps of a program.
         num_stages: tiles in flight.
@@ -58,22 +58,25 @@ class AttentionConfig:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-# Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Three
-# programs of 128 threads with 168 registers fill a register file, and three times the tiles in flight fit into shared
-# memory. In a tile of 128 tokens a thread has one 16-bit scale, too little to copy asynchronously, so that the formats
-# with 16-bit scales need tiles of 256.
+# Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Twelve
+# warps with 168 registers fill a register file, and their tiles in flight fit into shared memory. With fewer than 64
+# tokens for each warp a thread has one 16-bit scale, too little to copy asynchronously.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-    (9, 8, 8): AttentionConfig(8, 64, num_stages=4, max_registers=168, programs_per_sm=3),
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=6),
     (9, 8, 4): AttentionConfig(8, 256, num_stages=3),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
     (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, programs_per_sm=6),
-    (9, 2, 2): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
+    (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
     (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
+}
+# The same for keys that are multiplied as integers by a query in digits, of up to 4 rows.
+DECODE_DIGITS = {
+    (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
 }
 PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
@@ -91,12 +94,15 @@ def attention_config(
         # Tensor core products of 16 rows and more hold a whole unpacked tile in registers on Hopper.
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
-    if padded_head_dim > 128:
-        return PORTABLE
-    config = DECODE.get((capability, key.tile_bits, value.tile_bits), PORTABLE)
+    config = PORTABLE
+    if padded_head_dim <= 128:
+        kind = (capability, key.tile_bits, value.tile_bits)
+        config = DECODE.get(kind, PORTABLE)
+        if rows <= 4 and key.multiplies_integers:
+            config = DECODE_DIGITS.get(kind, config)
     if key.granularity == "channel" and config.tokens not in (key.block_tokens, key.block_tokens * config.num_warps):
-        return PORTABLE  # a tile has one block for every warp, or is a block
-    return config
+        config = PORTABLE  # a tile has one block for every warp, or is a block
+    return replace(config, rows=4) if rows <= 4 else config
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
@@ -171,7 +177,7 @@ def attention(
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
         num_rows = batch * num_heads * q_len
-        rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
+        rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
         launch_combine(
             (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),

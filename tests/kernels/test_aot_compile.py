@@ -93,7 +93,7 @@ def main_loop(kernel):
     labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\w+:", line)}
     for end, line in enumerate(lines):
         branch = re.search(r"BRA (\w+);", line)
-        if branch and labels[branch[1]] < end:
+        if branch and labels.get(branch[1], end) < end:
             loop = lines[labels[branch[1]] : end]
             if any("MMA" in instruction for instruction in loop):
                 return loop
@@ -123,10 +123,29 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "LDG")
 
 
+def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_where_a_query_has_columns_to_spare(compiled):
+    attend("int4_per_token_head", "int4_unrotated")
+    attend("int4_unrotated", "int4_unrotated")  # a query that is not rotated may have outliers
+    attend("int4_per_token_head", "int4_unrotated", q_len=2)  # eight rows fill the columns
+    in_digits, *others = [main_loop(kernel) for kernel in compiled["attention"]]
+    assert uses(in_digits, r"IMMA\S*")
+    assert not any(uses(loop, r"IMMA\S*") for loop in others)
+
+
+@pytest.mark.parametrize("key", ["turboquant_4bit", "turboquant_3bit", "int4_per_token_head"])
+@pytest.mark.parametrize("value", ["int4_unrotated", "int3_unrotated"])
+def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, compiled):
+    attend(key, value)
+    (kernel,) = compiled["attention"]
+    loop = kernel.asm["ttgir"].split("scf.for")[1].split("scf.yield %new_maximum")[0]
+    written = re.findall(r"ttg.local_alloc %\w+ ?(?:#\d+)? :|ttg.local_alloc %.* : \(", loop)
+    assert len(written) == 1
+
+
 @pytest.mark.parametrize("key", ["int4_per_channel", "int4_per_channel" + RESIDUAL])
 def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):
     attend(key, "int4_per_token_head")
-    attend("int4_per_token_head", "int4_per_token_head")
+    attend("int4_unrotated", "int4_per_token_head")
     loop, loop_per_token = map(main_loop, compiled["attention"])
     assert not uses(loop, "STL")  # what does not change in the loop may be loaded again
     assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # of the zeros
