@@ -18,7 +18,7 @@ from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
 from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
-from kvcompile.kernels.launcher import Launcher, ceil_div, precision
+from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel, store_pair_kernel
@@ -105,9 +105,6 @@ def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int
     splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
     return ceil_div(tiles, ceil_div(tiles, splits))
 
-
-# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
-ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
