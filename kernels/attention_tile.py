@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import constexpr_function, jit, log2, tl
+from kvcompile.kernels.codec import constexpr_function, jit, log2, tl, transposed
 from kvcompile.kernels.packed_tiles import unpack
 
 
@@ -220,10 +220,19 @@ def attend_packed(
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, token_scale, zero, in_cache, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
-    levels = unpack(packed, scale, zero, VALUE)
+    levels = value_levels(packed, scale, zero, VALUE)
     MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
     accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
+
+
+@jit
+def value_levels(packed, scale, zero, VALUE: tl.constexpr):
+    """The levels of each plane of values, [width, tokens]; those of a tensor that is keys, too, lie the other way."""
+    levels = unpack(packed, scale, zero, VALUE)
+    if not VALUE.column_major:
+        levels = transposed(levels, VALUE)
+    return levels
 
 
 @jit

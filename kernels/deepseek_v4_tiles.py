@@ -1,8 +1,7 @@
 """Tokens of the DeepSeek-V4 K cache in registers: what its kernels, and those of caches of latents, do with each.
 
-A tile is [tokens, scale blocks, channels], with 8 channels and more in a thread. Kernels see bfloat16 as int16 patterns,
-because Triton's interpreter converts it inexactly: it truncates, and loses subnormal numbers.
-:mod:`kvcompile.kernels.deepseek_v4` is the specification.
+A tile is [tokens, scale blocks, channels]. Kernels see bfloat16 as int16 patterns, because Triton's interpreter
+converts it inexactly: it truncates, and loses subnormal numbers. :mod:`kvcompile.kernels.deepseek_v4` specifies all.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from kvcompile.kernels.codec import INTERPRETED
 # Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 
+
 class Launcher:
     """Launches one Triton kernel, and remembers its compiled versions.
 
