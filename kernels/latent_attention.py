@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.attention_tile import tanh
 from kvcompile.kernels.codec import jit, tl
-from kvcompile.kernels.latent_tiles import load_latents
+from kvcompile.kernels.latent_tiles import channels_of, load_latents
 from kvcompile.kernels.long_attention import softmax_step, visible_scores, visible_tiles
 from kvcompile.kernels.references import referred
 
@@ -61,7 +61,7 @@ def latent_attention_kernel(
 
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
-    outputs = _zeros(ROWS, LATENT)
+    outputs = _zeros(query, LATENT)
     for own_tile in tl.range(0, tiles[3] - tiles[0], num_stages=NUM_STAGES):
         tile = tiles[0] + own_tile
         token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -83,8 +83,7 @@ def latent_attention_kernel(
     inverse = tl.where(seen, 1.0 / total, 0.0)[:, None]
     NUM_PARTS: tl.constexpr = LATENT.num_parts
     for i in tl.static_range(NUM_PARTS):
-        channel = LATENT.part_starts[i] + tl.arange(0, outputs[i].shape[1])[None, :]
-        out_ptrs = out_ptr + out_row[:, None] * LATENT.head_dim + channel
+        out_ptrs = out_ptr + out_row[:, None] * LATENT.head_dim + channels_of(i, LATENT)[None, :]
         tl.store(out_ptrs, outputs[i] * inverse, mask=in_query[:, None])
 
 
@@ -94,21 +93,18 @@ def _load_query(row_ptrs, in_query, stride_channel, LATENT: tl.constexpr):
     parts = ()
     NUM_PARTS: tl.constexpr = LATENT.num_parts
     for i in tl.static_range(NUM_PARTS):
-        WIDTH: tl.constexpr = LATENT.part_widths[i]
-        channel = LATENT.part_starts[i] + tl.arange(0, WIDTH)[None, :]
-        part = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_query[:, None], other=0.0)
-        parts = parts + (part.to(LATENT.dtype),)  # noqa: RUF005
+        ptrs = row_ptrs[:, None] + channels_of(i, LATENT)[None, :] * stride_channel
+        parts = parts + (tl.load(ptrs, mask=in_query[:, None], other=0.0).to(LATENT.dtype),)  # noqa: RUF005
     return parts
 
 
 @jit
-def _zeros(ROWS: tl.constexpr, LATENT: tl.constexpr):
+def _zeros(query, LATENT: tl.constexpr):
     """An output of zeros for every part, float32 [rows, width]."""
     parts = ()
     NUM_PARTS: tl.constexpr = LATENT.num_parts
     for i in tl.static_range(NUM_PARTS):
-        WIDTH: tl.constexpr = LATENT.part_widths[i]
-        parts = parts + (tl.full([ROWS, WIDTH], 0.0, tl.float32),)  # noqa: RUF005
+        parts = parts + (tl.full(query[i].shape, 0.0, tl.float32),)  # noqa: RUF005
     return parts
 
 

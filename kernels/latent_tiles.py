@@ -101,16 +101,29 @@ def load_latents(block_ptr, slot, exists, LATENT: tl.constexpr):
     parts = ()
     NOPE_PARTS: tl.constexpr = LATENT.num_parts - 1
     for i in tl.static_range(NOPE_PARTS):
-        WIDTH: tl.constexpr = LATENT.part_widths[i]
-        START: tl.constexpr = LATENT.part_starts[i]
-        block = START // QUANT_BLOCK + tl.arange(0, WIDTH // QUANT_BLOCK)[None, :, None]
-        channel = block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
-        codes = tl.load(data_ptrs[:, None, None] + channel, mask=exists[:, None, None], other=0)
-        bits = bfloat16_bits_of_e4m3(codes, scales_of(scale_word[:, None, None], block), LATENT.hardware_fp8)
-        parts = parts + (_products_of_bits(tl.reshape(bits, [codes.shape[0], WIDTH]), LATENT),)  # noqa: RUF005
+        parts = parts + (_load_nope(data_ptrs, scale_word, exists, i, LATENT),)  # noqa: RUF005
     rope_ptrs = (data_ptrs + NOPE_DIM).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, ROPE_DIM)[None, :]
     rope = tl.load(rope_ptrs, mask=exists[:, None], other=0)
     return parts + (_products_of_bits(rope, LATENT),)  # noqa: RUF005
+
+
+@jit
+def _load_nope(data_ptrs, scale_word, exists, PART: tl.constexpr, LATENT: tl.constexpr):
+    """A part of the quantized channels, [tokens, width]."""
+    WIDTH: tl.constexpr = LATENT.part_widths[PART]
+    START: tl.constexpr = LATENT.part_starts[PART]
+    block = START // QUANT_BLOCK + tl.arange(0, WIDTH // QUANT_BLOCK)[None, :, None]
+    channel = block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
+    codes = tl.load(data_ptrs[:, None, None] + channel, mask=exists[:, None, None], other=0)
+    bits = bfloat16_bits_of_e4m3(codes, scales_of(scale_word[:, None, None], block), LATENT.hardware_fp8)
+    return _products_of_bits(tl.reshape(bits, [codes.shape[0], WIDTH]), LATENT)
+
+
+@jit
+def channels_of(PART: tl.constexpr, LATENT: tl.constexpr):
+    """The channels of a part, int32 [width]."""
+    WIDTH: tl.constexpr = LATENT.part_widths[PART]
+    return LATENT.part_starts[PART] + tl.arange(0, WIDTH)
 
 
 @jit

@@ -102,18 +102,21 @@ def attention_config(
     return config
 
 
-# Latents, by compute capability and query rows of a program: one program of 64 rows and 8 warps fills a multiprocessor.
+# Latents, by compute capability and query rows of a program: 64 are what the tensor cores of Hopper take at least, and
+# their outputs half of a register file; programs of 16 have time for them while tokens are read.
 LATENTS = {
-    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
+    (9, 16): AttentionConfig(16, 32, num_stages=3, programs_per_sm=2),
+    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=3, programs_per_sm=1),
 }
-PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1, programs_per_sm=1)
+PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
 def latent_config(capability: int, rows: int, float32: bool) -> AttentionConfig:
     """The configuration of attention to latents for ``rows`` query rows a sequence."""
     if float32:
-        return PORTABLE_LATENTS
+        return FLOAT32_LATENTS
     return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
 
 
