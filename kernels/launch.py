@@ -106,7 +106,7 @@ def attention_config(
 # their outputs half of a register file; programs of 16 have time for them while tokens are read.
 LATENTS = {
     (9, 16): AttentionConfig(16, 32, num_stages=3, programs_per_sm=2),
-    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=3, programs_per_sm=1),
+    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)

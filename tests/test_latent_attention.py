@@ -112,6 +112,12 @@ def test_one_cache_of_latents_is_packed_and_read_as_keys_and_values(attend: Atte
     check(decoder(attend), "fp8_ds_mla", rtol=1e-5)
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_operators_take_latents_that_are_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
+    check(decoder(without_rotary_part), "fp8_ds_mla", rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("attend", [grouped, without_rotary_part, written_out])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
