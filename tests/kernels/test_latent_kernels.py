@@ -194,6 +194,19 @@ def test_latents_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(devi
     assert_stores_like_the_specification(x, positions[:1], valid[0], device=device, num_slots=150)
 
 
+def test_latents_are_stored_beside_values_of_another_attention(device):
+    generator = torch.Generator().manual_seed(3)
+    x, value, positions = hard_latents(2, 1, 5), torch.randn(2, 1, 5, 64, generator=generator), torch.arange(62, 67)
+    layouts = LATENTS, PackedLayout("int8_per_token_head", "value", 64)
+    expected = [torch.zeros(layout.shape(70, 2, 1), dtype=torch.uint8) for layout in layouts]
+    data = [tensor.to(device, copy=True) for tensor in expected]
+    for tensor, layout, vectors in zip(expected, layouts, (x, value), strict=True):
+        write_tokens_(tensor, layout, vectors, positions)
+    specs = [layout.spec for layout in layouts]
+    launch.store_pair(*data, x.to(device), value.to(device), positions.to(device), None, *specs)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(data, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "restride",
     [
