@@ -152,7 +152,7 @@ def attention_kernel(
             may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
             all_visible = all_visible & (may_be_held == 0)
             in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_held, KEY, VALUE, TOKENS)
-        scale, zero = token_metadata(values, VALUE)
+        scale, zero = token_metadata(values, VALUE, TOKENS)
         scores, scale, zero = visible_scores(
             scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
             HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,

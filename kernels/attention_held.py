@@ -6,10 +6,17 @@ keys only, or for values only: the other operand is then the packed one.
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention_tile import accumulate, packed_scores, products_of, visible_scores, weigh
+from kvcompile.kernels.attention_tile import (
+    accumulate,
+    packed_scores,
+    products_of,
+    value_levels,
+    visible_scores,
+    weigh,
+)
 from kvcompile.kernels.codec import constexpr_function, jit, normalise_rows, planes_of, tl, transposed
 from kvcompile.kernels.held_blocks import block_ptr, is_held, load_rows, slot_of, tag_ptrs
-from kvcompile.kernels.packed_tiles import load_packed, unpack
+from kvcompile.kernels.packed_tiles import load_packed
 from kvcompile.kernels.query_tiles import first_columns
 from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 
@@ -151,7 +158,7 @@ def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
     TOKENS: tl.constexpr = VALUE.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, VALUE)
     packed, scale, zero = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
-    levels = unpack(packed, scale, zero, VALUE)
+    levels = value_levels(packed, scale, zero, VALUE)
     if VALUE.granularity != "token":
         scale = tl.full([TOKENS], 1.0, tl.float32)
         zero = scale

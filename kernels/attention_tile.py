@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import constexpr_function, jit, log2, tl
+from kvcompile.kernels.codec import constexpr_function, jit, log2, tl, transposed
 from kvcompile.kernels.packed_tiles import unpack
 from kvcompile.kernels.query_tiles import columns_of, first_columns, in_digits, products_of_digits
 
@@ -211,11 +211,11 @@ def weighs_scales(value):
 
 
 @jit
-def token_metadata(values, VALUE: tl.constexpr):
+def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
     """Scales and zeros of the tokens of a tile of packed values, [tokens]; anything, where there are none."""
     _, scale, zero = values
     if VALUE.granularity != "token":
-        scale = tl.full([values[0][0].shape[1]], 1.0, tl.float32)
+        scale = tl.full([TOKENS], 1.0, tl.float32)
         zero = scale
     return scale, zero
 
@@ -232,10 +232,19 @@ def attend_packed(
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
-    levels = unpack(values[0], values[1], values[2], VALUE)
+    levels = value_levels(values[0], values[1], values[2], VALUE)
     MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
     accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
+
+
+@jit
+def value_levels(packed, scale, zero, VALUE: tl.constexpr):
+    """The levels of each plane of values, [width, tokens]; those of a tensor that is keys, too, lie the other way."""
+    levels = unpack(packed, scale, zero, VALUE)
+    if not VALUE.column_major:
+        levels = transposed(levels, VALUE)
+    return levels
 
 
 @jit

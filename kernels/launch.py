@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
 from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
+from kvcompile.kernels.latent_tiles import LatentOperand
+from kvcompile.kernels.launch_latent import attend_latents, operand_of, store_latents
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
-from kvcompile.kernels.launcher import Launcher, ceil_div, precision
+from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
+from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel, store_pair_kernel
@@ -95,7 +98,7 @@ def attention_config(
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     config = PORTABLE
-    if padded_head_dim <= 128:
+    if padded_head_dim <= 128 and key is not value:
         kind = (capability, key.tile_bits, value.tile_bits)
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
@@ -105,6 +108,24 @@ def attention_config(
     return replace(config, rows=4) if rows <= 4 else config
 
 
+# Latents, by compute capability and query rows of a program: 64 are what the tensor cores of Hopper take at least, and
+# their outputs half of a register file; programs of 16 have time for them while tokens are read.
+LATENTS = {
+    (9, 16): AttentionConfig(16, 32, num_stages=3, programs_per_sm=2),
+    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
+}
+PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
+
+
+@functools.cache
+def latent_config(capability: int, rows: int, float32: bool) -> AttentionConfig:
+    """The configuration of attention to latents for ``rows`` query rows a sequence."""
+    if float32:
+        return FLOAT32_LATENTS
+    return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
+
+
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
     """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
     tiles = max(1, ceil_div(kv_len, config.tokens))
@@ -112,8 +133,7 @@ def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int
     return ceil_div(tiles, ceil_div(tiles, splits))
 
 
-# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
-ASSERTING = {"debug": True, "sanitize_overflow": False}
+_layout = PackedLayout.parse
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
@@ -129,7 +149,7 @@ launch_visible_range = Launcher(visible_range_kernel)
 def attention(
     query: Tensor,
     k_data: Tensor,
-    v_data: Tensor,
+    v_data: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
     kv_len: int,
@@ -143,16 +163,20 @@ def attention(
 ) -> Tensor:
     """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous.
 
-    ``ranges`` is :func:`visible_range` of a bool mask, if it is known.
+    Without ``v_data`` one tensor serves as keys and values. ``ranges`` is :func:`visible_range` of a bool mask, where
+    known.
     """
     batch, num_heads, q_len, head_dim = query.shape
     out = query.new_empty((batch, num_heads, q_len, v_head_dim))
     if out.numel() == 0:
         return out
-    _, _, has_ptx = launcher.facts_of(query.device)
     float32 = query.dtype == torch.float32
-    key, key_scale = operand_and_scale(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
-    value, value_scale = operand_and_scale(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
+    key, key_scale = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
+    value, value_scale = key, key_scale
+    if v_data is None:
+        v_data = k_data
+    else:
+        value, value_scale = _operand_and_scale(v_format, "value", v_head_dim, float32, v_data)
 
     mask_kind, mask_data = "none", query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -170,9 +194,10 @@ def attention(
         value_scale,
     )  # fmt: skip
 
-    if is_long(call):
-        partial, lse, splits = attend_long(call, out, with_lse=sinks is not None)
-        value = packed_operand("bfloat16", "value", v_head_dim, False, has_ptx)  # dequantized: in no rotated basis
+    if isinstance(key, LatentOperand) or is_long(call):
+        attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
+        partial, lse, splits = attend(call, out, with_lse=sinks is not None)
+        value = packed_operand("bfloat16", "value", v_head_dim, False, False)  # dequantized: in no rotated basis
     else:
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
@@ -187,6 +212,25 @@ def attention(
             {"num_warps": 4 if splits > 1 else 1},
         )
     return out
+
+
+def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:
+    """What kernels that attend to ``data`` are compiled for, a PackedOperand or LatentOperand, and a static scale."""
+    layout = _layout(spec, role, head_dim)
+    if not layout.format.has_levels:
+        return operand_of(layout, data, float32), 1.0
+    _, _, has_ptx = launcher.facts_of(data.device)
+    return operand_and_scale(spec, role, head_dim, float32, has_ptx, is_reference(data))
+
+
+def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+    """Attention on latents; arguments and results are those of :func:`attend_long`."""
+    capability, num_sms, _ = launcher.facts_of(call.query.device)
+    rows = call.group_size * call.query.shape[2]
+    config = latent_config(capability, rows, call.query.dtype == torch.float32)
+    programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
+    splits = num_splits(config, programs, call.kv_len, num_sms)
+    return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
 def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
@@ -246,12 +290,16 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
-    if operand.granularity == "channel" and operand.residual is None:
-        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
     has_valid = valid is not None
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    layout = _layout(spec, cast(Role, role), head_dim)
+    if not layout.format.has_levels:
+        store_latents(data, x, positions, written, has_valid, layout)
+        return
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
+    if operand.granularity == "channel" and operand.residual is None:
+        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     if operand.residual is None:
         _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
     elif num_tokens <= MAX_FEW_TOKENS:
@@ -326,13 +374,16 @@ def store_pair(
     v_spec: str,
 ) -> None:
     """:func:`store` of keys and of values at the same positions: one kernel, if both are cut into the same tiles."""
-    (k_operand, k_scale), (v_operand, v_scale) = (
-        operand_and_scale(spec, role, x.shape[3], True, False, is_reference(data))
-        for spec, role, x, data in ((k_spec, "key", key, k_data), (v_spec, "value", value, v_data))
-    )
-    tiles = _store_tiles(k_operand, key)
-    has_residual = k_operand.residual is not None or v_operand.residual is not None
-    if has_residual or tiles != _store_tiles(v_operand, value) or key.numel() == 0:
+    layouts = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
+    cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
+    if cut_alike:
+        (k_operand, k_scale), (v_operand, v_scale) = (
+            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, False, is_reference(data))
+            for layout, data in zip(layouts, (k_data, v_data), strict=True)
+        )
+        tiles = _store_tiles(k_operand, key)
+        cut_alike = tiles == _store_tiles(v_operand, value)
+    if not cut_alike:
         store(k_data, key, positions, valid, k_spec, "key")
         store(v_data, value, positions, valid, v_spec, "value")
         return

@@ -82,10 +82,6 @@ class Reason(enum.Enum):
         "one tensor serves as key and value, and {detail}",
         "give keys and values one format, whose scales are not per channel; or keep them in two tensors",
     )
-    latent_on_gpu = (
-        "one tensor serves as key and value in {format}, which is not offered on GPUs yet",
-        "give this layer `dtype: auto`, or keep keys and values in two tensors",
-    )
     other_role = (
         "its {role} cache is the {other} cache of another attention",
         "keep keys and values in two tensors",

@@ -13,7 +13,7 @@ import triton
 from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import launch, launch_long, launcher
+from kvcompile.kernels import launch, launch_latent, launch_long, launcher
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
@@ -70,6 +70,7 @@ def compiled(capability, monkeypatch):
     for module, names in (
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
         (launch_long, "dequantize long_attention"),
+        (launch_latent, "latent_attention store_latents"),
     ):
         for name in names.split():
             kernel = CompileOnly(getattr(module, f"{name}_kernel"))
@@ -282,3 +283,34 @@ def test_causal_attention_of_long_queries_compiles_without_spills(compiled):
 def test_dequantizing_compiles(format_name, compiled):
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
     assert len(compiled["dequantize"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "capability", "programs", "shared_kilobytes"),
+    [(16, 90, 2, 228), (128, 90, 1, 228), (128, 80, 1, 100)],
+    indirect=["capability"],
+)
+def test_programs_that_attend_to_latents_fit_a_multiprocessor(num_heads, programs, shared_kilobytes, compiled):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 1000, 1, 1, CPU)
+    query, mask = torch.zeros(1, num_heads, 1, 512, dtype=torch.bfloat16), torch.zeros(1000)
+    launch.attention(query, data, None, mask, None, 1000, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
+    (kernel,) = compiled["latent_attention"]
+    assert programs * (kernel.metadata.shared + 1024) <= shared_kilobytes * 1024  # a program reserves a kilobyte
+    loop = main_loop(kernel)
+    assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
+
+
+def test_storing_latents_compiles_without_spills(compiled):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 128, 1, 1, CPU)
+    x = torch.zeros(1, 1, 100, 512, dtype=torch.bfloat16)
+    launch.store(data, x, torch.arange(100), None, "fp8_ds_mla", "key")
+    (kernel,) = compiled["store_latents"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+def test_one_tensor_of_keys_and_values_compiles(compiled):
+    data = empty_packed(PackedLayout(INT8, "key", 128), 1000, 1, 2, CPU)
+    query = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    launch.attention(query, data, None, None, None, 1000, False, 0.1, 0.0, INT8, INT8, 128)
+    (kernel,) = compiled["attention"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
