@@ -21,11 +21,10 @@ from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.read_only_view import ReadOnlyView
 
-
 _REFUSAL = (
     "{func} would change a packed KV cache in place, but only whole token vectors can be written to it (index_copy_, "
-    "index_put_ or an assignment that covers head_dim, copy_, fill_, zero_, cat); compute the new vectors first and assign "
-    "them, or work on cache.dequantize()"
+    "index_put_ or an assignment that covers head_dim, copy_, fill_, zero_, cat); compute the new vectors first and "
+    "assign them, or work on cache.dequantize()"
 )
 
 

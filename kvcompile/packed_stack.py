@@ -1,8 +1,8 @@
 """A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
 
-``PackedStack`` looks like a plain tensor ``[*stack sizes, *shape of a cache]``. Each of its parts is a packed cache with
-a format of its own, or a plain tensor. What selects a part (``kv[0]``, ``cache[layer, 1]``, ``unbind``) is given a view
-of that cache, so that all reads and writes of parts mean what they mean for a
+``PackedStack`` looks like a plain tensor ``[*stack_shape, *shape of a cache]``. Each of its parts is a packed cache
+with a format of its own, or a plain tensor. Who selects a part (``kv[0]``, ``cache[layer, 1]``, ``unbind``) is given a
+view of that cache, so that all reads and writes of parts mean what they mean for a
 :class:`~kvcompile.packed_tensor.PackedTensor`; :mod:`kvcompile.packed_stack_ops` says what is done to the whole.
 """
 

@@ -184,7 +184,9 @@ def _index_put_(
     size = [
         part if index is None else index.shape[0]
         for part, index in zip(
-            stack.shape[stack.num_stack_dims :], [*of_parts, *[None] * (stack.parts[0].dim() - len(of_parts))], strict=True
+            stack.shape[stack.num_stack_dims :],
+            [*of_parts, *[None] * (stack.parts[0].dim() - len(of_parts))],
+            strict=True,
         )
     ]
     for part, new in _sources(stack, values, size):

@@ -1,8 +1,9 @@
 """Read what a graph does with a *stack*: an input whose last four dimensions are those of caches, its *parts*.
 
-The dimensions before them are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``keys, values = kv``. For each node
-that holds parts, this finds the value that each of them has there. They have values of their own as long as the graph
-does nothing else with the stack than to select parts, to put new ones in their place, and to copy the last state back.
+The dimensions before them are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``keys, values = kv``. For each
+node that holds parts, this finds the value that each of them has there. They have values of their own as long as the
+graph does nothing else with the stack than to select parts, to put new ones in their place, and to copy the last state
+back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ CACHE_RANK = 4
 PartIndex = tuple[int, ...]
 """Which part of a stack: an index for each of its dimensions before those of caches."""
 
-Value = PartIndex | Node
+Value: TypeAlias = PartIndex | Node
 """The value of a part: that which a part of the stack has when the graph begins, or what a node makes."""
 
 State = Mapping[PartIndex, Value]

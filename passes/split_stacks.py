@@ -64,9 +64,10 @@ def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int
 
 def names_of_parts(names: Mapping[int, str], stacks: Sequence[SplitStack]) -> dict[int, str]:
     """What the user calls each input, after stacks were split: ``kv[0]``."""
-    return {**names, **{
-        place: names[stack.index] + str(list(part)) for stack in stacks for part, place in stack.places.items()
-    }}
+    return {
+        **names,
+        **{place: names[stack.index] + str(list(part)) for stack in stacks for part, place in stack.places.items()},
+    }
 
 
 def _roots_of_attention(gm: GraphModule) -> set[Node]:
