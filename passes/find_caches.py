@@ -286,14 +286,14 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
     try:
         return match_write(node, token_axis, role)
     except Refusal:
-        if _first_state(node).op == "placeholder":
+        if first_state(node).op == "placeholder":
             raise
         return None
 
 
 def _check_whole(root: Node, role: Role) -> None:
     """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
-    first = _first_state(root)
+    first = first_state(root)
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
@@ -311,7 +311,7 @@ def _why_whole(node: Node) -> str:
     return "which is not made of caches [batch, heads, tokens, head_dim]"
 
 
-def _first_state(node: Node) -> Node:
+def first_state(node: Node) -> Node:
     """The tensor that ``node`` is a later state of, or a part or view of one."""
     inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem}
     while node.op == "call_function" and node.target in inner:
@@ -328,7 +328,7 @@ def _no_cache(root: Node, role: Role) -> Refusal:
     pending, seen = [root], {root}
     while pending:
         node = pending.pop()
-        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and _first_state(node).op == "placeholder":
+        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder":
             return Refusal(Reason.computed_from_cache, role=role)
         operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
         seen.update(operands)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from kvcompile.passes.find_caches import first_state
 from kvcompile.passes.inline import size_node
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.read_stack import CACHE_RANK, PartIndex, Stack, UsedAsWholeError, Value, read_stack
-from kvcompile.passes.trace_read import view_chain
 
 aten = torch.ops.aten
 
@@ -44,15 +44,16 @@ def split_stacks(gm: GraphModule, example_inputs: list[Any]) -> tuple[SplitStack
         gm: functional ATen graph with markers.
         example_inputs: its fake inputs; those of parts take the place of those of stacks.
     """
-    attended = _roots_of_attention(gm)
+    calls = [Marker.of(node) for node in markers_of(gm.graph)]
+    attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     split = []
     for index, placeholder in enumerate(placeholders):
         try:
-            stack = read_stack(placeholder)
+            stack = read_stack(placeholder) if placeholder in attended else None
         except UsedAsWholeError:
             continue  # the sites that read it are refused, and say so
-        if stack is not None and stack.used and not attended.isdisjoint(stack.parts):
+        if stack is not None and stack.used:
             split.append(SplitStack(index, _replace_input(gm, stack, index, example_inputs)))
     return tuple(split)
 
@@ -68,11 +69,6 @@ def names_of_parts(names: Mapping[int, str], stacks: Sequence[SplitStack]) -> di
         **names,
         **{place: names[stack.index] + str(list(part)) for stack in stacks for part, place in stack.places.items()},
     }
-
-
-def _roots_of_attention(gm: GraphModule) -> set[Node]:
-    calls = [Marker.of(node) for node in markers_of(gm.graph)]
-    return {view_chain(operand, frozenset())[0] for call in calls for operand in (call.key, call.value)}
 
 
 def _replace_input(gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> dict[PartIndex, int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,14 +447,19 @@ def test_a_write_that_would_be_lost_raises_and_changes_nothing(write: Callable[[
     assert torch.equal(stack.dequantize(), before)
 
 
-def test_a_stack_survives_torch_save() -> None:
+SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
+
+
+@pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+def test_a_stack_is_saved_packed_and_loaded(
+    save: Callable[..., None], load: Callable[..., Any], tmp_path: Path
+) -> None:
     stack, expected = small_stack()
-    file = io.BytesIO()
-    torch.save({"cache": stack}, file)
-    file.seek(0)
-    loaded = torch.load(file)["cache"]
-    assert [type(part) for part in loaded.parts] == [type(part) for part in stack.parts]
-    assert torch.equal(loaded.dequantize(), expected)
+    save({"cache": stack, "again": stack}, tmp_path / "file")
+    loaded = load(tmp_path / "file")
+    assert loaded["cache"] is loaded["again"]
+    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in stack.parts]
+    assert torch.equal(loaded["cache"].dequantize(), expected)
 
 
 def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
