@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.passes.match_write import shape_of
-from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS
+from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS
 
 aten = torch.ops.aten
 
 CACHE_RANK = 4
+
+_VIEWS_AND_COPIES = VIEW_OPS | {aten.copy.default, aten.select.int, aten.unbind.int, operator.getitem}
 
 PartIndex = tuple[int, ...]
 """Which part of a stack: an index for each of its dimensions before those of caches."""
@@ -93,7 +95,21 @@ def read_stack(node: Node) -> Stack | None:
     for user in node.graph.nodes:
         if not stack.states.keys().isdisjoint(user.all_input_nodes):
             _read_use(stack, user)
+    if stack.write_back is not None and any(_is_input(stack, value) for value in stack.written.values()):
+        raise UsedAsWholeError(stack.write_back)
     return stack
+
+
+def _is_input(stack: Stack, value: Value) -> bool:
+    """Whether a last value is what an input was, or a view of it.
+
+    It must be read before that input is overwritten. In one tensor it is; but of copies into several inputs Inductor
+    lets a later one read what an earlier one has written (two inputs that swap their values end up equal).
+    """
+    while isinstance(value, Node) and value.op == "call_function" and value.target in _VIEWS_AND_COPIES:
+        source = value.args[1] if value.target is aten.copy.default else value.args[0]
+        value = stack.parts.get(source, source)
+    return isinstance(value, tuple) or value.op == "placeholder"
 
 
 def _read_use(stack: Stack, user: Node) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from kvcompile.passes.find_caches import first_state
 from kvcompile.passes.inline import size_node
@@ -107,7 +107,9 @@ def _replace_uses(gm: GraphModule, stack: Stack, inputs: Mapping[PartIndex, Node
     if stack.write_back is not None:
         gone.add(stack.write_back)
         with gm.graph.inserting_before(stack.write_back):
-            _write_back(gm.graph, {inputs[part]: node_of(value) for part, value in stack.written.items()})
+            for part, value in stack.written.items():
+                copy = gm.graph.call_function(aten.copy_.default, (inputs[part], node_of(value)))
+                copy.meta["val"] = inputs[part].meta["val"]
     for node, value in stack.parts.items():
         node.replace_all_uses_with(node_of(value))
     for node in stack.sizes:
@@ -116,17 +118,3 @@ def _replace_uses(gm: GraphModule, stack: Stack, inputs: Mapping[PartIndex, Node
     for node in reversed(gm.graph.nodes):
         if node in gone:
             gm.graph.erase_node(node)
-
-
-def _write_back(graph: Graph, written: Mapping[Node, Node]) -> None:
-    """Copy the last values of parts into their inputs. One that is what another part was must be read before that is
-    overwritten."""
-
-    def call(target: Any, *args: Node) -> Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = args[0].meta["val"]
-        return node
-
-    values = [call(aten.clone.default, value) if value.op == "placeholder" else value for value in written.values()]
-    for part, value in zip(written, values, strict=True):
-        call(aten.copy_.default, part, value)

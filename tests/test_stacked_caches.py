@@ -176,12 +176,9 @@ def layer_1(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tens
     return attend(q, cache[1, 0], cache[1, 1], pos)
 
 
-def layer_1_beside_others_that_swap_places(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    out = layer_1(cache, q, k, v, pos)
-    keys = cache[0, 0].clone()
-    cache[0, 0] = cache[0, 1]
-    cache[0, 1] = keys
-    return out
+def layer_1_beside_others_that_are_computed_from_each_other(cache: Tensor, *rest: Tensor) -> Tensor:
+    cache[0, 0], cache[0, 1] = cache[0, 1] * 0.5, cache[0, 0].roll(1, 2) + 1
+    return layer_1(cache, *rest)
 
 
 PARTLY: dict[str, tuple[Step, Any]] = {
@@ -190,7 +187,7 @@ PARTLY: dict[str, tuple[Step, Any]] = {
         {"version": 1, "rules": [{"match": {"layers": "0"}, "dtype": "auto"}], "default": {"dtype": POLICY}},
     ),
     "the graph does not use it": (layer_1, POLICY),
-    "the graph uses it in ways of its own": (layer_1_beside_others_that_swap_places, POLICY),
+    "the graph uses it in ways of its own": (layer_1_beside_others_that_are_computed_from_each_other, POLICY),
 }
 
 
@@ -256,6 +253,13 @@ def keys_become_those_of_the_other_layer(cache: Tensor, *rest: Tensor) -> Any:
     return layer_1(cache, *rest)
 
 
+def layer_1_beside_others_that_swap_places(cache: Tensor, *rest: Tensor) -> Any:
+    keys = cache[0, 0].clone()
+    cache[0, 0] = cache[0, 1]
+    cache[0, 1] = keys
+    return layer_1(cache, *rest)
+
+
 def a_part_is_returned(kv: Tensor, *rest: Tensor) -> Any:
     return assignment(kv, *rest), kv[0]
 
@@ -271,6 +275,7 @@ REFUSED: dict[Step, tuple[str, str]] = {
     written_through_a_view_of_all: ("part_of_tensor", "aten.view"),
     some_layers_scaled: ("part_of_tensor", "aten.slice"),
     layer_chosen_by_a_tensor: ("part_of_tensor", "aten.index"),
+    layer_1_beside_others_that_swap_places: ("part_of_tensor", "aten.copy_"),
     sequences_before_roles: ("part_of_tensor", "aten.select"),
     key_and_value_in_other_order: ("other_role", "value cache of another"),
     keys_become_those_of_the_other_layer: ("not_written_back", "out of place"),
