@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from kvcompile import report
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.packed_stack import PackedStack
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
@@ -26,6 +29,7 @@ from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, re
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import Rewritten, is_mutated
 from kvcompile.passes.site import Site
+from kvcompile.passes.split_stacks import SplitStack, names_of_parts, places_of, split_stacks
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
 
@@ -69,6 +73,7 @@ class _GraphCompiler:
         self.original = gm
         self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
         self.rewritten: Rewritten | None = None
+        self.stacks: tuple[SplitStack, ...] = ()
         self.sources = _source_names(gm)
         self.sites: list[Site] = []
         self.views: list[SiteView] = []
@@ -94,7 +99,7 @@ class _GraphCompiler:
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
         # The method, not the object: tools such as depyf look for the code of what a backend returns.
-        return AdoptingCall(compiled, self.rewritten.inputs, fallback, self._guard(self.rewritten)).__call__
+        return AdoptingCall(compiled, self.rewritten, fallback, self._guard(self.rewritten)).__call__
 
     def _guard(self, rewritten: Rewritten) -> KeyGuard | None:
         if self.options.policy.key_outliers == "ignore":
@@ -127,6 +132,7 @@ class _GraphCompiler:
         self._report()
         if self.rewritten is None:
             raise _NothingRewrittenError
+        kwargs["static_input_idxs"] = places_of(kwargs["static_input_idxs"], self.stacks)
         if kwargs["cudagraphs"]:
             kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
@@ -151,6 +157,8 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
+        self.stacks = split_stacks(gm, example_inputs)
+        self.sources = names_of_parts(self.sources, self.stacks)
         self.sites, self.rewritten = quantize_kv_cache(
             gm,
             example_inputs,
@@ -161,6 +169,7 @@ class _GraphCompiler:
             self._held_inputs(),
         )
         if self.rewritten is not None:
+            self.rewritten = replace(self.rewritten, stacks=self.stacks)
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
             self.views = [
@@ -176,7 +185,7 @@ class _GraphCompiler:
         """The inputs that are packed caches as a whole; views of packed caches are not among them."""
         return {
             index: PackedInput(value.packed_layout, value.token_dim, value.growing)
-            for index, value in enumerate(self.example_inputs)
+            for index, value in self._arriving_packed().items()
             if isinstance(value, PackedTensor) and value.is_whole
         }
 
@@ -187,16 +196,27 @@ class _GraphCompiler:
         placeholders = gm.graph.find_nodes(op="placeholder")
         return [
             DequantizedInput(index, is_mutated(placeholders[index]))
-            for index, value in enumerate(self.example_inputs)
-            if isinstance(value, PackedTensor) and index not in proven
+            for index in self._arriving_packed()
+            if index not in proven
         ]
+
+    def _arriving_packed(self) -> dict[int, PackedSubclass]:
+        """The inputs that are packed, by their positions after stacks were split."""
+        packed = {index: x for index, x in enumerate(self.example_inputs) if isinstance(x, PackedSubclass)}
+        for stack in self.stacks:
+            whole = packed.pop(stack.index, None)
+            if isinstance(whole, PackedStack):
+                parts = dict(whole.items())
+                chosen = {place: parts[part] for part, place in stack.places.items()}
+                packed |= {place: part for place, part in chosen.items() if isinstance(part, PackedSubclass)}
+        return packed
 
     def _held_inputs(self) -> list[int]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache
         is read at every step and written at none. A tensor that is passed by itself may be made anew for every call,
         and one that a module holds may be a weight: those are packed only where the graph writes them.
         """
-        return [
+        held = [
             index
             for index, value in enumerate(self.example_inputs)
             if type(value) is torch.Tensor
@@ -204,6 +224,7 @@ class _GraphCompiler:
             and not (value.requires_grad or value._is_view())
             and value.is_contiguous()
         ]
+        return places_of(held, self.stacks)
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -212,7 +233,7 @@ class _GraphCompiler:
         placeholders = self.marked.graph.find_nodes(op="placeholder")
         inputs = list(self.example_inputs)
         for index, value in enumerate(inputs):
-            if isinstance(value, PackedTensor):
+            if isinstance(value, PackedSubclass):
                 logical = placeholders[index].meta["example_value"]
                 with fake_mode:
                     inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)

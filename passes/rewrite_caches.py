@@ -15,12 +15,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import move_tokens
-from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
+from kvcompile.passes.find_caches import Attention, Cache
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.match_write import WRITE_OPS, shape_of
-from kvcompile.passes.trace_read import VIEW_OPS
+from kvcompile.passes.split_stacks import SplitStack
+from kvcompile.passes.trace_read import SIZE_OPS, VIEW_OPS
 
 aten = torch.ops.aten
 
@@ -80,6 +81,7 @@ class Rewritten:
         example_inputs: fake inputs of the rewritten graph.
         by_reference: whether packed data is passed as references.
         returned_inputs: the inputs into which the last outputs of the graph are to be copied, in their order.
+        stacks: the inputs that were split into parts before; all other positions are those after.
     """
 
     inputs: tuple[InputAction, ...]
@@ -87,6 +89,7 @@ class Rewritten:
     example_inputs: list[Any]
     by_reference: bool = False
     returned_inputs: tuple[int, ...] = ()
+    stacks: tuple[SplitStack, ...] = ()
 
     @property
     def on_cuda(self) -> bool:

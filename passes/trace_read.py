@@ -43,6 +43,8 @@ VIEW_OPS = frozenset(
     )
 )
 
+SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
+
 Size = int | torch.SymInt
 
 
