@@ -17,7 +17,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import is_reference, strides_of
 
 if TYPE_CHECKING:
-    from kvcompile.kernels.launch import AttentionConfig
+    from kvcompile.kernels.attention_configs import AttentionConfig
     from kvcompile.kernels.launch_long import AttentionCall
 
 STORE_TOKENS = 16

@@ -14,6 +14,7 @@ from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
 from kvcompile.kernels import launch, launch_latent, launch_long, launcher
+from kvcompile.kernels.attention_configs import DECODE
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
@@ -161,7 +162,7 @@ def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_re
 def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
-    programs = launch.DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4].programs_per_sm
+    programs = DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4].programs_per_sm
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * 128 * (kernel.metadata.maxnreg or 255) <= 64 * 1024
 
