@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile import report
+from kvcompile.input_places import InputPlaces
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
@@ -24,7 +25,7 @@ from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.rewrite_caches import Rewritten, is_mutated
+from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
@@ -69,10 +70,11 @@ class _GraphCompiler:
         self.original = gm
         self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
         self.rewritten: Rewritten | None = None
+        self.places = InputPlaces(_fake_inputs(gm, example_inputs))
         self.sources = _source_names(gm)
         self.sites: list[Site] = []
         self.views: list[SiteView] = []
-        self.stages = GraphStages(options.policy, self.sources)
+        self.stages = GraphStages(options.policy, self.sources, self.places.in_aten(self.sources))
 
     def compile(self) -> Callable[..., Any]:
         self.stages.show(Stage.dynamo, self.original)
@@ -93,13 +95,14 @@ class _GraphCompiler:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
+        caches = self.places.in_dynamo(self.rewritten.inputs)
         # The method, not the object: tools such as depyf look for the code of what a backend returns.
-        return AdoptingCall(compiled, self.rewritten.inputs, fallback, self._guard(self.rewritten)).__call__
+        return AdoptingCall(compiled, caches, fallback, self._guard(caches), self.places.has_subclasses).__call__
 
-    def _guard(self, rewritten: Rewritten) -> KeyGuard | None:
+    def _guard(self, caches: Sequence[InputAction]) -> KeyGuard | None:
         if self.options.policy.key_outliers == "ignore":
             return None
-        return KeyGuard(rewritten.inputs, self.sources, self.sites, report.note)
+        return KeyGuard(caches, self.sources, self.sites, report.note)
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
@@ -130,7 +133,8 @@ class _GraphCompiler:
         if kwargs["cudagraphs"]:
             kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
-        return PackedCall(compiled, self.rewritten, example_inputs, self._dequantized_inputs(gm))
+        dequantized = self._dequantized_inputs(gm)
+        return PackedCall(compiled, self.rewritten, example_inputs, dequantized, self.places.has_subclasses)
 
     def _suit_cuda_graphs(self, gm: GraphModule, static_inputs: Sequence[int]) -> dict[str, Any]:
         """Prepare the rewritten graph for CUDA graphs, or do without; returns arguments for ``compile_fx_inner``."""
@@ -144,7 +148,7 @@ class _GraphCompiler:
         return {"static_input_idxs": sorted(static - set(self.rewritten.returned_inputs))}
 
     def _rewrite(self, gm: GraphModule, example_inputs: list[Any]) -> None:
-        mismatch = _input_mismatch(self.example_inputs, example_inputs)
+        mismatch = self._input_mismatch(example_inputs)
         if mismatch:
             self.sites = sites_of(gm)
             for site in self.sites:
@@ -155,10 +159,10 @@ class _GraphCompiler:
             gm,
             example_inputs,
             self.options.policy.formats_for,
-            self._packed_inputs(),
-            self.sources,
+            self.places.in_aten(self._packed_inputs()),
+            self.places.in_aten(self.sources),
             self._view_analysed,
-            self._held_inputs(),
+            self.places.in_aten(self._held_inputs()),
         )
         if self.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, self.sites)
@@ -187,23 +191,23 @@ class _GraphCompiler:
         placeholders = gm.graph.find_nodes(op="placeholder")
         return [
             DequantizedInput(index, is_mutated(placeholders[index]))
-            for index, value in enumerate(self.example_inputs)
+            for index, value in self.places.in_aten(dict(enumerate(self.example_inputs))).items()
             if isinstance(value, PackedTensor) and index not in proven
         ]
 
-    def _held_inputs(self) -> list[int]:
+    def _held_inputs(self) -> dict[int, str]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache
         is read at every step and written at none. A tensor that is passed by itself may be made anew for every call,
         and one that a module holds may be a weight: those are packed only where the graph writes them.
         """
-        return [
-            index
+        return {
+            index: self.sources[index]
             for index, value in enumerate(self.example_inputs)
             if type(value) is torch.Tensor
             and _is_held(self.sources[index])
             and not (value.requires_grad or value._is_view())
             and value.is_contiguous()
-        ]
+        }
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -217,6 +221,18 @@ class _GraphCompiler:
                 with fake_mode:
                     inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
         return inputs
+
+    def _input_mismatch(self, aten: Sequence[Any]) -> str | None:
+        """How AOTAutograd's inputs differ from Dynamo's, or None if they correspond."""
+        if len(aten) != self.places.count:
+            return f"{self.places.count} became {len(aten)}"
+        for index, before in self.places.in_aten(dict(enumerate(self.example_inputs))).items():
+            after = aten[index]
+            if isinstance(before, torch.Tensor) != isinstance(after, FakeTensor):
+                return f"input {index} changed its kind"
+            if isinstance(before, torch.Tensor) and (before.dim() != after.dim() or before.dtype != after.dtype):
+                return f"input {index} changed its shape or dtype"
+        return None
 
     def _report(self) -> None:
         graph = report.record(self.sites, self.views)
@@ -251,6 +267,15 @@ def _copy(gm: GraphModule) -> GraphModule:
     return result
 
 
+def _fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo knows of the inputs; None for packed caches."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        None if isinstance(value, PackedTensor) else node.meta["example_value"]
+        for node, value in zip(placeholders, example_inputs, strict=True)
+    ]
+
+
 def _source_names(gm: GraphModule) -> dict[int, str]:
     """What the user calls each input, as Dynamo knows it."""
     names = {}
@@ -266,15 +291,3 @@ def _is_held(source: str) -> bool:
     """Whether an input, named as Dynamo does, is an attribute of an object, and not a weight or buffer of a module."""
     holder, _, attribute = source.rpartition(".")
     return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
-
-
-def _input_mismatch(dynamo: Sequence[Any], aten: Sequence[Any]) -> str | None:
-    """How AOTAutograd's inputs differ from Dynamo's, or None if they correspond by position."""
-    if len(dynamo) != len(aten):
-        return f"{len(dynamo)} became {len(aten)}"
-    for index, (before, after) in enumerate(zip(dynamo, aten, strict=True)):
-        if isinstance(before, torch.Tensor) != isinstance(after, FakeTensor):
-            return f"input {index} changed its kind"
-        if isinstance(before, torch.Tensor) and (before.dim() != after.dim() or before.dtype != after.dtype):
-            return f"input {index} changed its shape or dtype"
-    return None

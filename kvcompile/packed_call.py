@@ -25,6 +25,7 @@ from torch import Tensor
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, check_adoptable
 from kvcompile.errors import AliasedCacheError
+from kvcompile.input_places import Concealed
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.packed_tensor import PackedTensor
@@ -56,9 +57,12 @@ class PackedCall:
         rewritten: Rewritten,
         example_inputs: Sequence[Any],
         dequantized: Sequence[DequantizedInput] = (),
+        conceals: bool = False,
     ) -> None:
+        """``conceals``: whether packed caches arrive concealed."""
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
+        self._conceals = conceals
         self._references = ReferencesOfThread() if rewritten.by_reference else None
         self._returned = rewritten.returned_inputs
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
@@ -66,6 +70,8 @@ class PackedCall:
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if self._conceals:
+            args[:] = [arg.cache if isinstance(arg, Concealed) else arg for arg in args]
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         grown: list[tuple[int, PackedTensor]] = []
         for action, new_tokens in self._inputs:
@@ -129,6 +135,7 @@ class AdoptingCall:
         caches: Sequence[InputAction],
         fallback: Callable[[Sequence[Any]], Any],
         guard: KeyGuard | None = None,
+        conceals: bool = False,
     ) -> None:
         """
         Args:
@@ -136,12 +143,14 @@ class AdoptingCall:
             caches: the inputs that must be packed.
             fallback: compiles the graph as plain Inductor would, for inputs like those given.
             guard: looks at the inputs of the first call, while its caches may still be plain.
+            conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
         """
         self._compiled = compiled
         self._caches = [action for action in caches if action.kind != "growing"]
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
+        self._conceals = conceals
 
     def __call__(self, *args: Any) -> Any:
         report.ran()
@@ -157,6 +166,8 @@ class AdoptingCall:
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
+        if self._conceals:
+            args = tuple(Concealed.of(arg) if isinstance(arg, PackedTensor) else arg for arg in args)
         return self._compiled(*args)
 
 
