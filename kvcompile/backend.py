@@ -29,6 +29,7 @@ from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
+from kvcompile.weight_bytes import weight_bytes
 
 
 class _NothingRewrittenError(Exception):
@@ -235,7 +236,7 @@ class _GraphCompiler:
         return None
 
     def _report(self) -> None:
-        graph = report.record(self.sites, self.views)
+        graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs))
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))

@@ -44,20 +44,16 @@ def of_ranks(checkpoint: Path) -> Any:
     return torch.load(output)
 
 
-@pytest.mark.parametrize("kind", tensor_parallel_program.KINDS)
-def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(
-    kind: str, checkpoint: Path, of_ranks: Any
-) -> None:
+def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(checkpoint: Path, of_ranks: Any) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval()
-    expected = tensor_parallel_program.run(model, kind)
+    expected = tensor_parallel_program.run(model)
     assert len(of_ranks) == WORLD_SIZE
-    for rank in of_ranks:
-        result = rank[kind]
+    for result in of_ranks:
         assert set(result["sites"]) == {None}
         error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
         assert error < SUMMATION
         for local, whole in zip(result["cache"], expected["cache"], strict=True):
             assert local.shape[1] == whole.shape[1] // WORLD_SIZE
     for role, whole in enumerate(expected["cache"]):
-        together = torch.cat([rank[kind]["cache"][role] for rank in of_ranks], dim=1)
+        together = torch.cat([rank["cache"][role] for rank in of_ranks], dim=1)
         assert (together - whole).norm() / whole.norm() < SUMMATION
