@@ -213,7 +213,7 @@ class Report:
 
 UNUSED = (
     "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, "
-    "without graph breaks within its attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
+    "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
     "compile the model itself, model.compile(backend='kvquant'): a compile_config applies on accelerators, to static "
     "caches, and neither to beams nor to assisted decoding"
 )
