@@ -25,10 +25,12 @@ from torch import Tensor
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.errors import AliasedCacheError
+from kvcompile.input_places import Concealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.packed_stack import PackedParts, PackedStack
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.read_stack import PartIndex
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
@@ -60,9 +62,12 @@ class PackedCall:
         rewritten: Rewritten,
         example_inputs: Sequence[Any],
         dequantized: Sequence[DequantizedInput] = (),
+        conceals: bool = False,
     ) -> None:
+        """``conceals``: whether packed caches arrive concealed."""
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
+        self._conceals = conceals
         self._references = ReferencesOfThread() if rewritten.by_reference else None
         self._returned = rewritten.returned_inputs
         self._stacks = rewritten.stacks
@@ -71,6 +76,8 @@ class PackedCall:
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if self._conceals:
+            args[:] = [arg.cache if isinstance(arg, Concealed) else arg for arg in args]
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         new_tokens = [read(args) for _, read in self._inputs]
         args[:] = with_parts(args, self._stacks)
@@ -144,23 +151,28 @@ class AdoptingCall:
     def __init__(
         self,
         compiled: Callable[..., Any],
-        rewritten: Rewritten,
+        caches: Sequence[InputAction],
+        stacks: Sequence[SplitStack],
         fallback: Callable[[Sequence[Any]], Any],
         guard: KeyGuard | None = None,
+        conceals: bool = False,
     ) -> None:
         """
         Args:
             compiled: what ``compile_fx`` returned for the packed graph.
-            rewritten: says which inputs must be packed.
+            caches: the inputs that must be packed, after stacks were split.
+            stacks: the inputs that are split.
             fallback: compiles the graph as plain Inductor would, for inputs like those given.
             guard: looks at the inputs of the first call, while its caches may still be plain.
+            conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
         """
         self._compiled = compiled
-        self._stacks = rewritten.stacks
-        self._caches = _by_input([action for action in rewritten.inputs if action.kind != "growing"], self._stacks)
+        self._stacks = stacks
+        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
+        self._conceals = conceals
 
     def __call__(self, *args: Any) -> Any:
         report.ran()
@@ -176,6 +188,8 @@ class AdoptingCall:
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
+        if self._conceals:
+            args = tuple(Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
         return self._compiled(*args)
 
 

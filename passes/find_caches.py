@@ -152,7 +152,7 @@ class CacheFinder:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, frozenset())
         _check_whole(root, role)
-        if root.op == "placeholder" or root.target in WRITE_OPS:
+        if _holds_tokens(root):
             read = trace_read(operand, frozenset(), role)
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
@@ -320,6 +320,14 @@ def first_state(node: Node) -> Node:
     return node
 
 
+def _holds_tokens(root: Node) -> bool:
+    """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
+    if root.target not in WRITE_OPS:
+        return root.op == "placeholder"
+    first = first_state(root)
+    return first.op == "placeholder" or _is_zeros(first)
+
+
 def _no_cache(root: Node, role: Role) -> Refusal:
     """Why ``root`` is no cache: it is made in this graph from new rows alone, or from a cache among other things.
 
@@ -392,6 +400,8 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     if key.num_kv_heads != value.num_kv_heads or not same_length:
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
+    if attention.key_read.head_tiles != attention.value_read.head_tiles:
+        raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

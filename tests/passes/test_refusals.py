@@ -83,12 +83,6 @@ def sliding_window_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor,
     return sdpa(q, kc[:, :, 8:], vc[:, :, 8:])
 
 
-def heads_in_tiled_order(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
-    write(kc, k, pos), write(vc, v, pos)
-    keys, values = (cache[:, None].expand(B, 2, H, S, D).reshape(B, 2 * H, S, D) for cache in (kc, vc))
-    return sdpa(q.repeat(1, 2, 1, 1), keys, values)
-
-
 def two_reads_of_which_one_is_unknown(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
     return sdpa(q, kc, vc) + sdpa(q, kc[:, :, 1:], vc[:, :, 1:])
@@ -110,7 +104,6 @@ REFUSED: dict[Callable[..., Any], str] = {
     plain_cache_only_read: "plain_read_only",
     one_tensor_for_keys_of_one_and_values_of_another: "other_role",
     sliding_window_read: "unknown_read",
-    heads_in_tiled_order: "unknown_read",
     two_reads_of_which_one_is_unknown: "used_elsewhere",
     dropout: "dropout",
 }
