@@ -19,7 +19,7 @@ class OptionsError(KVCompileError, ValueError):
 
 
 class AliasedCacheError(KVCompileError):
-    """Two packed caches that a compiled graph writes are one: their writes would be lost or mixed."""
+    """Two packed caches of which a compiled graph writes one share their storage: writes would be lost or missed."""
 
 
 class CacheFileError(KVCompileError, ValueError):

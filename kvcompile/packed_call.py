@@ -88,13 +88,15 @@ class PackedCall:
                 cache = _growing(cache, action).extended(count)
                 grown.extend((output, cache) for output in action.outputs)
             args[action.index] = _data_of(cache)
-        changed: list[tuple[PackedTensor, Tensor]] = []
+        changed: list[tuple[Tensor, Tensor]] = []
+        read = [args[action.index] for action, _ in self._inputs if action.kind == "read-only"]
         for plain in self._dequantized:
             tensor = args[plain.index]
+            read += _all_data_of(tensor)
             args[plain.index] = tensor.dequantize().contiguous()
             if plain.mutated:
                 changed.append((tensor, args[plain.index]))
-        _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"])
+        _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"], read)
         if self._references is not None:
             self._refer(args, self._references)
         mutated = [args[index] for index in self._returned]
@@ -222,13 +224,20 @@ def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
             adopt_stack(tensor, parts)
 
 
-def _check_distinct(mutated: list[Tensor]) -> None:
-    """The graph was rewritten as if mutated caches were distinct, which AOTAutograd cannot see of packed ones."""
-    addresses = [data.data_ptr() for data in mutated if data.numel()]
-    if len(set(addresses)) < len(addresses):
+def _all_data_of(cache: PackedTensor | PackedStack) -> list[Tensor]:
+    parts = cache.parts if isinstance(cache, PackedStack) else [cache]
+    return [part.packed for part in parts if isinstance(part, PackedTensor)]
+
+
+def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
+    """The graph was rewritten as if the caches that it writes were no other's, which AOTAutograd cannot see of packed
+    ones."""
+    addresses = [data.data_ptr() for data in written if data.numel()]
+    storages = {data.untyped_storage()._cdata for data in written} if read else set()
+    if len(set(addresses)) < len(addresses) or any(data.untyped_storage()._cdata in storages for data in read):
         raise AliasedCacheError(
-            "two packed caches that this compiled graph writes share their storage (one is a view of the other); "
-            "pass a clone() of one of them"
+            "two packed caches that this compiled graph takes share their storage (one is a view of the other), and it "
+            "writes one of them; pass a clone() of one of them"
         )
 
 

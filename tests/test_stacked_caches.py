@@ -17,6 +17,7 @@ from torch import Tensor
 import kvcompile.backend
 from kvcompile import cache_nbytes, last_report
 from kvcompile.adoption import AdoptionError, adopt_stack
+from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import PackedTensor
@@ -318,6 +319,17 @@ def test_a_packed_stack_is_used_by_any_graph(fn: Step) -> None:
     for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (out, expected)), strict=True):
         assert_close(one, other)
     assert_close(cache.dequantize(), reference.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("read", [lambda keys, *rest: attend(*rest), lambda keys, *rest: keys[:, :1].sum()])
+def test_a_packed_stack_beside_a_view_of_its_part_is_told_apart_at_run_time(read: Callable[..., Tensor]) -> None:
+    def fn(kv: Tensor, keys: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        return assignment(kv, q, k, v, pos) + read(keys, q, keys, kv[1], pos)
+
+    cache = PackedStack.from_dense(plain_stack(index_copy), packed_parts(index_copy))
+    with pytest.raises(AliasedCacheError, match="share their storage"):
+        compiled(fn)(cache, cache[0], *inputs(2, 5))
 
 
 @pytest.mark.usefixtures("without_code_generation")
