@@ -225,12 +225,12 @@ def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
     num_tokens = shape_of(base)[token_axis]
     n = shape_of(node.args[1])[token_axis]
 
-    def normalise(x: Tensor, first: Any) -> tuple[Tensor, Tensor, None]:
+    def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(_whole(node, token_axis, n))
         return heads_first(x, token_axis), _wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
     first = _first_of_slice(start, num_tokens)
-    return _write(node, base, "slice_scatter", token_axis, normalise, value, first, own=own)
+    return _write(node, base, "slice_scatter", token_axis, normalise, value, first, n, own=own)
 
 
 def _first_of_slice(start: Any, num_tokens: Any) -> Any:
@@ -352,11 +352,11 @@ def _match_slice(node: Node, token_axis: int) -> CacheWrite | None:
     num_tokens, n = shape_of(base)[token_axis], shape_of(node)[token_axis]
     device = node.meta["val"].device
 
-    def normalise(first: Any) -> tuple[None, Tensor, None]:
+    def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
         return None, _wrapped(torch.arange(n, device=device) + first, num_tokens), None
 
     first = _first_of_slice(start, num_tokens)
-    return replace(_write(node, base, "slice", token_axis, normalise, first, own=chain[1:]), moves=True)
+    return replace(_write(node, base, "slice", token_axis, normalise, first, n, own=chain[1:]), moves=True)
 
 
 def returned_rows(node: Node, token_axis: int) -> CacheWrite:
