@@ -17,8 +17,9 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.passes.cache import Cache
 from kvcompile.passes.expand_markers import expand_markers
-from kvcompile.passes.find_caches import Attention, Cache, CacheFinder, PackedInput
+from kvcompile.passes.find_caches import Attention, CacheFinder, PackedInput
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of

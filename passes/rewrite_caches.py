@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import move_tokens
-from kvcompile.passes.find_caches import SIZE_OPS, Attention, Cache
+from kvcompile.passes.cache import Cache
+from kvcompile.passes.find_caches import SIZE_OPS, Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
 from kvcompile.passes.marker import Marker, replace_marker

@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.match_write import CacheWrite, shape_of, sliced_by
+from kvcompile.passes.trace_read import with_defaults
 
 aten = torch.ops.aten
 
@@ -29,8 +30,11 @@ class Window:
     @property
     def drops_appended(self) -> bool:
         """Whether tokens are dropped from what ``cat`` appends to: attention then reads what is left, or all of it."""
-        whole, axis = self.slice.args[:2]
-        if whole.target is not aten.cat.default or [*whole.args, 0][1] % len(shape_of(whole)) != axis:
+        whole, axis = with_defaults(self.slice, None, 0)[:2]
+        if whole.target is not aten.cat.default:
+            return False
+        _, appended_axis = with_defaults(whole, None, 0)
+        if (axis - appended_axis) % len(shape_of(whole)) != 0:
             return False
         return not statically_known_true(shape_of(self.slice)[axis] == shape_of(whole)[axis])
 
