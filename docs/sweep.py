@@ -137,9 +137,10 @@ first call on. Windows of sliding layers are 16 tokens. Graphs are rewritten and
 
 `2 of 3` are attention modules that were rewritten in every graph, of layers that keep a cache, cross-attention counted
 besides. The error is the relative L2 distance of all logits from the uncompiled model whose caches hold what packed
-ones hold, quantized on write and dequantized on read; the limit is {max_error:g}, less than one wrong token in a mask
-makes. A code that is rounded the other way makes 1e-4, rows without one are at 1e-7. Numbers in brackets are reasons,
-below the table; `-` stands for a case that the model does not run in, compiled or not.
+ones hold, quantized on write and dequantized on read; attention that was left alone sees new keys and values before
+that. The limit is {max_error:g}, less than one wrong token in a mask makes. A code that is rounded the other way makes
+1e-4, rows without one are at 1e-7. Numbers in brackets are reasons and notes, below the table; `-` stands for a case
+that the model does not run in, compiled or not.
 
 ```sh
 python docs/sweep.py

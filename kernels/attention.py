@@ -17,6 +17,10 @@ and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The runn
 fp16 holds them with full precision down to 2**-29 of the largest and never worse than 2**-40 of it. The sums of
 ``p = weight / v_scale`` and of ``p * v_zero`` are kept in float32.
 
+A tensor core product has eight columns at least, of which four query heads of a KV head fill half. Each row has two
+then, side by side: every other one is left out of the softmax, or the two are digits of an integer query
+(:mod:`kvcompile.kernels.query_tiles`).
+
 Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-th, ...), so that a cache of which only a
 part is visible still occupies all of them.
 
@@ -27,12 +31,19 @@ scores of invisible tokens are -inf, their scales and zeros are replaced, and ev
 from __future__ import annotations
 
 from kvcompile.kernels.attention_held import attend_to_held_blocks, held_range, is_packed, overlaps_held, recent_tags
-from kvcompile.kernels.attention_tile import attend_packed, packed_scores, visible_scores, weighs_scales
-from kvcompile.kernels.codec import jit, normalise_rows, planes_of, tl, transposed
+from kvcompile.kernels.attention_tile import (
+    attend_packed,
+    packed_scores,
+    token_metadata,
+    visible_scores,
+    weighs_scales,
+)
+from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.held_blocks import block_ptr
-from kvcompile.kernels.packed_tiles import load_packed
+from kvcompile.kernels.packed_tiles import load_packed, prefetch
+from kvcompile.kernels.query_tiles import first_columns, load_query
 from kvcompile.kernels.references import referred
-from kvcompile.kernels.rotation_tiles import rotate, unrotate
+from kvcompile.kernels.rotation_tiles import unrotate
 
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
@@ -76,10 +87,6 @@ def attention_kernel(
     HAS_SLOTS: tl.constexpr = KEY.num_slots + VALUE.num_slots > 0
     if HAS_SLOTS:  # asked for before the query, so that both come at once
         key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
-    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
-    query = _load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
-    if HAS_SLOTS:
-        first_held, end_held = held_range(key_tags, value_tags)
     mask_ptr += batch * mask_strides[0]
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
@@ -106,8 +113,22 @@ def attention_kernel(
         all_end = tl.where(holes != 0, 0, all_end)
     visibility = (position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
+    if own_tiles > 0:
+        # Memory is not idle while the query is made ready.
+        tile = first_tile + split
+        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        tokens_left = kv_len - tile * TOKENS
+        prefetch(block_ptr(key_ptr, key_strides[0], first_block, KEY), key_strides[0], tokens_left, KEY, TOKENS)
+        prefetch(
+            block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
+        )
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    query = load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
+    if HAS_SLOTS:
+        first_held, end_held = held_range(key_tags, value_tags)
 
-    acc = tl.full([VALUE.padded_width, ROWS], 0.0, tl.float32)
+    COLUMNS: tl.constexpr = max(ROWS, 8)
+    acc = tl.full([VALUE.padded_width, COLUMNS], 0.0, tl.float32)
     sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
     lowest = tl.full([ROWS], float("-inf"), tl.float32)
     accs = ()
@@ -131,10 +152,14 @@ def attention_kernel(
             may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
             all_visible = all_visible & (may_be_held == 0)
             in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_held, KEY, VALUE, TOKENS)
-        scores = visible_scores(
-            scores, token, in_cache, all_visible, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
+        scale, zero = token_metadata(values, VALUE, TOKENS)
+        scores, scale, zero = visible_scores(
+            scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+        )  # fmt: skip
+        state = attend_packed(
+            state, scores, values, scale, zero, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
         )
-        state = attend_packed(state, scores, values, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS)
     if HAS_SLOTS:
         state = attend_to_held_blocks(
             state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], visible_len, softcap, visibility, split,
@@ -146,25 +171,6 @@ def attention_kernel(
     if PARTIAL:
         out_row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
     _store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
-
-
-@jit
-def _load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
-    """The query as the second operand of the scores: (planes, factor, q_sum).
-
-    ``planes`` are [padded_width, rows], one for each plane of the key, with rows scaled by a power of two.
-    ``factor`` [rows] takes that back and includes the scale of the scores; ``q_sum`` [rows] is the sum over channels as
-    the products see them, in the units of the scores.
-    """
-    channel = tl.arange(0, KEY.padded_head_dim)[None, :]
-    in_bounds = in_query[:, None] & (channel < KEY.head_dim)
-    q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
-    if KEY.rotated:
-        q = rotate(q, KEY)
-    q, factor = normalise_rows(q, KEY.query_exponent, KEY.dtype)
-    factor = factor * score_scale
-    q_sum = tl.sum(q.to(tl.float32), 1) * factor
-    return transposed(planes_of(q, KEY), KEY), factor * KEY.gain, q_sum
 
 
 @jit
@@ -187,7 +193,7 @@ def _store_output(
     out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        out = (accs[plane] * VALUE.gain + zero) * inverse[None, :]
+        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gain + zero) * inverse[None, :]
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 

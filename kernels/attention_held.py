@@ -6,10 +6,18 @@ keys only, or for values only: the other operand is then the packed one.
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention_tile import accumulate, packed_scores, products_of, visible_scores, weigh
+from kvcompile.kernels.attention_tile import (
+    accumulate,
+    packed_scores,
+    products_of,
+    value_levels,
+    visible_scores,
+    weigh,
+)
 from kvcompile.kernels.codec import constexpr_function, jit, normalise_rows, planes_of, tl, transposed
 from kvcompile.kernels.held_blocks import block_ptr, is_held, load_rows, slot_of, tag_ptrs
-from kvcompile.kernels.packed_tiles import load_packed, unpack
+from kvcompile.kernels.packed_tiles import load_packed
+from kvcompile.kernels.query_tiles import first_columns
 from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
 
 
@@ -79,14 +87,15 @@ def attend_to_held_blocks(
             token = block * KEY.block_tokens + tl.arange(0, KEY.block_tokens)
             in_cache = token < visible_len
             scores = _scores(block, key_held, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
-            scores = visible_scores(
-                scores, token, in_cache, False, softcap, visibility, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL
-            )
             levels, scale, zero = _values(
                 block, value_held, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
             )
+            scores, scale, zero = visible_scores(
+                scores, scale, zero, token, in_cache, False, softcap, visibility,
+                HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+            )  # fmt: skip
             maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-                state, scores, scale, zero, in_cache, KEY, VALUE, MASK == "float", NUM_WARPS
+                state, scores, scale, zero, KEY, VALUE, MASK == "float", NUM_WARPS
             )
             accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, True, PRECISION)
             state = (maximum, scale_maximum, p_sum, zero_sum, accs)
@@ -112,7 +121,8 @@ def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.
     if KEY.num_slots > 0:
         if held:
             levels, scale = _held_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
-            scores = products_of(levels, query[0], KEY, PRECISION) * query[1][None, :] * scale[:, None]
+            products = products_of(levels, query[0], KEY, PRECISION)
+            scores = first_columns(products, query[1].shape[0]) * query[1][None, :] * scale[:, None]
         else:
             scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
     else:
@@ -148,7 +158,7 @@ def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
     TOKENS: tl.constexpr = VALUE.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, VALUE)
     packed, scale, zero = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
-    levels = unpack(packed, scale, zero, VALUE)
+    levels = value_levels(packed, scale, zero, VALUE)
     if VALUE.granularity != "token":
         scale = tl.full([TOKENS], 1.0, tl.float32)
         zero = scale

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import constexpr_function, jit, log2, tl
+from kvcompile.kernels.codec import constexpr_function, jit, log2, tl, transposed
 from kvcompile.kernels.packed_tiles import unpack
+from kvcompile.kernels.query_tiles import columns_of, first_columns, in_digits, products_of_digits
 
 
 @jit
@@ -16,9 +17,11 @@ def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKEN
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
         else:
             products = _scores_of_block(packed, scale, zero, q_planes, KEY, PRECISION)
+    elif in_digits(KEY, factor.shape[0]):
+        products = products_of_digits(KEY.codec.integers(packed, KEY), q_planes, factor.shape[0])
     else:
         products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
-    scores = products * factor[None, :]
+    scores = first_columns(products, factor.shape[0]) * factor[None, :]
     if KEY.granularity == "token":
         if KEY.has_scale:
             scores = scale[:, None] * scores
@@ -121,10 +124,11 @@ def tanh(x):
 
 @jit
 def visible_scores(
-    scores, token, in_cache, all_visible, softcap, visibility,
+    scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
     HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile with softcap and mask; -inf where a row does not see a token, and for tokens not ``in_cache``.
+    """Scores of a tile with softcap and mask, -inf where a row does not see a token and for tokens not ``in_cache``;
+    and scales and zeros of values [tokens], which are harmless for the latter.
 
     With ``all_visible``, a scalar, every row of the query sees all tokens of the tile, as it is in most tiles of a long
     context, and nothing needs to be hidden. ``visibility`` are position and in_query [rows]; row_begin, row_end [rows]
@@ -132,11 +136,10 @@ def visible_scores(
     """
     if HAS_SOFTCAP:
         scores = softcap * tanh(scores / softcap)
-    if MASK == "float":  # known at compile time  # noqa: SIM114
+    if MASK == "float" or all_visible == 0:  # known at compile time
         scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-    elif all_visible == 0:
-        scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-    return scores
+        scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
+    return scores, scale, zero
 
 
 @jit
@@ -208,27 +211,45 @@ def weighs_scales(value):
 
 
 @jit
+def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Scales and zeros of the tokens of a tile of packed values, [tokens]; anything, where there are none."""
+    _, scale, zero = values
+    if VALUE.granularity != "token":
+        scale = tl.full([TOKENS], 1.0, tl.float32)
+        zero = scale
+    return scale, zero
+
+
+@jit
 def attend_packed(
-    state, scores, values, in_cache,
+    state, scores, values, scale, zero, in_cache,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values."""
-    packed, scale, zero = values
-    token_scale = scale
-    if VALUE.granularity != "token":
-        token_scale = tl.full([scores.shape[0]], 1.0, tl.float32)
+    """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
+
+    ``scale`` and ``zero`` are what :func:`visible_scores` makes of their :func:`token_metadata`.
+    """
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-        state, scores, token_scale, zero, in_cache, KEY, VALUE, WIDE_SCORES, NUM_WARPS
+        state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
-    levels = unpack(packed, scale, zero, VALUE)
+    levels = value_levels(values[0], values[1], values[2], VALUE)
     MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
     accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 
 
 @jit
+def value_levels(packed, scale, zero, VALUE: tl.constexpr):
+    """The levels of each plane of values, [width, tokens]; those of a tensor that is keys, too, lie the other way."""
+    levels = unpack(packed, scale, zero, VALUE)
+    if not VALUE.column_major:
+        levels = transposed(levels, VALUE)
+    return levels
+
+
+@jit
 def weigh(
-    state, scores, scale, zero, in_cache,
+    state, scores, scale, zero,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile but for ``accs``, the factor ``decay`` of those, and the tile's weights.
@@ -241,7 +262,6 @@ def weigh(
     SCALED: tl.constexpr = weighs_scales(VALUE)
     scale_decay = 0.0
     if SCALED:
-        scale = tl.where(in_cache, scale, 1.0)
         # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
         scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
         scale_inverse = tl.exp2(-scale_log2)
@@ -269,7 +289,7 @@ def weigh(
         p = weight * scale_inverse[:, None]
     p_sum = p_sum * decay[None, None, :] + _sum_in_thread(p, KEY, NUM_WARPS)
     if VALUE.has_zero and VALUE.granularity == "token":
-        zero_per_weight = (tl.where(in_cache, zero, 0.0) * scale_inverse)[:, None]
+        zero_per_weight = (zero * scale_inverse)[:, None]
         zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, KEY, NUM_WARPS)
     return maximum, scale_maximum, p_sum, zero_sum, decay, weight.to(VALUE.dtype)
 
@@ -281,11 +301,13 @@ def accumulate(
     """The outputs of each plane after one more tile of values; levels that MAY_BE_NAN count only if ``in_cache``."""
     new_accs = ()
     NUM_PLANES: tl.constexpr = VALUE.num_planes
+    weight = columns_of(weight, accs[0].shape[1])
+    decay = columns_of(decay[None, :], accs[0].shape[1])
     for plane in tl.static_range(NUM_PLANES):
         level = levels[plane]
         if MAY_BE_NAN:
             level = tl.where(in_cache[None, :], level, 0.0)  # what was never written may be NaN
-        acc = tl.dot(level, weight, accs[plane] * decay[None, :], input_precision=PRECISION)
+        acc = tl.dot(level, weight, accs[plane] * decay, input_precision=PRECISION)
         new_accs = new_accs + (acc,)  # noqa: RUF005
     return new_accs
 

@@ -19,6 +19,9 @@ A codec is the part of a format that differs between formats, as functions that 
         Optional and with inline PTX: ``packed`` is a tuple of tiles of any shape, the code sections; the levels are a
         tuple of fp16 tiles of that shape. The bytes of a thread come four at a time.
 
+    integers(packed, OPERAND) -> levels of every plane
+        Optional, for codes that are integers: as ``unpack``, and the levels are int8 tiles.
+
 OPERAND is the :class:`PackedOperand`; ``OPERAND.codec.constants`` holds the numbers of the spec class.
 """
 
@@ -70,6 +73,7 @@ class Codec:
         encode: vectors -> codes, scales and zeros.
         levels: codes -> levels.
         unpack: packed bytes -> levels, or None.
+        integers: packed bytes -> integer codes, or None.
         center: not 0 only in formats that keep a zero point.
         constants: numbers of the spec class that the functions use.
     """
@@ -77,6 +81,7 @@ class Codec:
     encode: Any
     levels: Any
     unpack: Any = None
+    integers: Any = None
     center: float = 0.0
     constants: SimpleNamespace = field(default_factory=SimpleNamespace)
 
@@ -139,10 +144,13 @@ class PackedOperand:
         zero_dtype: their dtype.
         takes_static_scale: whether all vectors may have a factor, which is no constant of the kernel.
         block_tokens: tokens of a block.
+        block_bytes: and its bytes.
         gain: factor between the levels of the codec and those of the spec.
         center: of the codec's levels.
         codec: the codec of the format.
+        has_ptx: whether inline PTX can run.
         fast: whether to use the codec's ``unpack``.
+        multiplies_integers: whether to use the codec's ``integers`` where the query has two columns a row.
         query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
         residual: blocks that are kept as they are; None without any.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.references`.
@@ -175,10 +183,13 @@ class PackedOperand:
     zero_dtype: Any
     takes_static_scale: bool
     block_tokens: int
+    block_bytes: int
     gain: float
     center: float
     codec: Codec
+    has_ptx: bool
     fast: bool
+    multiplies_integers: bool
     query_exponent: int
     residual: HeldBlocks | None
     by_reference: bool
@@ -198,13 +209,23 @@ class PackedOperand:
         """Bits of a code in the section ``codes``."""
         return self.code_dtype.primitive_bitwidth // self.num_planes
 
+    @property
+    def prefetched_lines(self) -> int:
+        """Lines of 128 bytes of a block, rounded up to a power of two."""
+        return triton.next_power_of_2(-(-self.block_bytes // 128))
+
+    @property
+    def integer_center(self) -> int:
+        """The center, for products of integers."""
+        return int(self.center)
+
     def __repr__(self) -> str:
         return self.name  # Triton makes it part of the names of functions
 
     @functools.cached_property
     def cache_key(self) -> str:
         """Triton's key of this constant in its cache on disk: covers the layout, the codec's numbers and its source."""
-        functions = (self.codec.encode, self.codec.levels, self.codec.unpack)
+        functions = (self.codec.encode, self.codec.levels, self.codec.unpack, self.codec.integers)
         return " ".join([str(vars(self)), *(fn.cache_key for fn in functions if fn is not None)])
 
 
@@ -271,13 +292,29 @@ def packed_operand(
         zero_dtype=_TRITON_DTYPES[zero.dtype]() if zero is not None else None,
         takes_static_scale=fmt.takes_static_scale,
         block_tokens=BLOCK_TOKENS,
+        block_bytes=layout.block_bytes,
         gain=fmt.gain,
         center=fmt.codec.center,
         codec=fmt.codec,
+        has_ptx=has_ptx,
         fast=has_ptx and not float32 and fmt.codec.unpack is not None,
+        multiplies_integers=has_ptx and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_held_blocks(layout),
         by_reference=by_reference,
+    )
+
+
+def _multiplies_integers(layout: PackedLayout) -> bool:
+    """See :class:`PackedOperand`.
+
+    A rotated query has no outlier channels, which would leave the others few digits. Blocks that are kept as they are
+    have no integers, and products of integers sum over 32 channels at least.
+    """
+    fmt = layout.format
+    is_wide = fmt.packing.width(layout.head_dim) >= 32
+    return (
+        layout.role == "key" and fmt.rotated and fmt.codec.integers is not None and layout.residual is None and is_wide
     )
 
 
@@ -329,6 +366,12 @@ def bytes_to_half_pairs(packed, PTX: tl.constexpr):
     return tl.inline_asm_elementwise(
         PTX, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
     )
+
+
+@jit
+def bytes_to_integer_pairs(packed, PTX: tl.constexpr):
+    """A tile of bytes -> two tiles of int8 by PTX, of four bytes at a time: $0 and $1 from $2."""
+    return tl.inline_asm_elementwise(PTX, "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
 
 
 @jit

@@ -2,8 +2,7 @@
 
 Both move each byte once. A tile is [tokens, scale blocks, channels], with 8 channels in a thread: 8 bytes of codes and
 16 bytes of bfloat16, the widest access of the wider side. A page needs no more than the alignment to 8 bytes that
-TOKEN_BYTES gives it for any ``block_size``. Kernels see bfloat16 as int16 patterns, because Triton's interpreter
-converts it inexactly: it truncates, and loses subnormal numbers.
+TOKEN_BYTES gives it for any ``block_size``. What is done with a tile is in :mod:`kvcompile.kernels.deepseek_v4_tiles`.
 """
 
 from __future__ import annotations
@@ -13,22 +12,19 @@ import functools
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import deepseek_v4 as spec
 from kvcompile.kernels.codec import INTERPRETED, jit, tl, triton
-from kvcompile.kernels.launch import ASSERTING, Launcher
-
-NOPE_DIM = tl.constexpr(spec.NOPE_DIM)
-ROPE_DIM = tl.constexpr(spec.ROPE_DIM)
-QUANT_BLOCK = tl.constexpr(spec.QUANT_BLOCK)
-NUM_SCALES = tl.constexpr(spec.NUM_SCALES)
-DATA_BYTES = tl.constexpr(spec.DATA_BYTES)
-SCALE_BYTES = tl.constexpr(spec.SCALE_BYTES)
-E4M3_NAN = tl.constexpr(spec.E4M3_NAN)
-E8M0_NAN = tl.constexpr(spec.E8M0_NAN)
-E4M3_MAX_EXPONENT = tl.constexpr(spec.E4M3_MAX_EXPONENT)
-MANTISSA_CARRY = tl.constexpr(spec.MANTISSA_CARRY)
-MIN_AMAX_BITS = tl.constexpr(torch.tensor(spec.MIN_AMAX).view(torch.int32).item())
-BFLOAT16_NAN = tl.constexpr(0x7FC0)
+from kvcompile.kernels.deepseek_v4_tiles import (
+    DATA_BYTES,
+    NOPE_DIM,
+    NUM_SCALES,
+    QUANT_BLOCK,
+    ROPE_DIM,
+    SCALE_BYTES,
+    bfloat16_bits_of_e4m3,
+    insert_tokens,
+    scales_of,
+)
+from kvcompile.kernels.launcher import ASSERTING, Launcher
 
 TOKENS_PER_WARP = 4
 """With 8 channels in a thread, 8 threads hold a scale block of a token and 4 tokens fill a warp: every thread has all
@@ -39,37 +35,6 @@ NUM_WARPS = 4
 
 WARPS_PER_SM = 40
 """Warps of the gather kernel that the registers of a streaming multiprocessor have room for."""
-
-
-@jit
-def _e4m3_of_float32(x, HARDWARE_FP8: tl.constexpr):
-    """float32 with ``|x| <= 448``, or NaN -> e4m3 bytes, rounded to nearest even."""
-    if HARDWARE_FP8:
-        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        # Times 2**-120 the exponent bias is that of e4m3, and subnormal numbers are where e4m3 has them.
-        bits = (x * 2.0**-120).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-        codes = tl.where(x == x, rounded | ((bits >> 24) & 0x80), E4M3_NAN).to(tl.uint8)
-    return codes
-
-
-@jit
-def _bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8: tl.constexpr):
-    """e4m3 bytes times float32 powers of two -> bfloat16 patterns, rounded to nearest even."""
-    if HARDWARE_FP8:
-        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-        bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        code = codes.to(tl.int8, bitcast=True).to(tl.int32)
-        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # where they are in a float32, with the value times 2**-120
-        value = ((code << 20) & sign_exponent_mantissa).to(tl.float32, bitcast=True) * 2.0**120
-        value = tl.where((code & E4M3_NAN) == E4M3_NAN, float("nan"), value) * scale
-        pattern = value.to(tl.int32, bitcast=True)
-        rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
-        bits = tl.where(value == value, rounded, BFLOAT16_NAN).to(tl.int16)
-    return bits
 
 
 @jit(do_not_specialize=["page_words", "num_tokens", "num_slots"])
@@ -88,35 +53,15 @@ def insert_kernel(
             memory.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    block = tl.arange(0, SCALE_BYTES)[None, :, None]
-    channel = (block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]).to(tl.int64)
-    rope_channel = tl.arange(0, ROPE_DIM)[None, None, :].to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token * slot_strides[0], mask=token < num_tokens, other=-1)
     tl.device_assert(slot < num_slots, "quantize_and_insert_k_cache: a slot is outside of the cache")
     inserted = (slot >= 0) & (slot < num_slots)
-    is_nope = inserted & (block < NUM_SCALES)
-
-    k_ptrs = k_ptr + token * k_strides[0]
-    pattern = tl.load(k_ptrs + channel * k_strides[1], mask=is_nope, other=0).to(tl.int32) << 16
-    rope = tl.load(k_ptrs + (NOPE_DIM + rope_channel) * k_strides[1], mask=inserted, other=0)
-
-    # Patterns of magnitudes are ordered as the magnitudes are, with infinity and then NaN on top.
-    amax = tl.max(pattern & 0x7FFFFFFF, 2, keep_dims=True)
-    finite = amax < 0x7F800000
-    scale = ((tl.maximum(amax, MIN_AMAX_BITS) + MANTISSA_CARRY) >> 23) - E4M3_MAX_EXPONENT
-    inverse = tl.where(finite, ((254 - scale) << 23).to(tl.float32, bitcast=True), float("nan"))
-    codes = _e4m3_of_float32(pattern.to(tl.float32, bitcast=True) * inverse, HARDWARE_FP8)
-    scale = tl.where(block < NUM_SCALES, tl.where(finite, scale, E8M0_NAN), 0)
-    scale_word = tl.sum(scale.to(tl.int64) << (8 * block), 1, keep_dims=True)
-
     slot = tl.where(inserted, slot, 0).to(tl.int32)  # no memory holds 2**31 tokens
     page_ptrs = k_cache_ptr + (slot // BLOCK_SIZE).to(tl.int64) * page_words * 8
     token_in_page = slot % BLOCK_SIZE
     data_ptrs = page_ptrs + token_in_page * DATA_BYTES
     scale_ptrs = page_ptrs + BLOCK_SIZE * DATA_BYTES + token_in_page * SCALE_BYTES
-    tl.store(data_ptrs + channel, codes, mask=is_nope)
-    tl.store((data_ptrs + NOPE_DIM).to(tl.pointer_type(tl.int16)) + rope_channel, rope, mask=inserted)
-    tl.store(scale_ptrs.to(tl.pointer_type(tl.int64)), scale_word, mask=inserted)
+    insert_tokens(data_ptrs, scale_ptrs, k_ptr + token * k_strides[0], k_strides[1], inserted, HARDWARE_FP8)
 
 
 @jit(do_not_specialize=["page_words", "num_reqs", "num_rows", "max_seq_len", "num_blocks", "offset"])
@@ -202,10 +147,7 @@ def _gather_tile(
     scale_word = tl.load(scale_ptrs.to(tl.pointer_type(tl.int64)), mask=gathered, other=0)
     rope = tl.load((data_ptrs + NOPE_DIM).to(tl.pointer_type(tl.int16)) + rope_channel, mask=gathered, other=0)
 
-    # The exponent field of a float32 holds 2**(s - 127), except that s = 0 is the subnormal 2**-127.
-    scale = ((scale_word >> (8 * block)).to(tl.int32) & 0xFF) << 23
-    scale = tl.maximum(scale, 1 << 22).to(tl.float32, bitcast=True)
-    bits = _bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8)
+    bits = bfloat16_bits_of_e4m3(codes, scales_of(scale_word, block), HARDWARE_FP8)
     out_ptrs = out_ptr + req * out_strides[0] + (position - start + offset).to(tl.int64) * out_strides[1]
     tl.store(out_ptrs + channel * out_strides[2], bits, mask=is_nope)
     tl.store(out_ptrs + (NOPE_DIM + rope_channel) * out_strides[2], rope, mask=gathered)

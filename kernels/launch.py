@@ -1,4 +1,4 @@
-"""Launch the Triton kernels: configurations, grids, and the translation of tensors to kernel arguments.
+"""Launch the Triton kernels: grids, and the translation of tensors to kernel arguments.
 
 These functions are called for every layer of every decode step: whatever depends only on formats, dtypes and the device
 is computed once and cached.
@@ -6,19 +6,21 @@ is computed once and cached.
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
+from kvcompile.kernels.attention_configs import attention_config, latent_config, num_splits
 from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
+from kvcompile.kernels.latent_tiles import LatentOperand
+from kvcompile.kernels.launch_latent import attend_latents, operand_of, store_latents
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
-from kvcompile.kernels.launcher import Launcher, ceil_div, precision
+from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
+from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel, store_pair_kernel
@@ -30,84 +32,7 @@ from kvcompile.kernels.store_blocks import (
 )
 from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """How to run the attention kernel.
-
-    Attributes:
-        rows: query rows of a program, a power of two from 8; the rows of a KV head are its query heads times q_len.
-        tokens: tokens of a tile, a power of two from 64 and from 16 * num_warps.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-        max_registers: cap on registers a thread, or None.
-        programs_per_sm: programs that a streaming multiprocessor runs at once; splits aim at this.
-    """
-
-    rows: int
-    tokens: int
-    num_warps: int = 4
-    num_stages: int = 2
-    max_registers: int | None = None
-    programs_per_sm: int = 2
-
-    @functools.cached_property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
-
-
-# Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Three
-# programs of 128 threads with 168 registers fill a register file, and three times the tiles in flight fit into shared
-# memory. In a tile of 128 tokens a thread has one 16-bit scale, too little to copy asynchronously, so that the formats
-# with 16-bit scales need tiles of 256.
-DECODE = {
-    (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-    (9, 8, 8): AttentionConfig(8, 64, num_stages=4, max_registers=168, programs_per_sm=3),
-    (9, 8, 4): AttentionConfig(8, 256, num_stages=3),
-    (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
-    (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, programs_per_sm=6),
-    (9, 2, 2): AttentionConfig(8, 128, num_stages=3, max_registers=168, programs_per_sm=3),
-    (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
-    (8, 8, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
-    (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
-    (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-}
-PORTABLE = AttentionConfig(8, 64)
-FLOAT32 = AttentionConfig(16, 64, num_stages=1)
-
-
-@functools.cache
-def attention_config(
-    capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
-) -> AttentionConfig:
-    """The configuration for a device of compute capability ``capability`` (major) and ``rows`` query rows a KV head."""
-    if float32:
-        return FLOAT32
-    padded_head_dim = max(key.padded_head_dim, value.padded_head_dim)
-    if rows > 8:
-        # Tensor core products of 16 rows and more hold a whole unpacked tile in registers on Hopper.
-        most = 32 if mask_per_row or padded_head_dim > 128 else 64
-        return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
-    if padded_head_dim > 128:
-        return PORTABLE
-    config = DECODE.get((capability, key.tile_bits, value.tile_bits), PORTABLE)
-    if key.granularity == "channel" and config.tokens not in (key.block_tokens, key.block_tokens * config.num_warps):
-        return PORTABLE  # a tile has one block for every warp, or is a block
-    return config
-
-
-def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-    """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
-    tiles = max(1, ceil_div(kv_len, config.tokens))
-    splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
-    return ceil_div(tiles, ceil_div(tiles, splits))
-
-
-# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
-ASSERTING = {"debug": True, "sanitize_overflow": False}
+_layout = PackedLayout.parse
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
@@ -123,7 +48,7 @@ launch_visible_range = Launcher(visible_range_kernel)
 def attention(
     query: Tensor,
     k_data: Tensor,
-    v_data: Tensor,
+    v_data: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
     kv_len: int,
@@ -137,16 +62,20 @@ def attention(
 ) -> Tensor:
     """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous.
 
-    ``ranges`` is :func:`visible_range` of a bool mask, if it is known.
+    Without ``v_data`` one tensor serves as keys and values. ``ranges`` is :func:`visible_range` of a bool mask, where
+    known.
     """
     batch, num_heads, q_len, head_dim = query.shape
     out = query.new_empty((batch, num_heads, q_len, v_head_dim))
     if out.numel() == 0:
         return out
-    _, _, has_ptx = launcher.facts_of(query.device)
     float32 = query.dtype == torch.float32
-    key, key_scale = operand_and_scale(k_format, "key", head_dim, float32, has_ptx, is_reference(k_data))
-    value, value_scale = operand_and_scale(v_format, "value", v_head_dim, float32, has_ptx, is_reference(v_data))
+    key, key_scale = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
+    value, value_scale = key, key_scale
+    if v_data is None:
+        v_data = k_data
+    else:
+        value, value_scale = _operand_and_scale(v_format, "value", v_head_dim, float32, v_data)
 
     mask_kind, mask_data = "none", query
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -164,14 +93,15 @@ def attention(
         value_scale,
     )  # fmt: skip
 
-    if is_long(call):
-        partial, lse, splits = attend_long(call, out, with_lse=sinks is not None)
-        value = packed_operand("bfloat16", "value", v_head_dim, False, has_ptx)  # dequantized: in no rotated basis
+    if isinstance(key, LatentOperand) or is_long(call):
+        attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
+        partial, lse, splits = attend(call, out, with_lse=sinks is not None)
+        value = packed_operand("bfloat16", "value", v_head_dim, False, False)  # dequantized: in no rotated basis
     else:
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
         num_rows = batch * num_heads * q_len
-        rows_at_once, splits_at_once = (1, 16) if splits > 1 else (4, 1)
+        rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
         launch_combine(
             (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
@@ -181,6 +111,25 @@ def attention(
             {"num_warps": 4 if splits > 1 else 1},
         )
     return out
+
+
+def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:
+    """What kernels that attend to ``data`` are compiled for, a PackedOperand or LatentOperand, and a static scale."""
+    layout = _layout(spec, role, head_dim)
+    if not layout.format.has_levels:
+        return operand_of(layout, data, float32), 1.0
+    _, _, has_ptx = launcher.facts_of(data.device)
+    return operand_and_scale(spec, role, head_dim, float32, has_ptx, is_reference(data))
+
+
+def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+    """Attention on latents; arguments and results are those of :func:`attend_long`."""
+    capability, num_sms, _ = launcher.facts_of(call.query.device)
+    rows = call.group_size * call.query.shape[2]
+    config = latent_config(capability, rows, call.query.dtype == torch.float32)
+    programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
+    splits = num_splits(config, programs, call.kv_len, num_sms)
+    return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
 def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
@@ -240,12 +189,16 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
-    if operand.granularity == "channel" and operand.residual is None:
-        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     positions = positions.expand(batch, num_tokens)
     has_valid = valid is not None
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
+    layout = _layout(spec, cast(Role, role), head_dim)
+    if not layout.format.has_levels:
+        store_latents(data, x, positions, written, has_valid, layout)
+        return
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
+    if operand.granularity == "channel" and operand.residual is None:
+        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     if operand.residual is None:
         _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
     elif num_tokens <= MAX_FEW_TOKENS:
@@ -320,13 +273,16 @@ def store_pair(
     v_spec: str,
 ) -> None:
     """:func:`store` of keys and of values at the same positions: one kernel, if both are cut into the same tiles."""
-    (k_operand, k_scale), (v_operand, v_scale) = (
-        operand_and_scale(spec, role, x.shape[3], True, False, is_reference(data))
-        for spec, role, x, data in ((k_spec, "key", key, k_data), (v_spec, "value", value, v_data))
-    )
-    tiles = _store_tiles(k_operand, key)
-    has_residual = k_operand.residual is not None or v_operand.residual is not None
-    if has_residual or tiles != _store_tiles(v_operand, value) or key.numel() == 0:
+    layouts = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
+    cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
+    if cut_alike:
+        (k_operand, k_scale), (v_operand, v_scale) = (
+            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, False, is_reference(data))
+            for layout, data in zip(layouts, (k_data, v_data), strict=True)
+        )
+        tiles = _store_tiles(k_operand, key)
+        cut_alike = tiles == _store_tiles(v_operand, value)
+    if not cut_alike:
         store(k_data, key, positions, valid, k_spec, "key")
         store(v_data, value, positions, valid, v_spec, "value")
         return

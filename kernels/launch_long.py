@@ -96,9 +96,11 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     for first_pair in range(0, pairs, pairs_at_once):
         count = min(pairs_at_once, pairs - first_pair)
         key = _dequantize(call, call.k_data, call.key, call.key_scale, first_pair, count, padded_len, bounds, config)
-        value = _dequantize(
-            call, call.v_data, call.value, call.value_scale, first_pair, count, padded_len, bounds, config
-        )
+        value = key
+        if call.value is not call.key:
+            value = _dequantize(
+                call, call.v_data, call.value, call.value_scale, first_pair, count, padded_len, bounds, config
+            )
         _launch_attention(call, key, value, first_pair, partial, lse, splits, row_tiles, config)
     return partial, lse, splits
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvcompile.kernels.codec import INTERPRETED
 
+# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
+ASSERTING = {"debug": True, "sanitize_overflow": False}
+
 
 class Launcher:
     """Launches one Triton kernel, and remembers its compiled versions.

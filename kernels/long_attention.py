@@ -57,32 +57,13 @@ def long_attention_kernel(
     ).to(key_ptr.dtype.element_ty)
     mask_row_ptrs = mask_ptr + batch * mask_strides[0] + head * mask_strides[1] + position * mask_strides[2]
 
-    # Some row sees a token of [begin, end), all rows see [all_begin, all_end).
-    begin, end = 0, kv_len
-    all_begin, all_end = 0, kv_len
-    row_begin, row_end, holes = 0, 0, 0
-    if IS_CAUSAL:
-        end = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
-        all_end = min(kv_len, first_row // GROUP_SIZE + 1)
-    if MASK == "bool":
-        range_ptrs = range_ptr + (batch * q_len + position) * 3
-        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
-        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
-        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
-        begin = tl.min(row_begin, 0)
-        end = tl.minimum(end, tl.max(row_end, 0))
-        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
-        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
-        all_end = tl.where(holes != 0, 0, all_end)
-    elif MASK == "float":
-        all_end = 0
-    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)
-    tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), num_splits)
-    first_tile += tl.program_id(2) * tiles_per_split
-    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
-    first_full = tl.minimum(tl.maximum(tl.cdiv(all_begin, TOKENS), first_tile), tl.maximum(end_tile, first_tile))
-    end_full = tl.maximum(tl.minimum(all_end // TOKENS, end_tile), first_full)
-
+    range_ptrs = range_ptr + (batch * q_len + position) * 3
+    tiles, ranges = visible_tiles(
+        first_row, in_query, range_ptrs, q_len, kv_len, tl.program_id(2), num_splits, GROUP_SIZE, MASK, IS_CAUSAL, ROWS,
+        TOKENS,
+    )  # fmt: skip
+    first_tile, first_full, end_full, end_tile = tiles
+    row_begin, row_end, holes = ranges
     visibility = (position, in_query, row_begin, row_end, holes, mask_row_ptrs, mask_strides[3])
     state = (
         tl.full([ROWS], float("-inf"), tl.float32),
@@ -115,6 +96,50 @@ def long_attention_kernel(
 
 
 @jit
+def visible_tiles(
+    first_row, in_query, range_ptrs, q_len, kv_len, split, num_splits,
+    GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The tiles of TOKENS tokens of one split, and what a bool mask shows.
+
+    Args:
+        first_row: of the ROWS query rows of a program, GROUP_SIZE to a position.
+        in_query: bool [ROWS].
+        range_ptrs: [ROWS], with a bool mask the ranges of the rows' positions.
+
+    Returns:
+        (first_tile, first_full, end_full, end_tile): some row sees a token in every tile from ``first_tile`` to
+        ``end_tile``, and all rows see all tokens of those from ``first_full`` to ``end_full``;
+        (row_begin, row_end, holes): [ROWS], [ROWS] and a scalar, of a bool mask.
+    """
+    # Some row sees a token of [begin, end), all rows see [all_begin, all_end).
+    begin, end = 0, kv_len
+    all_begin, all_end = 0, kv_len
+    row_begin, row_end, holes = 0, 0, 0
+    if IS_CAUSAL:
+        end = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
+        all_end = min(kv_len, first_row // GROUP_SIZE + 1)
+    if MASK == "bool":
+        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
+        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
+        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
+        begin = tl.min(row_begin, 0)
+        end = tl.minimum(end, tl.max(row_end, 0))
+        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
+        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
+        all_end = tl.where(holes != 0, 0, all_end)
+    elif MASK == "float":
+        all_end = 0
+    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)
+    tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), num_splits)
+    first_tile += split * tiles_per_split
+    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
+    first_full = tl.minimum(tl.maximum(tl.cdiv(all_begin, TOKENS), first_tile), tl.maximum(end_tile, first_tile))
+    end_full = tl.maximum(tl.minimum(all_end // TOKENS, end_tile), first_full)
+    return (first_tile, first_full, end_full, end_tile), (row_begin, row_end, holes)
+
+
+@jit
 def _attend(
     state, query, key_ptr, value_ptr, first_tile, end_tile, kv_len, score_scale, softcap, visibility,
     MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -133,21 +158,26 @@ def _attend(
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
         if MASKED:
-            scores = _visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        finite_maximum = new_maximum
-        if MASKED:
-            finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(scores - finite_maximum[:, None])
-        decay = tl.exp2(maximum - finite_maximum)
-        total = total * decay + tl.sum(weight, 1)
+            scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
+        weight, decay, maximum, total = softmax_step(scores, maximum, total, MASKED)
         acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
-        maximum = new_maximum
     return maximum, total, acc
 
 
 @jit
-def _visible_scores(scores, token, kv_len, visibility, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def softmax_step(scores, maximum, total, MASKED: tl.constexpr):
+    """Weights [rows, tokens] of a tile, the factor of what was summed before, and the new maxima and sums [rows]."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    finite_maximum = new_maximum
+    if MASKED:
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight = tl.exp2(scores - finite_maximum[:, None])
+    decay = tl.exp2(maximum - finite_maximum)
+    return weight, decay, new_maximum, total * decay + tl.sum(weight, 1)
+
+
+@jit
+def visible_scores(scores, token, kv_len, visibility, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """Scores [rows, tokens] with the mask; -inf where a row does not see a token."""
     position, in_query, row_begin, row_end, holes, mask_row_ptrs, stride_token = visibility
     in_cache = token < kv_len

@@ -4,6 +4,9 @@
 :func:`kvcompile.kernels.reference_attention.attend` mean: that is their implementation on a CPU, and Triton kernels
 agree with it on a GPU. None of them is differentiable.
 
+``attention`` without ``v_data`` is that of one tensor which serves as keys and values: its layout is that of keys, and
+``v_format`` and ``v_head_dim`` say the same as for keys.
+
 Importing this module needs neither Triton nor a GPU.
 """
 
@@ -33,8 +36,9 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    "attention(Tensor query, Tensor k_data, Tensor v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, bool is_causal, "
-    "float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) -> Tensor",
+    "attention(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
+    "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) "
+    "-> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
@@ -143,8 +147,8 @@ def _check_attention(
     key: PackedLayout,
     value: PackedLayout,
 ) -> None:
-    _check_data("attention", "k_data", k_data.dtype, k_data.shape, k_data.stride(), key)
-    _check_data("attention", "v_data", v_data.dtype, v_data.shape, v_data.stride(), value)
+    for name, data, layout in (("k_data", k_data, key), ("v_data", v_data, value)):
+        _check_data("attention", name, data.dtype, data.shape, data.stride(), layout)
     batch, num_heads = query.shape[:2]
     same_size = key.token_blocks(k_data) == value.token_blocks(v_data) and k_data.shape[1:3] == v_data.shape[1:3]
     if not same_size or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
@@ -163,7 +167,7 @@ def _check_attention(
 def _attention(
     query: Tensor,
     k_data: Tensor,
-    v_data: Tensor,
+    v_data: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
     kv_len: int,
@@ -175,8 +179,17 @@ def _attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    key, value = _layout(k_format, "key", query.shape[3]), _layout(v_format, "value", v_head_dim)
-    _check_attention(query, k_data, v_data, sinks, kv_len, key, value)
+    key = _layout(k_format, "key", query.shape[3])
+    if v_data is None:
+        value = key
+        if (v_format, v_head_dim) != (k_format, key.head_dim):
+            raise ValueError(
+                f"kvcompile::attention: without v_data values are the keys, {k_format} of head_dim {key.head_dim}, and "
+                f"not {v_format} of head_dim {v_head_dim}"
+            )
+    else:
+        value = _layout(v_format, "value", v_head_dim)
+    _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
     if query.is_cuda:
         from kvcompile.kernels import launch
 
@@ -187,7 +200,7 @@ def _attention(
     return attend(
         query,
         k_data,
-        v_data,
+        k_data if v_data is None else v_data,
         key,
         value,
         mask=mask,
@@ -202,7 +215,7 @@ def _attention(
 def _attention_fake(
     query: Tensor,
     k_data: Tensor,
-    v_data: Tensor,
+    v_data: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
     kv_len: int,

@@ -23,7 +23,12 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
     exists = block * OPERAND.block_tokens < tokens_left
     block_offset = block.to(tl.int64) * stride_block
     column = tl.arange(0, OPERAND.padded_width)
-    packed = (_load_codes(ptr, block_offset, slot, exists, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND),)
+    HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
+    codes = _load_codes(
+        ptr, block_offset, slot, exists, column, column < OPERAND.width, 0,
+        OPERAND.code_dtype, OPERAND.width, HAS_PADDING, OPERAND,
+    )  # fmt: skip
+    packed = (codes,)
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     for k in tl.static_range(NUM_HIGH):
         high = _load_high_bits(ptr, block_offset, slot, exists, column, k, OPERAND)
@@ -56,39 +61,66 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
 
 
 @jit
+def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Ask for the bytes of a tile to come to the L2 cache, where a later :func:`load_packed` finds them."""
+    if OPERAND.has_ptx:
+        BLOCKS: tl.constexpr = TOKENS // OPERAND.block_tokens
+        LINES: tl.constexpr = OPERAND.prefetched_lines
+        last_block = tl.maximum((tokens_left - 1) // OPERAND.block_tokens, 0)
+        block = tl.minimum(tl.arange(0, BLOCKS), last_block).to(tl.int64)
+        byte = tl.minimum(tl.arange(0, LINES) * 128, OPERAND.block_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr + block[:, None] * stride_block + byte[None, :]],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
 def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
     """High section K in the shape of the section ``codes``: int32 with the bits of plane 0 lowest.
 
-    A codec that unpacks it gets the bytes as they are, and 0xff where the first piece is meant, else 0.
+    A codec that unpacks it gets the bytes as they are, in one tile for each of two pieces, which is 0 where the other
+    piece is meant. What depends on the column is then in the loads alone, and Triton loads tiles in the layout of the
+    products in which they end.
     """
     WIDTH: tl.constexpr = OPERAND.high_widths[K]
-    byte = column % WIDTH
-    if OPERAND.width != OPERAND.padded_width:
-        byte = tl.where(column < OPERAND.width, byte, WIDTH)
-    high = _load_codes(ptr, block_offset, slot, exists, byte, OPERAND.high_offsets[K], tl.uint8, WIDTH, OPERAND)
-    piece = tl.where(column < OPERAND.width, column // WIDTH, 0)
+    OFFSET: tl.constexpr = OPERAND.high_offsets[K]
+    piece = column // WIDTH
     if OPERAND.fast:
-        first = tl.where(piece == 0, 255, 0).to(tl.uint8)
-        high = (high, tl.broadcast_to(first[:, None] if OPERAND.column_major else first[None, :], high.shape))
+        high = ()
+        for i in tl.static_range(2):
+            tile = _load_codes(
+                ptr, block_offset, slot, exists, column - i * WIDTH, piece == i, OFFSET, tl.uint8, WIDTH, True, OPERAND
+            )
+            high = high + (tile,)  # noqa: RUF005
     else:
-        high = (high.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
+        in_vector = column < OPERAND.width
+        tile = _load_codes(
+            ptr, block_offset, slot, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, True, OPERAND
+        )
+        piece = tl.where(in_vector, piece, 0)
+        high = (tile.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
     return high
 
 
 @jit
 def _load_codes(
-    ptr, block_offset, slot, exists, column, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
-):
-    """Columns of one code section: [tokens, columns] of a key, [columns, tokens] of a value."""
+    ptr, block_offset, slot, exists, column, in_vector, offset,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, HAS_PADDING: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Columns of one code section of WIDTH columns: [tokens, columns] of a key, [columns, tokens] of a value.
+
+    Those that are not ``in_vector`` are 0; there are none without HAS_PADDING.
+    """
     ptr = (ptr + offset).to(tl.pointer_type(DTYPE))
     block_offset = block_offset // (DTYPE.primitive_bitwidth // 8)
     if OPERAND.column_major:
         ptrs = ptr + (block_offset + slot)[None, :] + (column * OPERAND.block_tokens)[:, None]
-        in_bounds, in_vector = exists[None, :], (column < WIDTH)[:, None]
+        in_bounds, in_vector = exists[None, :], in_vector[:, None]
     else:
         ptrs = ptr + (block_offset + slot * WIDTH)[:, None] + column[None, :]
-        in_bounds, in_vector = exists[:, None], (column < WIDTH)[None, :]
-    if OPERAND.width != OPERAND.padded_width:
+        in_bounds, in_vector = exists[:, None], in_vector[None, :]
+    if HAS_PADDING:
         in_bounds = in_bounds & in_vector
     return tl.load(ptrs, mask=in_bounds, other=0)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_tensor import PackedTensor
 
 
@@ -35,39 +36,68 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
         AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
             something holds a weak reference to it), or the format cannot hold it.
     """
-    check_adoptable(plain, layout, token_dim)
-    packed = PackedTensor.from_dense(plain, layout, token_dim, growing=growing)
+    check_adoptable(plain, {(): (layout, token_dim)})
+    _swap(plain, PackedTensor.from_dense(plain, layout, token_dim, growing=growing))
+    assert isinstance(plain, PackedTensor)
+    return plain
+
+
+def adopt_stack(plain: Tensor, parts: PackedParts) -> PackedStack:
+    """As :func:`adopt`, for a tensor of several caches: ``parts`` of it are quantized, the others stay plain tensors,
+    each in memory of its own.
+
+    Args:
+        plain: [..., batch, heads, tokens, head_dim] or [..., batch, tokens, heads, head_dim].
+        parts: how its packed parts are stored.
+
+    Raises:
+        AdoptionError: as for :func:`adopt`.
+    """
+    check_adoptable(plain, parts)
+    _swap(plain, PackedStack.from_dense(plain, parts))
+    assert isinstance(plain, PackedStack)
+    return plain
+
+
+def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
+    """Raises AdoptionError if :func:`adopt_stack` with these arguments would, or :func:`adopt` of the part ``()``."""
+    reason = _why_not_plain(plain)
+    for index, (layout, token_dim) in parts.items():
+        reason = reason or _why_not_packable(plain, len(index), layout, token_dim)
+    if reason is not None:
+        raise _refusal(plain, reason)
+
+
+def _swap(plain: Tensor, packed: Tensor) -> None:
     packed.__dict__.update({name: value for name, value in plain.__dict__.items() if name not in packed.__dict__})
     try:
         torch.utils.swap_tensors(plain, packed)
     except RuntimeError as error:
         raise _refusal(plain, str(error)) from error
-    assert isinstance(plain, PackedTensor)
-    return plain
-
-
-def check_adoptable(plain: Tensor, layout: PackedLayout, token_dim: int) -> None:
-    """Raises AdoptionError if :func:`adopt` with these arguments would."""
-    if (reason := _why_not_adoptable(plain, layout, token_dim)) is not None:
-        raise _refusal(plain, reason)
 
 
 def _refusal(plain: Tensor, reason: str) -> AdoptionError:
     return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
 
 
-def _why_not_adoptable(plain: Tensor, layout: PackedLayout, token_dim: int) -> str | None:
-    if type(plain) is not Tensor:
-        return f"it is a {type(plain).__name__}, not a plain tensor"
+def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
+    """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
     if (
-        plain.dim() != 4
+        plain.dim() != stack_dims + 4
         or token_dim not in (1, 2)
-        or plain.shape[3] != layout.head_dim
+        or plain.shape[-1] != layout.head_dim
         or not plain.is_floating_point()
     ):
         return f"it is not a 4-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along 1 or 2"
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
+    return None
+
+
+def _why_not_plain(plain: Tensor) -> str | None:
+    """Why ``plain`` cannot be swapped for another tensor, without someone seeing the difference."""
+    if type(plain) is not Tensor:
+        return f"it is a {type(plain).__name__}, not a plain tensor"
     if plain.requires_grad:
         return "it requires grad, and a packed cache has no gradient"
     if not plain.is_contiguous():

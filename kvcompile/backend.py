@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +16,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile import report
+from kvcompile.input_places import InputPlaces
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.packed_stack import PackedStack
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.rewrite_caches import Rewritten, is_mutated
+from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
+from kvcompile.passes.split_stacks import SplitStack, names_of_parts, places_of, split_stacks
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
+from kvcompile.weight_bytes import weight_bytes
 
 
 class _NothingRewrittenError(Exception):
@@ -69,6 +75,8 @@ class _GraphCompiler:
         self.original = gm
         self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
         self.rewritten: Rewritten | None = None
+        self.places = InputPlaces(_fake_inputs(gm, example_inputs))
+        self.stacks: tuple[SplitStack, ...] = ()
         self.sources = _source_names(gm)
         self.sites: list[Site] = []
         self.views: list[SiteView] = []
@@ -93,13 +101,15 @@ class _GraphCompiler:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
+        caches, stacks = self.places.in_dynamo(self.rewritten.inputs, self.stacks)
+        guard = self._guard(caches, names_of_parts(self.sources, stacks))
         # The method, not the object: tools such as depyf look for the code of what a backend returns.
-        return AdoptingCall(compiled, self.rewritten.inputs, fallback, self._guard(self.rewritten)).__call__
+        return AdoptingCall(compiled, caches, stacks, fallback, guard, self.places.has_subclasses).__call__
 
-    def _guard(self, rewritten: Rewritten) -> KeyGuard | None:
+    def _guard(self, caches: Sequence[InputAction], names: Mapping[int, str]) -> KeyGuard | None:
         if self.options.policy.key_outliers == "ignore":
             return None
-        return KeyGuard(rewritten.inputs, self.sources, self.sites, report.note)
+        return KeyGuard(caches, names, self.sites, report.note)
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
@@ -127,10 +137,12 @@ class _GraphCompiler:
         self._report()
         if self.rewritten is None:
             raise _NothingRewrittenError
+        kwargs["static_input_idxs"] = places_of(kwargs["static_input_idxs"], self.stacks)
         if kwargs["cudagraphs"]:
             kwargs |= self._suit_cuda_graphs(gm, kwargs["static_input_idxs"])
         compiled = compile_fx_inner(gm, self.rewritten.example_inputs, **kwargs)
-        return PackedCall(compiled, self.rewritten, example_inputs, self._dequantized_inputs(gm))
+        dequantized = self._dequantized_inputs(gm)
+        return PackedCall(compiled, self.rewritten, example_inputs, dequantized, self.places.has_subclasses)
 
     def _suit_cuda_graphs(self, gm: GraphModule, static_inputs: Sequence[int]) -> dict[str, Any]:
         """Prepare the rewritten graph for CUDA graphs, or do without; returns arguments for ``compile_fx_inner``."""
@@ -144,23 +156,27 @@ class _GraphCompiler:
         return {"static_input_idxs": sorted(static - set(self.rewritten.returned_inputs))}
 
     def _rewrite(self, gm: GraphModule, example_inputs: list[Any]) -> None:
-        mismatch = _input_mismatch(self.example_inputs, example_inputs)
+        mismatch = self._input_mismatch(example_inputs)
         if mismatch:
             self.sites = sites_of(gm)
             for site in self.sites:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
+        self.stacks = split_stacks(gm, example_inputs)
+        names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
+        self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(
             gm,
             example_inputs,
             self.options.policy.formats_for,
             self._packed_inputs(),
-            self.sources,
+            names,
             self._view_analysed,
             self._held_inputs(),
         )
         if self.rewritten is not None:
+            self.rewritten = replace(self.rewritten, stacks=self.stacks)
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
             self.views = [
@@ -178,7 +194,7 @@ class _GraphCompiler:
             index: PackedInput(
                 value.packed_layout, value.token_dim, value.growing, value.is_whole or value.can_be_copied_whole
             )
-            for index, value in enumerate(self.example_inputs)
+            for index, value in self._arriving_packed().items()
             if isinstance(value, PackedTensor) and len(value.axes) == 4
         }
 
@@ -189,23 +205,36 @@ class _GraphCompiler:
         placeholders = gm.graph.find_nodes(op="placeholder")
         return [
             DequantizedInput(index, is_mutated(placeholders[index]))
-            for index, value in enumerate(self.example_inputs)
-            if isinstance(value, PackedTensor) and index not in proven
+            for index in self._arriving_packed()
+            if index not in proven
         ]
+
+    def _arriving_packed(self) -> dict[int, PackedSubclass]:
+        """The inputs that are packed, by their positions after stacks were split."""
+        inputs = self.places.in_aten(dict(enumerate(self.example_inputs)))
+        packed = {index: value for index, value in inputs.items() if isinstance(value, PackedSubclass)}
+        for stack in self.stacks:
+            whole = packed.pop(stack.index, None)
+            if isinstance(whole, PackedStack):
+                parts = dict(whole.items())
+                chosen = {place: parts[part] for part, place in stack.places.items()}
+                packed |= {place: part for place, part in chosen.items() if isinstance(part, PackedSubclass)}
+        return packed
 
     def _held_inputs(self) -> list[int]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache
         is read at every step and written at none. A tensor that is passed by itself may be made anew for every call,
         and one that a module holds may be a weight: those are packed only where the graph writes them.
         """
-        return [
-            index
+        held = {
+            index: value
             for index, value in enumerate(self.example_inputs)
             if type(value) is torch.Tensor
             and _is_held(self.sources[index])
             and not (value.requires_grad or value._is_view())
             and value.is_contiguous()
-        ]
+        }
+        return places_of(self.places.in_aten(held), self.stacks)
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -214,14 +243,26 @@ class _GraphCompiler:
         placeholders = self.marked.graph.find_nodes(op="placeholder")
         inputs = list(self.example_inputs)
         for index, value in enumerate(inputs):
-            if isinstance(value, PackedTensor):
+            if isinstance(value, PackedSubclass):
                 logical = placeholders[index].meta["example_value"]
                 with fake_mode:
                     inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
         return inputs
 
+    def _input_mismatch(self, aten: Sequence[Any]) -> str | None:
+        """How AOTAutograd's inputs differ from Dynamo's, or None if they correspond."""
+        if len(aten) != self.places.count:
+            return f"{self.places.count} became {len(aten)}"
+        for index, before in self.places.in_aten(dict(enumerate(self.example_inputs))).items():
+            after = aten[index]
+            if isinstance(before, torch.Tensor) != isinstance(after, FakeTensor):
+                return f"input {index} changed its kind"
+            if isinstance(before, torch.Tensor) and (before.dim() != after.dim() or before.dtype != after.dtype):
+                return f"input {index} changed its shape or dtype"
+        return None
+
     def _report(self) -> None:
-        graph = report.record(self.sites, self.views)
+        graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs))
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
@@ -253,6 +294,15 @@ def _copy(gm: GraphModule) -> GraphModule:
     return result
 
 
+def _fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo knows of the inputs; None for packed caches."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        None if isinstance(value, PackedSubclass) else node.meta["example_value"]
+        for node, value in zip(placeholders, example_inputs, strict=True)
+    ]
+
+
 def _source_names(gm: GraphModule) -> dict[int, str]:
     """What the user calls each input, as Dynamo knows it."""
     names = {}
@@ -268,15 +318,3 @@ def _is_held(source: str) -> bool:
     """Whether an input, named as Dynamo does, is an attribute of an object, and not a weight or buffer of a module."""
     holder, _, attribute = source.rpartition(".")
     return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
-
-
-def _input_mismatch(dynamo: Sequence[Any], aten: Sequence[Any]) -> str | None:
-    """How AOTAutograd's inputs differ from Dynamo's, or None if they correspond by position."""
-    if len(dynamo) != len(aten):
-        return f"{len(dynamo)} became {len(aten)}"
-    for index, (before, after) in enumerate(zip(dynamo, aten, strict=True)):
-        if isinstance(before, torch.Tensor) != isinstance(after, FakeTensor):
-            return f"input {index} changed its kind"
-        if isinstance(before, torch.Tensor) and (before.dim() != after.dim() or before.dtype != after.dtype):
-            return f"input {index} changed its shape or dtype"
-    return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcompile import cache_objects
 from kvcompile.errors import CacheFileError
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import CacheMeta, PackedTensor
 
 FORMAT = "kvcompile.cache"
@@ -135,6 +136,9 @@ class _Writer:
         )
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
+        if isinstance(tensor, PackedStack):
+            parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
+            return {"stack": name, "parts": parts, "shape": list(tensor.shape)}
         if isinstance(tensor, PackedTensor):
             meta = tensor.cache_meta
             description: dict[str, Any] = {
@@ -169,11 +173,10 @@ class _Reader:
         if isinstance(content, _PLAIN):
             return content
         kind = next(iter(content))
-        if kind in ("tensor", "packed"):
+        if kind in ("tensor", "packed", "stack"):
             name = content[kind]
             if name not in self._made:
-                data = self._file.get_tensor(name)
-                self._made[name] = data if kind == "tensor" else self._packed(data, content)
+                self._made[name] = self._tensor(kind, name, content)
             return self._made[name]
         if kind == "dtype":
             return getattr(torch, content["dtype"])
@@ -189,6 +192,12 @@ class _Reader:
             return cache_objects.known_class(content["class"], self._path)
         state = {key: self.make(item) for key, item in content["state"]}
         return cache_objects.restored(cache_objects.known_class(content["object"], self._path), state)
+
+    def _tensor(self, kind: str, name: str, content: Mapping[str, Any]) -> Tensor:
+        if kind == "stack":
+            return PackedStack([self.make(part) for part in content["parts"]], content["shape"])
+        data = self._file.get_tensor(name)
+        return data if kind == "tensor" else self._packed(data, content)
 
     def _packed(self, data: Tensor, content: Mapping[str, Any]) -> PackedTensor:
         try:

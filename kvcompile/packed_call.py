@@ -23,12 +23,18 @@ import torch
 from torch import Tensor
 
 from kvcompile import report
-from kvcompile.adoption import AdoptionError, adopt, check_adoptable
+from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.errors import AliasedCacheError
+from kvcompile.input_places import Concealed
+from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
+from kvcompile.packed_stack import PackedParts, PackedStack
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.read_stack import PartIndex
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
+from kvcompile.passes.split_stacks import SplitStack
 from kvcompile.sizes import SizeReader
 
 
@@ -56,22 +62,30 @@ class PackedCall:
         rewritten: Rewritten,
         example_inputs: Sequence[Any],
         dequantized: Sequence[DequantizedInput] = (),
+        conceals: bool = False,
     ) -> None:
+        """``conceals``: whether packed caches arrive concealed."""
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
+        self._conceals = conceals
         self._references = ReferencesOfThread() if rewritten.by_reference else None
         self._returned = rewritten.returned_inputs
+        self._stacks = rewritten.stacks
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
         self._dequantized = list(dequantized)
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if self._conceals:
+            args[:] = [arg.cache if isinstance(arg, Concealed) else arg for arg in args]
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
+        new_tokens = [read(args) for _, read in self._inputs]
+        args[:] = with_parts(args, self._stacks)
         grown: list[tuple[int, PackedTensor]] = []
-        for action, new_tokens in self._inputs:
+        for (action, _), count in zip(self._inputs, new_tokens, strict=True):
             cache = args[action.index]
             if action.kind == "growing":
-                cache = _growing(cache, action).extended(new_tokens(args))
+                cache = _growing(cache, action).extended(count)
                 grown.extend((output, cache) for output in action.outputs)
             args[action.index] = _data_of(cache)
         changed: list[tuple[PackedTensor, Tensor]] = []
@@ -107,6 +121,17 @@ class PackedCall:
             args[place] = reference
 
 
+def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
+    """The inputs of a graph whose stacks were split: the parts themselves of packed stacks, views of plain ones."""
+    parts: dict[int, Tensor] = {}
+    for stack in stacks:
+        whole = args[stack.index]
+        of = dict(whole.items()) if isinstance(whole, PackedStack) else None
+        parts |= {place: whole[index] if of is None else of[index] for index, place in stack.places.items()}
+    behind = range(len(args), max(parts, default=-1) + 1)
+    return [*(parts.get(place, arg) for place, arg in enumerate(args)), *(parts[place] for place in behind)]
+
+
 class ReferencesOfThread(threading.local):
     """The references of one compiled graph. CUDA graphs are recorded for every thread anew, with references of its own:
     threads call the same graph with caches of their own at the same time."""
@@ -127,45 +152,74 @@ class AdoptingCall:
         self,
         compiled: Callable[..., Any],
         caches: Sequence[InputAction],
+        stacks: Sequence[SplitStack],
         fallback: Callable[[Sequence[Any]], Any],
         guard: KeyGuard | None = None,
+        conceals: bool = False,
     ) -> None:
         """
         Args:
             compiled: what ``compile_fx`` returned for the packed graph.
-            caches: the inputs that must be packed.
+            caches: the inputs that must be packed, after stacks were split.
+            stacks: the inputs that are split.
             fallback: compiles the graph as plain Inductor would, for inputs like those given.
             guard: looks at the inputs of the first call, while its caches may still be plain.
+            conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
         """
         self._compiled = compiled
-        self._caches = [action for action in caches if action.kind != "growing"]
+        self._stacks = stacks
+        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
+        self._conceals = conceals
 
     def __call__(self, *args: Any) -> Any:
         report.ran()
         if self._guard is not None:
-            self._guard.look(args)
+            self._guard.look(with_parts(args, self._stacks))
             self._guard = None
-        plain = [action for action in self._caches if not isinstance(args[action.index], PackedTensor)]
+        plain = [adoption for index, parts in self._caches.items() for adoption in _plain(args[index], parts)]
         if plain:
             try:
-                _adopt_all([(args[action.index], action) for action in plain])
+                _adopt_all(plain)
             except AdoptionError as error:
                 report.note(f"a call ran as plain Inductor would: {error}")
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
+        if self._conceals:
+            args = tuple(Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
         return self._compiled(*args)
 
 
-def _adopt_all(caches: list[tuple[Tensor, InputAction]]) -> None:
+def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
+    """The parts that must be packed of each input before stacks are split."""
+    origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
+    result: dict[int, dict[PartIndex, tuple[PackedLayout, int]]] = {}
+    for action in caches:
+        index, part = origin.get(action.index, (action.index, ()))
+        result.setdefault(index, {})[part] = action.layout, action.token_axis
+    return dict(result)
+
+
+def _plain(tensor: Tensor, parts: PackedParts) -> list[tuple[Tensor, PackedParts]]:
+    """What has to be adopted of an input, and the parts of it."""
+    if isinstance(tensor, PackedStack):
+        own = dict(tensor.items())
+        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how})]
+    return [] if isinstance(tensor, PackedTensor) else [(tensor, parts)]
+
+
+def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
     """Adopt all or none: a graph runs packed or plain as a whole."""
-    for tensor, action in caches:
-        check_adoptable(tensor, action.layout, action.token_axis)
-    for tensor, action in caches:
-        adopt(tensor, action.layout, action.token_axis)
+    for tensor, parts in caches:
+        check_adoptable(tensor, parts)
+    for tensor, parts in caches:
+        if () in parts:
+            adopt(tensor, *parts[()])
+        else:
+            adopt_stack(tensor, parts)
 
 
 def _check_distinct(mutated: list[Tensor]) -> None:

@@ -12,9 +12,13 @@ Handler = Callable[..., Any]
 _H = TypeVar("_H", bound=Handler)
 
 HANDLERS: dict[Any, Handler] = {}
+"""For packed caches."""
+
+STACK_HANDLERS: dict[Any, Handler] = {}
+"""For stacks of packed caches."""
 
 
-def handles(*ops: Any) -> Callable[[_H], _H]:
+def handles(*ops: Any, table: dict[Any, Handler] = HANDLERS) -> Callable[[_H], _H]:
     """Registers a handler for operators (overloads).
 
     It is called as the operator is, for calls with a packed cache somewhere among the arguments, and returns
@@ -22,10 +26,15 @@ def handles(*ops: Any) -> Callable[[_H], _H]:
     """
 
     def register(handler: _H) -> _H:
-        HANDLERS.update(dict.fromkeys(ops, handler))
+        table.update(dict.fromkeys(ops, handler))
         return handler
 
     return register
+
+
+def handles_stack(*ops: Any) -> Callable[[_H], _H]:
+    """As :func:`handles`, for calls with a stack of packed caches among the arguments."""
+    return handles(*ops, table=STACK_HANDLERS)
 
 
 def is_view_op(func: Any) -> bool:

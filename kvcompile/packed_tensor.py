@@ -13,7 +13,6 @@ pass straight through the quantization.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import os
@@ -29,6 +28,7 @@ from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import pack_blocks, read_tokens
 from kvcompile.kernels.residual import header_of
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
 STORED_AXES = "bhtd"
@@ -38,7 +38,6 @@ PACKED_DIM = {"b": 1, "h": 2}
 """Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
 
 _CHUNK_BYTES = 64 << 20
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class CacheMeta:
     growing: bool = False
 
 
-class PackedTensor(torch.Tensor):
+class PackedTensor(PackedSubclass):
     """A packed KV cache, or a view of one.
 
     Attributes:
@@ -362,23 +361,11 @@ class PackedTensor(torch.Tensor):
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_ops import dispatch
 
         return dispatch(func, args, kwargs or {})
-
-    def __getitem__(self, key: Any) -> Tensor:  # type: ignore[override]
-        """As for any tensor, but outside of grad mode a slice is no view for autograd (as under ``inference_mode``).
-
-        Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
-        """
-        if torch.is_grad_enabled():
-            return super().__getitem__(key)
-        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
-            return super().__getitem__(key)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
@@ -390,22 +377,6 @@ class PackedTensor(torch.Tensor):
             return self.index_select(dim, index)
         return self.dequantize().repeat_interleave(repeats, dim, output_size=output_size)
 
-    def tolist(self) -> Any:  # type: ignore[override]
-        return self.dequantize().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values; read-only, since a write to the array would not reach the cache."""
-        array = self.dequantize().numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def _refuse_plain_memory(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "a packed KV cache has no plain memory to share; share the bytes in cache.packed, or cache.dequantize()"
-        )
-
-    __dlpack__ = share_memory_ = _refuse_plain_memory  # type: ignore[assignment]
-
     def __repr__(self) -> str:  # type: ignore[override]
         facts = (
             f"format='{self.packed_layout.spec}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
@@ -414,17 +385,6 @@ class PackedTensor(torch.Tensor):
         if is_traced(self._packed):  # there are no values, and sizes may be symbolic
             return f"PackedTensor({facts})"
         return f"PackedTensor({self.dequantize()}, {facts}, packed_bytes={self.packed.nbytes})"
-
-    def __copy__(self) -> Tensor:
-        return self.detach()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            result = memo[id(self)] = self.clone()
-            for name, value in self.__dict__.items():  # attributes that users set, as for any tensor
-                if name not in result.__dict__:
-                    result.__dict__[name] = copy.deepcopy(value, memo)
-        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         meta = self.cache_meta

@@ -26,6 +26,7 @@ from kvcompile.passes.neighbourhood import SiteView
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.policy import OnUnsupported
+from kvcompile.weight_bytes import WeightBytes
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,12 @@ class GraphReport:
     Attributes:
         sites: what became of each.
         views: what is around each in the graph, to be drawn; empty if the graph was not analysed.
+        weights: the parameters that it takes.
     """
 
     sites: tuple[Site, ...]
     views: tuple[SiteView, ...] = ()
+    weights: tuple[WeightBytes, ...] = ()
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
         """Raise on or warn of the refused sites; one warning for every reason.
@@ -92,6 +95,8 @@ class Totals:
         bytes_per_token_before: bytes per token and KV head of all packed caches, had they stayed as they were.
         bytes_per_token_after: the same packed, metadata included.
         residual_bytes: bytes per sequence and KV head of recent and first tokens that they keep as they are.
+        weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.
+        weight_bytes_after: bytes that they take: fewer if a library such as torchao has quantized them.
     """
 
     graphs: int
@@ -102,11 +107,19 @@ class Totals:
     bytes_per_token_before: int
     bytes_per_token_after: int
     residual_bytes: int
+    weight_bytes_before: int
+    weight_bytes_after: int
 
     @property
     def ratio(self) -> float | None:
         """How many times smaller the packed caches are, as they get long; None if there are none."""
         return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
+
+    @property
+    def weight_ratio(self) -> float | None:
+        """How many times smaller the weights are than in their own dtypes; None if they are not."""
+        is_smaller = self.weight_bytes_after < self.weight_bytes_before
+        return self.weight_bytes_before / self.weight_bytes_after if is_smaller else None
 
 
 @dataclass
@@ -132,6 +145,7 @@ class Report:
     def totals(self) -> Totals:
         outcomes = Counter(outcome(site) for site in self.sites)
         caches = self._caches()
+        weights = {weight.identity: weight for graph in self.graphs for weight in graph.weights}.values()
         return Totals(
             graphs=len(self.graphs),
             sites=len(self.sites),
@@ -141,6 +155,8 @@ class Report:
             bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
             bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
             residual_bytes=sum(cache.residual_bytes for cache in caches),
+            weight_bytes_before=sum(weight.plain for weight in weights),
+            weight_bytes_after=sum(weight.stored for weight in weights),
         )
 
     def _caches(self) -> list[CacheSummary]:
@@ -164,7 +180,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...]}, ...], "notes": [...]}``."""
-        totals = {**dataclasses.asdict(self.totals), "ratio": self.totals.ratio}
+        totals = {
+            **dataclasses.asdict(self.totals),
+            "ratio": self.totals.ratio,
+            "weight_ratio": self.totals.weight_ratio,
+        }
         graphs = [
             {"sites": [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]}
             for graph in self.graphs
@@ -192,9 +212,10 @@ class Report:
 
 
 UNUSED = (
-    "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, and "
-    "with generate() of Transformers compile the model itself, model.compile(backend='kvquant'): a compile_config "
-    "applies on accelerators, to static caches, and neither to beams nor to assisted decoding"
+    "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, "
+    "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
+    "compile the model itself, model.compile(backend='kvquant'): a compile_config applies on accelerators, to static "
+    "caches, and neither to beams nor to assisted decoding"
 )
 """What a report notes of a block in which the backend had nothing to do."""
 
@@ -203,10 +224,10 @@ _last = Report()
 _collecting: list[Report] = []
 
 
-def record(sites: Iterable[Site], views: Iterable[SiteView] = ()) -> GraphReport:
+def record(sites: Iterable[Site], views: Iterable[SiteView] = (), weights: Iterable[WeightBytes] = ()) -> GraphReport:
     """Count, log and keep what became of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(views))
+    graph = GraphReport(tuple(sites), tuple(views), tuple(weights))
     with _lock:
         _last = Report([graph])
         for report in _collecting:

@@ -79,21 +79,28 @@ def _summary(report: Report) -> Markup:
     graphs = f"{_plural(totals.sites, 'attention site')} in {_plural(totals.graphs, 'graph')}"
     cards = [_card(graphs, _bar(shares, totals.sites), element("ul", *legend, class_="inline"))]
     if totals.ratio is not None:
-        before, after = totals.bytes_per_token_before, totals.bytes_per_token_after
-        rows = [
-            element("dl", *_memory_row("before", [("before", before)], before, before)),
-            element("dl", *_memory_row("after", [("after", after)], after, before)),
-        ]
+        rows = _saving(totals.bytes_per_token_before, totals.bytes_per_token_after)
         text = "per token and KV head, all packed caches together, scales included"
         if totals.residual_bytes:
             text += f"; and {totals.residual_bytes:,} bytes per sequence and KV head for recent and first tokens"
         what = element("p", text, class_="muted")
         cards.append(_card(f"Caches {totals.ratio:.2f} times smaller", *rows, what))
+    if totals.weight_ratio is not None:
+        rows = _saving(totals.weight_bytes_before, totals.weight_bytes_after)
+        what = element("p", "of all weights of the graphs, quantized beside the caches", class_="muted")
+        cards.append(_card(f"Weights {totals.weight_ratio:.2f} times smaller", *rows, what))
     return element("div", *cards, class_="cards")
 
 
 def _card(title: str, *content: str) -> Markup:
     return element("section", element("h2", title), *content, class_="card")
+
+
+def _saving(before: int, after: int) -> list[Markup]:
+    return [
+        element("dl", *_memory_row("before", [("before", before)], before, before)),
+        element("dl", *_memory_row("after", [("after", after)], after, before)),
+    ]
 
 
 def _memory_row(name: str, shares: Sequence[tuple[str, int]], count: int, whole: int) -> Iterator[Markup]:

@@ -75,10 +75,12 @@ def _joined(halves: Iterable[str], separator: str = " / ") -> str:
 def _totals(totals: Totals) -> str:
     counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
     text = f"{totals.sites} attention sites: {counts}"
-    if totals.ratio is None:
-        return text
-    sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
-    text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+    if totals.ratio is not None:
+        sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
+        text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
     if totals.residual_bytes:
         text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
+    if totals.weight_ratio is not None:
+        sizes = f"{totals.weight_bytes_before} -> {totals.weight_bytes_after}"
+        text += f"\n{sizes} bytes of weights, quantized beside the caches: {totals.weight_ratio:.2f} times smaller"
     return text

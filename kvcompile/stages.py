@@ -79,11 +79,19 @@ class GraphStages:
     """Shows the stages of one graph."""
 
     def __init__(self, policy: Policy, sources: Mapping[int, str]) -> None:
-        """``sources``: what the user calls each input."""
-        self._sources = sources
+        """
+        Args:
+            policy: of the compilation.
+            sources: what the user calls each input of Dynamo's graph, by position.
+        """
+        self._sources = dict.fromkeys(Stage, sources)
         self._compile_id = str(CompileContext.current_compile_id() or "outside of Dynamo")
         self._watcher = _watcher
         self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
+
+    def name_aten_inputs(self, sources: Mapping[int, str]) -> None:
+        """Say what the user calls each input of the ATen graph, by position."""
+        self._sources |= dict.fromkeys((Stage.aten, Stage.rewritten), sources)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -96,7 +104,7 @@ class GraphStages:
 
     def show(self, stage: Stage, gm: GraphModule, sites: Sequence[Site] = ()) -> None:
         """The graph has reached ``stage``; ``sites`` if what becomes of them is decided."""
-        text = functools.cache(lambda: self._header(stage, sites) + readable(gm, self._sources))
+        text = functools.cache(lambda: self._header(stage, sites) + readable(gm, self._sources[stage]))
         trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": f"kvquant_{stage.number}_{stage.name}", "encoding": "string"},

@@ -7,6 +7,7 @@ other use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -25,14 +26,14 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
+from kvcompile.passes.read_stack import UsedAsWholeError, read_stack
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.trace_read import SAME_OPS, VIEW_OPS, Read, trace_read, view_chain
+from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, windows_of
 
 aten = torch.ops.aten
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class CacheFinder:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, self.dropping)
         _check_whole(root, role)
-        if root.op == "placeholder" or root.target in WRITE_OPS or root in self.dropping:
+        if _holds_tokens(root) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
@@ -266,28 +267,46 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
     try:
         return match_slice(node, token_axis) or match_write(node, token_axis, role)
     except Refusal:
-        if _first_state(node).op == "placeholder":
+        if first_state(node).op == "placeholder":
             raise
         return None
 
 
 def _check_whole(root: Node, role: Role) -> None:
     """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
-    if root.target not in (aten.select.int, aten.index.Tensor) or _first_state(root).op != "placeholder":
+    first = first_state(root)
+    if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
-    if root.target is aten.select.int:
-        raise Refusal(Reason.part_of_tensor, role=role)
+    if root.target is not aten.index.Tensor:
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first))
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
         raise Refusal(Reason.gathered, role=role)
 
 
-def _first_state(node: Node) -> Node:
+def _why_whole(node: Node) -> str:
+    """Why input ``node``, of which attention reads a part, was not split into its parts."""
+    try:
+        read_stack(node)
+    except UsedAsWholeError as error:
+        return f"which is also used by {error}"
+    return "which is not made of caches [batch, heads, tokens, head_dim]"
+
+
+def first_state(node: Node) -> Node:
     """The tensor that ``node`` is a later state of, or a part or view of one."""
-    inner = WRITE_OPS | VIEW_OPS | {aten.select.int}
+    inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem}
     while node.op == "call_function" and node.target in inner:
         operand = node.args[2] if node.target is aten.where.self else node.args[0]
         node = operand[0] if node.target is aten.cat.default else operand
     return node
+
+
+def _holds_tokens(root: Node) -> bool:
+    """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
+    if root.target not in WRITE_OPS:
+        return root.op == "placeholder"
+    first = first_state(root)
+    return first.op == "placeholder" or _is_zeros(first)
 
 
 def _no_cache(root: Node, role: Role) -> Refusal:
@@ -298,7 +317,7 @@ def _no_cache(root: Node, role: Role) -> Refusal:
     pending, seen = [root], {root}
     while pending:
         node = pending.pop()
-        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and _first_state(node).op == "placeholder":
+        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder":
             return Refusal(Reason.computed_from_cache, role=role)
         operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
         seen.update(operands)
@@ -368,6 +387,8 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     if key.num_kv_heads != value.num_kv_heads or not same_length:
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
+    if attention.key_read.head_tiles != attention.value_read.head_tiles:
+        raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

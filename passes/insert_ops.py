@@ -86,8 +86,9 @@ def insert_attention(
     ranges = None
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
+    own_v_data = None if v_data is k_data else v_data
     args = (
-        marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
+        marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
     return _call(graph, torch.ops.kvcompile.attention.default, args)

@@ -209,8 +209,9 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if attention cannot read a cache of this layout as it does."""
     on_gpu = cache.root.meta["val"].device.type == "cuda"
-    if on_gpu and (cache.serves_both or not layout.format.has_levels):
-        raise Refusal(Reason.latent_on_gpu, format=layout.format_name)
+    if on_gpu and not layout.format.has_levels and not (cache.serves_both and layout.residual is None):
+        detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if cache.serves_both and layout.format.granularity == "channel":
         raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
 

@@ -31,8 +31,9 @@ class Reason(enum.Enum):
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",
     )
     part_of_tensor = (
-        "its {role} cache is a part of a larger tensor, such as one for keys and values or for all layers",
-        "keep the keys and the values of every layer in tensors of their own, in a list or in buffers, say",
+        "its {role} cache is a part of {source}, {detail}",
+        "select every cache by constant indices of the first dimensions (kv[0], cache[layer, 1]) and use the tensor in "
+        "no other way in the compiled function, or keep the caches in tensors of their own",
     )
     gathered = (
         "its {role} is gathered from a cache by an index, such as a block table",
@@ -81,10 +82,6 @@ class Reason(enum.Enum):
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",
         "give keys and values one format, whose scales are not per channel; or keep them in two tensors",
-    )
-    latent_on_gpu = (
-        "one tensor serves as key and value in {format}, which is not offered on GPUs yet",
-        "give this layer `dtype: auto`, or keep keys and values in two tensors",
     )
     other_role = (
         "its {role} cache is the {other} cache of another attention",

@@ -18,12 +18,14 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import move_tokens
 from kvcompile.passes.cache import Cache
-from kvcompile.passes.find_caches import SIZE_OPS, Attention
+from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
-from kvcompile.passes.trace_read import VIEW_OPS
+from kvcompile.passes.split_stacks import SplitStack
+from kvcompile.passes.tiled_heads import group_heads, tile_heads
+from kvcompile.passes.trace_read import SIZE_OPS, VIEW_OPS
 
 aten = torch.ops.aten
 
@@ -83,6 +85,7 @@ class Rewritten:
         example_inputs: fake inputs of the rewritten graph.
         by_reference: whether packed data is passed as references.
         returned_inputs: the inputs into which the last outputs of the graph are to be copied, in their order.
+        stacks: the inputs that were split into parts before; all other positions are those after.
     """
 
     inputs: tuple[InputAction, ...]
@@ -90,6 +93,7 @@ class Rewritten:
     example_inputs: list[Any]
     by_reference: bool = False
     returned_inputs: tuple[int, ...] = ()
+    stacks: tuple[SplitStack, ...] = ()
 
     @property
     def on_cuda(self) -> bool:
@@ -158,11 +162,16 @@ class CacheRewriter:
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
-        marker = attention.marker
+        marker, tiles = attention.marker, attention.key_read.head_tiles
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
             k_data, v_data = self.packed[attention.key.root], self.packed[attention.value.root]
-            result = insert_attention(self.graph, Marker.of(marker), k_data, v_data, key, value, kv_len)
+            call = Marker.of(marker)
+            if tiles != 1:
+                call = group_heads(self.graph, call, attention.key.num_kv_heads, tiles)
+            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
+            if tiles != 1:
+                result = tile_heads(self.graph, result, attention.key.num_kv_heads, tiles)
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)

@@ -1,13 +1,16 @@
 """Look through the views between a cache and an attention operand.
 
 Attention wants [batch, heads, tokens, head_dim]. Models get there from the cache by transposing, by repeating heads
-(``repeat_kv``: unsqueeze, expand, clone, view), by casting, and by reading a prefix of the tokens. Instead of matching
-such chains one by one, every dimension of every intermediate tensor is tracked as a product of the cache's dimensions.
+(each one, as ``repeat_kv`` does by unsqueeze, expand, clone and view, or all of them in turn), by casting, and by
+reading a prefix of the tokens. Instead of matching such chains one by one, every dimension of every intermediate tensor
+is tracked as a product of the cache's dimensions.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -36,12 +39,15 @@ VIEW_OPS = frozenset(
         *_VIEWS,
         *_SQUEEZES,
         aten.expand.default,
+        aten.repeat.default,
         aten.unsqueeze.default,
         aten.permute.default,
         aten.transpose.int,
         aten.slice.Tensor,
     )
 )
+
+SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 Size = int | torch.SymInt
 
@@ -64,6 +70,7 @@ class Read:
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
         num_tokens: how many tokens, from the first on, are visible.
         num_channels: how many channels, from the first on; of keys all of them.
+        head_tiles: how often the operand has all heads in turn; within each turn, every head may be repeated besides.
     """
 
     root: Node
@@ -71,6 +78,7 @@ class Read:
     token_axis: int
     num_tokens: Size
     num_channels: Size
+    head_tiles: int = 1
 
     @property
     def head_axis(self) -> int:
@@ -122,6 +130,8 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
         return _slice(node, dims, role)
     if target is aten.expand.default:
         return _expand(node, dims)
+    if target is aten.repeat.default:
+        return _repeat(node, dims)
     return _regroup(node, dims, role)
 
 
@@ -149,6 +159,15 @@ def _expand(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
     return [
         dim if statically_known_true(size == was) else [Factor(-1, size)]
         for dim, size, was in zip(dims, shape, old, strict=True)
+    ]
+
+
+def _repeat(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
+    counts = node.args[1]
+    dims = [[]] * (len(counts) - len(dims)) + dims
+    return [
+        dim if statically_known_true(count == 1) else [Factor(-1, count), *dim]
+        for dim, count in zip(dims, counts, strict=True)
     ]
 
 
@@ -180,7 +199,8 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         return [] if statically_known_true(shape[axis] == 1) else [axis]
 
     heads = expected(head_axis)
-    if len(axes) != 4 or axes[0] != expected(0) or axes[1] not in (heads, [*heads, -1]) or axes[3] != expected(3):
+    repeated = [axis for axis in axes[1] if axis != -1] if len(axes) == 4 else [-1]
+    if repeated != heads or axes[0] != expected(0) or axes[3] != expected(3):
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
     if axes[2] not in ([], [token_axis]):
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
@@ -191,4 +211,6 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
             raise Refusal(Reason.unknown_read, role=role, op="a slice of batch, heads or channels")
     num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
     num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
-    return Read(root, chain, token_axis, num_tokens, num_channels)
+    turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if heads else ()
+    tiles = math.prod(int(factor.size) for factor in turns)
+    return Read(root, chain, token_axis, num_tokens, num_channels, tiles)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import latents
 import llama
 import pytest
 import store
@@ -30,7 +31,7 @@ from kvcompile.passes.site import FormatPair
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
-CUDA_SCRIPTS = ["decode", "llama_step", "prefill", "store"]
+CUDA_SCRIPTS = ["decode", "latents", "llama_step", "prefill", "store"]
 INT8 = FormatPair("int8_per_token_head", "int8_per_token_head")
 SHAPE = Shape(2, 4, 2, 64, 192)
 
@@ -49,7 +50,14 @@ def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             fn(*arguments)
         return Timing(1e-3, 0.0, "nothing")
 
-    for name in ("decode", "recording", "store", "kvcompile.benching.decode_attention", "kvcompile.benching.workloads"):
+    for name in (
+        "decode",
+        "latents",
+        "recording",
+        "store",
+        "kvcompile.benching.decode_attention",
+        "kvcompile.benching.workloads",
+    ):
         module = importlib.import_module(name)
         replacements = {
             "time_graph": time_once,
@@ -266,6 +274,17 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
     assert all(0 <= row["relative_error"] < workloads.MAX_ERROR for row in ours)
     assert all(row["of_read_ceiling"] == pytest.approx(row["megabytes"] * 1e6 / 1e-3 / 1e12) for row in rows)
     assert all(row.keys() <= COLUMNS.keys() for row in rows)
+
+
+def test_attention_on_latents_is_checked_and_compared_with_plain_latents(wall_clock, monkeypatch, tmp_path):
+    assert run(monkeypatch, "latents", "--shapes", "2,4/1,512,70", "--output", tmp_path, "--tag", "test") == 0
+    plain, ours = Results.read(tmp_path / "latents-test-nothing-inc.json").rows
+    assert 0 <= ours["relative_error"] < workloads.MAX_ERROR
+    assert (plain["megabytes"], ours["megabytes"]) == (2 * 70 * 1024 / 1e6, 2 * 70 * 584 / 1e6)
+    shape = Shape(2, 4, 1, 512, 70)
+    monkeypatch.setattr(latents, "attention", lambda query, *rest: query)
+    with pytest.raises(ArithmeticError, match="is wrong: relative error"):
+        latents.check_attention(shape.query(), latents.random_data(shape), shape.context)
 
 
 def test_wrong_results_are_not_timed(monkeypatch):

@@ -7,7 +7,7 @@ So the packed data of a sequence are pages that ``kvcompile::dequantize_and_gath
 for can read, with a block_size of 64.
 
 A cache of latents is [batch, 1, tokens, 512] or [batch, tokens, 1, 512]; attention reads it as its keys and, whole or
-the first channels of it, as its values. That runs on a CPU; on a GPU such a cache is left as it is.
+the first channels of it, as its values. On a GPU no first or recent tokens of it can be kept as they are.
 
 Latents are rounded to bfloat16 first. 64 channels of which one is not finite decode to NaN, all of them, and no others;
 the last 64 channels stay what they are. The format has no codes that a factor turns into values, channel by channel:

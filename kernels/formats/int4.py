@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, bytes_to_four_planes, bytes_to_half_pairs, jit, round_to_integer, tl
+from kvcompile.kernels.codec import (
+    Codec,
+    bytes_to_four_planes,
+    bytes_to_half_pairs,
+    bytes_to_integer_pairs,
+    jit,
+    round_to_integer,
+    tl,
+)
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.formats.ptx import half_pair, unpack_four_planes
@@ -38,6 +46,21 @@ def _unpack_4bit(packed, OPERAND: tl.constexpr):
     """Levels less the center, so that the sums of attention cancel early and stay small."""
     PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
     return bytes_to_half_pairs(packed[0], PTX)
+
+
+NIBBLES_PTX = """{
+    .reg .b32 high;
+    and.b32 $0, $2, 0x0f0f0f0f;
+    shr.b32 high, $2, 4;
+    and.b32 $1, high, 0x0f0f0f0f;
+    }"""
+
+
+@jit
+def _integers_4bit(packed, OPERAND: tl.constexpr):
+    """The codes themselves."""
+    PTX: tl.constexpr = OPERAND.codec.constants.integers_ptx
+    return bytes_to_integer_pairs(packed[0], PTX)
 
 
 def _unpack_4bit_ptx(center: float) -> str:
@@ -106,7 +129,9 @@ class AsymmetricInt(Format):
         else:
             constants.unpack_ptx = unpack_four_planes(bits == 3, 1.0, center, "mov.b32 {out}, v;")
         unpack = _unpack_4bit if bits == 4 else _unpack_four_planes
-        self.codec = Codec(_encode, _levels, unpack, center=center, constants=constants)
+        constants.integers_ptx = NIBBLES_PTX
+        integers = _integers_4bit if bits == 4 else None
+        self.codec = Codec(_encode, _levels, unpack, integers, center=center, constants=constants)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)

@@ -18,8 +18,9 @@ def unpack_four_planes(has_high: bool, scale: float, center: float, level: str, 
     """PTX from registers of four bytes to fp16 levels: $0 to $7, two for each plane.
 
     Args:
-        has_high: whether a section of high bits follows the low ones. The operands are then the low bits ($8), the high
-            bits ($9), and for each byte ($10) 0xff if its first piece is meant (bits 0, 2, 4, 6), 0 if the second.
+        has_high: whether a section of high bits follows the low ones. The operands are then the low bits ($8), and the
+            high bits where the first piece is meant (bits 0, 2, 4, 6 of $9) and the second (bits 1, 3, 5, 7 of $10);
+            the other one is 0.
         scale: factor of the codes, a power of two, and
         center: what is subtracted, so that ``v = scale * code - center`` is exact in fp16.
         level: PTX that makes the level ``{out}`` from ``v``; it may use the registers ``t`` and ``gamma``.
@@ -27,24 +28,23 @@ def unpack_four_planes(has_high: bool, scale: float, center: float, level: str, 
     """
     constants = {"gamma": gamma}
     lines = []
-    for pair, (selector, twice) in enumerate((("0x4140", "0x1100"), ("0x4342", "0x3322"))):
+    if has_high:
+        lines += ["shr.u32 second, $10, 1;", "or.b32 both, $9, second;"]
+    for pair, selector in enumerate(("0x4140", "0x4342")):
         lines.append(f"prmt.b32 low, $8, 0x64646464, {selector};")
         if has_high:
-            # Twice or four times the byte, in 16 bits: the bit of plane i comes to bit 2 * i + 2.
-            lines += [
-                f"prmt.b32 high, $9, 0, {selector};",
-                f"prmt.b32 first, $10, 0, {twice};",
-                "shl.b32 high, high, 1;",
-                "and.b32 first, high, first;",
-                "add.u32 high, high, first;",
-            ]
+            # Four times the byte, in 16 bits: the bit of plane i comes to bit 2 * i + 2.
+            lines += [f"prmt.b32 high, both, 0, {selector};", "shl.b32 high, high, 2;"]
+            for half in range(2):
+                # The low bits of planes half and half + 2 from one register, the high bits beside them from the other.
+                keep = 0xFE00 | 3 << 2 * half | 3 << 2 * (half + 2)
+                lines.append(f"lop3.b32 low{half}, low, high, {_lanes(keep)}, 0xe4;")
         for plane in range(4):
-            lines.append(f"and.b32 x, low, {_lanes(0x6400 | 3 << 2 * plane)};")
-            if has_high:
-                lines.append(f"lop3.b32 x, high, {_lanes(4 << 2 * plane)}, x, 0xea;")
+            source, bits = (f"low{plane % 2}", 7) if has_high else ("low", 3)
+            lines.append(f"and.b32 x, {source}, {_lanes(0x6400 | bits << 2 * plane)};")
             lines += _value(plane, scale, center, constants)
             lines.append(level.format(out=f"${2 * plane + pair}"))
-    registers = ", ".join(["low", "high", "first", "x", "v", "t", *constants])
+    registers = ", ".join(["low", "low0", "low1", "high", "second", "both", "x", "v", "t", *constants])
     moves = [f"mov.b32 {name}, {half_pair(value)};" for name, value in constants.items()]
     return "\n".join(["{", f".reg .b32 {registers};", *moves, *lines, "}"])
 

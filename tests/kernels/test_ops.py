@@ -49,6 +49,15 @@ def test_store_writes_in_place_what_the_specification_writes(format_name):
     assert torch.equal(data, expected)
 
 
+def test_attention_without_values_reads_the_keys_as_values():
+    query, k_data, _, *rest = attention_arguments()
+    expected = attend(query, k_data, k_data, KEY, KEY, kv_len=70, scale=0.125)
+    torch.testing.assert_close(attention(query, k_data, None, *rest), expected)
+    *settings, _, head_dim = rest
+    with pytest.raises(ValueError, match="without v_data values are the keys, int8_per_token_head of head_dim 64, and"):
+        attention(query, k_data, None, *settings, "fp8_e4m3", head_dim)
+
+
 def test_attention_means_attend_and_is_contiguous():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     query, k_data, v_data, *_ = arguments = attention_arguments(sinks=sinks, softcap=2.0)

@@ -1,0 +1,80 @@
+"""Launch the kernels of caches of latents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels import launcher
+from kvcompile.kernels.codec import triton
+from kvcompile.kernels.latent_attention import latent_attention_kernel
+from kvcompile.kernels.latent_store import store_latents_kernel
+from kvcompile.kernels.latent_tiles import LatentOperand, latent_operand
+from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.references import is_reference, strides_of
+
+if TYPE_CHECKING:
+    from kvcompile.kernels.attention_configs import AttentionConfig
+    from kvcompile.kernels.launch_long import AttentionCall
+
+STORE_TOKENS = 16
+"""Most tokens of a program that stores: 4 a warp, as in :mod:`kvcompile.kernels.deepseek_v4_kernels`."""
+
+
+def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOperand:
+    """The compile-time description of ``data``; ValueError for a layout that the kernels do not know."""
+    if layout.residual is not None:
+        raise ValueError(f"{layout.spec}: on a GPU, no tokens of a cache of latents are kept as they are")
+    capability, _, has_ptx = launcher.facts_of(data.device)
+    return latent_operand(float32, has_ptx and capability >= 9, is_reference(data))
+
+
+def attend_latents(
+    call: AttentionCall, out: Tensor, config: AttentionConfig, splits: int, *, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention on latents, by ``splits`` programs for each tile of rows. As
+    :func:`kvcompile.kernels.launch_long.attend_long`, and returns the same, but for the number of splits."""
+    batch, num_heads, q_len, head_dim = call.query.shape
+    num_kv_heads, num_rows = call.k_data.shape[2], batch * num_heads * q_len
+    _, _, has_ptx = launcher.facts_of(call.query.device)
+    partial = lse = out
+    if with_lse or splits > 1:
+        partial = call.query.new_empty((splits, num_rows, head_dim), dtype=torch.float32)
+        lse = call.query.new_empty((splits, num_rows), dtype=torch.float32)
+    launch_latent_attention(
+        (ceil_div(call.group_size * q_len, config.rows), batch * num_kv_heads, splits),
+        (call.query, call.k_data, call.mask, call.query if call.ranges is None else call.ranges, partial, lse),
+        (call.query.stride(), strides_of(call.k_data), call.mask_strides),
+        (num_kv_heads, q_len, call.kv_len, splits, num_rows, call.score_scale, call.softcap),
+        (
+            call.key, call.group_size, call.softcap != 0.0, call.mask_kind, call.is_causal, partial is not out,
+            precision(has_ptx), config.rows, config.tokens, config.num_stages,
+        ),
+        config.options,
+    )  # fmt: skip
+    return partial, lse
+
+
+def store_latents(
+    data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, layout: PackedLayout
+) -> None:
+    """Store latents; ``positions`` and ``written`` are [batch, num_tokens], and the latter says which tokens are valid
+    if ``has_valid``."""
+    batch, num_kv_heads, num_tokens, _ = x.shape
+    operand = operand_of(layout, data, False)
+    tokens = min(STORE_TOKENS, triton.next_power_of_2(num_tokens))
+    launch_store_latents(
+        (ceil_div(num_tokens, tokens) * batch * num_kv_heads, 1, 1),
+        (data, x.view(torch.int16) if x.dtype == torch.bfloat16 else x, positions, written),
+        (strides_of(data), x.stride(), positions.stride(), written.stride()),
+        (num_kv_heads, num_tokens, data.shape[0] * operand.block_tokens),
+        (operand, has_valid, tokens),
+        {"num_warps": ceil_div(tokens, 4), **ASSERTING},
+    )
+
+
+launch_latent_attention = Launcher(latent_attention_kernel)
+launch_store_latents = Launcher(store_latents_kernel)

@@ -1,0 +1,117 @@
+"""The query of attention in Triton as the second operand of its products: rows become columns.
+
+A tensor core product has 8 columns at least. Of fewer rows each has two columns, side by side. Neighbouring columns of
+a product lie in one thread: to take every other one costs nothing, and spares the softmax the half that is not needed.
+
+If the levels of a key are integers, the two columns of a row are its two digits: the query is rounded to integers of 15
+bits, ``128 * high + low``, and the products are those of 8-bit integers, exact, twice as fast, and of codes that need
+not be made floats. A row is rounded to 2**-15 of its largest channel; bfloat16 has 2**-9 of each. A Hadamard matrix
+leaves no channel much larger than the others, so that this is for rotated formats alone.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.codec import constexpr_function, jit, normalise_rows, planes_of, round_to_integer, tl, transposed
+from kvcompile.kernels.rotation_tiles import rotate
+
+
+@constexpr_function
+def in_digits(key, rows):
+    """Whether a query of that many rows is given in digits."""
+    return key.multiplies_integers and rows < 8
+
+
+@jit
+def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
+    """The query as the second operand of the scores: (operand, factor, q_sum).
+
+    ``operand`` are planes [padded_width, columns], one for each plane of the key, with rows scaled to what the products
+    can hold; in digits the planes, and the products [columns] to which theirs are added. ``factor`` [rows] takes the
+    scaling back and includes the scale of the scores; ``q_sum`` [rows] is the sum over channels as the products see
+    them, in the units of the scores.
+    """
+    channel = tl.arange(0, KEY.padded_head_dim)[None, :]
+    in_bounds = in_query[:, None] & (channel < KEY.head_dim)
+    q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
+    if KEY.rotated:
+        q = rotate(q, KEY)
+    if in_digits(KEY, q.shape[0]):
+        query = _query_in_digits(q, score_scale, KEY)
+    else:
+        query = _query_in_floats(q, score_scale, KEY)
+    return query
+
+
+@jit
+def _query_in_floats(q, score_scale, KEY: tl.constexpr):
+    """:func:`load_query` of rows in the dtype of the products."""
+    q, factor = normalise_rows(q, KEY.query_exponent, KEY.dtype)
+    factor = factor * score_scale
+    q_sum = tl.sum(q.to(tl.float32), 1) * factor
+    planes = transposed(planes_of(q, KEY), KEY)
+    columns = ()
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
+    return columns, factor * KEY.gain, q_sum
+
+
+@jit
+def _query_in_digits(q, score_scale, KEY: tl.constexpr):
+    """:func:`load_query` of rows in digits."""
+    high, low, factor = _digits(q)
+    factor = factor * score_scale
+    high_sum, low_sum = tl.sum(high.to(tl.int32), 1), tl.sum(low.to(tl.int32), 1)
+    q_sum = (high_sum * 128 + low_sum).to(tl.float32) * factor
+    # Codes are multiplied, of which levels are less the center: zero points contain it.
+    first_products = _side_by_side(high_sum[None, :], low_sum[None, :]) * (0 - KEY.integer_center)
+    high, low = transposed(planes_of(high, KEY), KEY), transposed(planes_of(low, KEY), KEY)
+    planes = ()
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        planes = planes + (_side_by_side(high[plane], low[plane]),)  # noqa: RUF005
+    return (planes, first_products), factor * KEY.gain, q_sum
+
+
+@jit
+def _digits(q):
+    """Rows of a float32 tile [rows, channels] as integers of two digits of base 128, int8 [rows, channels] each, and
+    the factor [rows] that takes them back; not a number if a channel is not finite."""
+    largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+    integers = round_to_integer(q * (16256.0 / largest)[:, None]).to(tl.int32)  # 16256 = 127 * 128
+    high = (integers + 64) >> 7
+    return high.to(tl.int8), (integers - high * 128).to(tl.int8), largest / 16256.0 + tl.sum(q * 0.0, 1)
+
+
+@jit
+def products_of_digits(levels, operand, ROWS: tl.constexpr):
+    """``level . q`` for integer levels [tokens, width] of each plane and a query in digits, float32 [tokens, rows]."""
+    planes, products = operand
+    products = tl.broadcast_to(products, [levels[0].shape[0], products.shape[1]])
+    NUM_PLANES: tl.constexpr = len(planes)
+    for plane in tl.static_range(NUM_PLANES):
+        products = tl.dot(levels[plane], planes[plane], products, out_dtype=tl.int32)
+    high, low = tl.split(tl.reshape(products, [products.shape[0], ROWS, 2]))
+    return (high * 128 + low).to(tl.float32)
+
+
+@jit
+def columns_of(x, COLUMNS: tl.constexpr):
+    """[n, rows] -> [n, columns]: every row once, or twice if there are too few."""
+    if x.shape[1] < COLUMNS:
+        x = _side_by_side(x, x)
+    return x
+
+
+@jit
+def first_columns(products, ROWS: tl.constexpr):
+    """The inverse of :func:`columns_of`."""
+    if products.shape[1] > ROWS:
+        products, _ = tl.split(tl.reshape(products, [products.shape[0], ROWS, 2]))
+    return products
+
+
+@jit
+def _side_by_side(x, y):
+    """[n, rows] twice -> [n, 2 * rows], the columns of ``x`` and ``y`` in turn."""
+    return tl.reshape(tl.join(x, y), [x.shape[0], 2 * x.shape[1]])

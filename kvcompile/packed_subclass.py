@@ -1,0 +1,58 @@
+"""What all packed tensors do alike: they look like the plain tensor that they replace, and have no plain memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+class PackedSubclass(torch.Tensor):
+    """A tensor whose values exist only when they are read. Subclasses implement ``dequantize`` and dispatch."""
+
+    def dequantize(self) -> Tensor:
+        """The values, a plain tensor of this shape and dtype."""
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, key: Any) -> Tensor:  # type: ignore[override]
+        """As for any tensor, but outside of grad mode a slice is no view for autograd (as under ``inference_mode``).
+
+        Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
+        """
+        if torch.is_grad_enabled():
+            return super().__getitem__(key)
+        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+            return super().__getitem__(key)
+
+    def tolist(self) -> Any:  # type: ignore[override]
+        return self.dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values; read-only, since a write to the array would not reach the cache."""
+        array = self.dequantize().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def _refuse_plain_memory(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "a packed KV cache has no plain memory to share; share the bytes in cache.packed, or cache.dequantize()"
+        )
+
+    __dlpack__ = share_memory_ = _refuse_plain_memory  # type: ignore[assignment]
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            result = memo[id(self)] = self.clone()
+            for name, value in self.__dict__.items():  # attributes that users set, as for any tensor
+                if name not in result.__dict__:
+                    result.__dict__[name] = copy.deepcopy(value, memo)
+        return memo[id(self)]

@@ -1,0 +1,55 @@
+"""How much room the weights of a graph take, beside its caches: quantized ones are tensor subclasses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """The bytes of one weight.
+
+    Attributes:
+        identity: what graphs that share the weight know it by.
+        plain: bytes of its elements in its own dtype.
+        stored: bytes of the tensors that hold it: codes and scales, if it is quantized.
+    """
+
+    identity: int
+    plain: int
+    stored: int
+
+
+def weight_bytes(inputs: Iterable[Any]) -> tuple[WeightBytes, ...]:
+    """The parameters among the inputs of a graph. Of one that is distributed, the part that this process holds."""
+    weights = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+    return tuple(WeightBytes(id(weight), _nbytes(_local(weight)), _stored(weight)) for weight in weights)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    if not is_traceable_wrapper_subclass(x):
+        return []
+    parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _local(x: Tensor) -> Tensor:
+    """``x`` without subclasses that only say whose part it is: they hold one tensor of the same dtype."""
+    parts = _parts(x)
+    return _local(parts[0]) if len(parts) == 1 and parts[0].dtype == x.dtype else x
+
+
+def _stored(x: Tensor) -> int:
+    parts = _parts(x)
+    return sum(map(_stored, parts)) if parts else _nbytes(x)
+
+
+def _nbytes(x: Tensor) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize

@@ -1,0 +1,485 @@
+"""One tensor for keys and values, or for all layers: its caches are packed one by one, as if each came by itself."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from packed_caches import INT8, quantized, values
+from torch import Tensor
+
+import kvcompile.backend
+from kvcompile import cache_nbytes, last_report
+from kvcompile.adoption import AdoptionError, adopt_stack
+from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_stack import PackedStack
+from kvcompile.packed_tensor import PackedTensor
+from kvcompile.policy import Policy
+
+LAYERS, BATCH, NUM_HEADS, NUM_KV_HEADS, MAX_LEN, HEAD_DIM = 2, 2, 4, 2, 140, 64
+POLICY = "int8_per_token_head"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    mask = torch.arange(keys.shape[2], device=q.device) <= pos[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def index_copy(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    kv[0].index_copy_(2, pos, k), kv[1].index_copy_(2, pos, v)
+    return attend(q, kv[0], kv[1], pos)
+
+
+def assignment(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    kv[0, :, :, pos], kv[-1, :, :, pos] = k, v
+    return attend(q, kv[0], kv[1], pos)
+
+
+def slices(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    kv[0, :, :, 3 : 3 + k.shape[2]], _ = k, kv[1].narrow(2, 3, v.shape[2]).copy_(v)
+    return attend(q, kv[0], kv[1], pos)
+
+
+def unbound(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    keys, values = kv.unbind()
+    keys[:, :, pos], values[:, :, pos] = k, v
+    return attend(q, keys, values, pos)
+
+
+def tokens_before_heads(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    kv[0][:, pos], kv[1][:, pos] = k.transpose(1, 2), v.transpose(1, 2)
+    return attend(q, kv[0].transpose(1, 2), kv[1].transpose(1, 2), pos)
+
+
+def by_layer(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    for layer in range(LAYERS):
+        cache[layer, 0, :, :, pos] = k * (layer + 1)
+        cache[layer][1].index_copy_(2, pos, v)
+        q = q + attend(q, cache[layer, 0], cache[layer, 1], pos)
+    return q
+
+
+def by_role(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    for layer in range(LAYERS):
+        keys, values = cache[:, layer]
+        keys[:, :, pos] = k * (layer + 1)
+        values[:, :, pos] = v
+        q = q + attend(q, keys, values, pos)
+    return q
+
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+FORMS: dict[Step, tuple[int, ...]] = {
+    index_copy: (2,),
+    assignment: (2,),
+    slices: (2,),
+    unbound: (2,),
+    tokens_before_heads: (2,),
+    by_layer: (LAYERS, 2),
+    by_role: (2, LAYERS),
+}
+"""Ways to keep several caches in one tensor, and the sizes of the dimensions before those of a cache."""
+
+
+def role_axis(fn: Step) -> int:
+    return 1 if fn is by_layer else 0
+
+
+def packed_parts(fn: Step, preset: str = POLICY) -> dict[tuple[int, ...], tuple[PackedLayout, int]]:
+    """How each part is packed that ``fn`` makes of its stack."""
+    token_dim = 1 if fn is tokens_before_heads else 2
+    formats = Policy.load(preset).formats_for("", 0, 1)
+    assert formats is not None
+    layouts = [formats.layout(role, HEAD_DIM, torch.float32) for role in ("key", "value")]
+    return {part: (layouts[part[role_axis(fn)]], token_dim) for part in itertools.product(*map(range, FORMS[fn]))}
+
+
+def plain_stack(fn: Step, *, fill: Callable[..., Tensor] = torch.randn) -> Tensor:
+    cache = (MAX_LEN, NUM_KV_HEADS) if fn is tokens_before_heads else (NUM_KV_HEADS, MAX_LEN)
+    return fill(*FORMS.get(fn, (LAYERS, 2)), BATCH, *cache, HEAD_DIM)
+
+
+def inputs(n: int, begin: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, keys, values and positions of ``n`` new tokens."""
+    q, k, v = (
+        torch.randn(BATCH, heads, n, HEAD_DIM, device=device) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+    return q, k, v, torch.arange(begin, begin + n, device=device)
+
+
+def compiled(fn: Step, policy: Any = POLICY, on_unsupported: str = "error", **options: Any) -> Step:
+    torch._dynamo.reset()
+    options = {"policy": policy, "on_unsupported": on_unsupported}
+    return torch.compile(fn, backend="kvquant", fullgraph=True, options=options)
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    assert (out - expected).norm() < 1e-3 * expected.norm()
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, (PackedStack, PackedTensor)) else x
+
+
+@pytest.fixture
+def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that go to Inductor."""
+    graphs: list[Any] = []
+    interpret = kvcompile.backend.compile_fx_inner
+
+    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(gm)
+        return interpret(gm, example_inputs, **kwargs)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
+    return graphs
+
+
+@pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
+def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tensor(
+    fn: Step, rewritten_graphs: list[Any]
+) -> None:
+    cache = plain_stack(fn)
+    reference = PackedStack.from_dense(cache, packed_parts(fn))
+    storage = cache.untyped_storage()._weak_ref()
+    step = compiled(fn)
+    for begin in (3, 9):  # the second call finds the packed stack
+        args = inputs(6, begin)
+        assert_close(step(cache, *args), fn(reference, *args))
+    assert isinstance(cache, PackedStack)
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+    for (index, part), expected in zip(cache.items(), reference.parts, strict=True):
+        assert part.cache_meta == expected.cache_meta, index
+        assert_close(part.dequantize(), expected.dequantize())
+    sources = {source.source for site in last_report().sites for source in site.caches}
+    name = next(iter(sources)).partition("'")[2].partition("'")[0]
+    assert sources == {f"L['{name}']{list(part)}" for part in packed_parts(fn)}
+    for gm in rewritten_graphs:
+        assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_scatter.default)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        assert len(placeholders) == len(packed_parts(fn)) + 4
+        assert all(node.meta["val"].dim() <= 4 for node in placeholders)
+
+
+def layer_1(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    cache[1, 0, :, :, pos], cache[1, 1, :, :, pos] = k, v
+    return attend(q, cache[1, 0], cache[1, 1], pos)
+
+
+def layer_1_beside_others_that_are_computed_from_each_other(cache: Tensor, *rest: Tensor) -> Tensor:
+    cache[0, 0], cache[0, 1] = cache[0, 1] * 0.5, cache[0, 0].roll(1, 2) + 1
+    return layer_1(cache, *rest)
+
+
+PARTLY: dict[str, tuple[Step, Any]] = {
+    "the policy leaves a layer alone": (
+        by_layer,
+        {"version": 1, "rules": [{"match": {"layers": "0"}, "dtype": "auto"}], "default": {"dtype": POLICY}},
+    ),
+    "the graph does not use it": (layer_1, POLICY),
+    "the graph uses it in ways of its own": (layer_1_beside_others_that_are_computed_from_each_other, POLICY),
+}
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(("fn", "policy"), PARTLY.values(), ids=PARTLY.keys())
+def test_a_part_that_is_not_packed_stays_plain_beside_packed_ones(fn: Step, policy: Any) -> None:
+    cache = plain_stack(fn)
+    packed = {part: how for part, how in packed_parts(by_layer).items() if part[0] == 1}
+    reference = PackedStack.from_dense(cache, packed)
+    step = compiled(fn, policy)
+    for begin in (0, 6):
+        args = inputs(6, begin)
+        assert_close(step(cache, *args), fn(reference, *args))
+        assert [type(part) for part in cache.parts] == [Tensor, Tensor, PackedTensor, PackedTensor]
+        assert_close(cache.dequantize(), reference.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_graphs_that_use_different_layers_pack_them_one_after_the_other() -> None:
+    def fn(cache: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        cache[layer, 0, :, :, pos], cache[layer, 1, :, :, pos] = k, v
+        return attend(q, cache[layer, 0], cache[layer, 1], pos)
+
+    cache = plain_stack(by_layer)
+    reference = PackedStack.from_dense(cache, packed_parts(by_layer))
+    step = compiled(fn)
+    for layer, packed in ((1, [False, True]), (0, [True, True])):
+        args = inputs(1, 5)
+        assert_close(step(cache, layer, *args), fn(reference, layer, *args))
+        assert [isinstance(part, PackedTensor) for part in cache.parts[::2]] == packed
+    assert_close(cache.dequantize(), reference.dequantize())
+
+
+def summed_up(kv: Tensor, *rest: Tensor) -> Any:
+    return assignment(kv, *rest), kv.sum()
+
+
+def copied(kv: Tensor, *rest: Tensor) -> Any:
+    return assignment(kv, *rest), kv.clone()
+
+
+def written_through_a_view_of_all(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+    kv.view(2 * BATCH, *kv.shape[2:])[:, :, pos] = torch.cat([k, v])
+    return attend(q, kv[0], kv[1], pos)
+
+
+def some_layers_scaled(cache: Tensor, *rest: Tensor) -> Any:
+    cache[:1].mul_(0.5)
+    return layer_1(cache, *rest)
+
+
+def layer_chosen_by_a_tensor(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+    out = layer_1(cache, q, k, v, pos)
+    return out + attend(q, cache[pos[:1] * 0 + 1][0, 0], cache[1, 1], pos)
+
+
+def key_and_value_in_other_order(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+    return assignment(kv, q, k, v, pos) + attend(q, kv[1], kv[0], pos)
+
+
+def keys_become_those_of_the_other_layer(cache: Tensor, *rest: Tensor) -> Any:
+    cache[1, 0] = cache[0, 0]
+    return layer_1(cache, *rest)
+
+
+def layer_1_beside_others_that_swap_places(cache: Tensor, *rest: Tensor) -> Any:
+    keys = cache[0, 0].clone()
+    cache[0, 0] = cache[0, 1]
+    cache[0, 1] = keys
+    return layer_1(cache, *rest)
+
+
+def a_part_is_returned(kv: Tensor, *rest: Tensor) -> Any:
+    return assignment(kv, *rest), kv[0]
+
+
+def sequences_before_roles(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+    cache[:, 0, :, pos], cache[:, 1, :, pos] = k, v
+    return attend(q, cache[:, 0], cache[:, 1], pos)
+
+
+REFUSED: dict[Step, tuple[str, str]] = {
+    summed_up: ("part_of_tensor", "aten.sum"),
+    copied: ("part_of_tensor", "the caller"),
+    written_through_a_view_of_all: ("part_of_tensor", "aten.view"),
+    some_layers_scaled: ("part_of_tensor", "aten.slice"),
+    layer_chosen_by_a_tensor: ("part_of_tensor", "aten.index"),
+    layer_1_beside_others_that_swap_places: ("part_of_tensor", "aten.copy_"),
+    sequences_before_roles: ("part_of_tensor", "aten.select"),
+    key_and_value_in_other_order: ("other_role", "value cache of another"),
+    keys_become_those_of_the_other_layer: ("not_written_back", "out of place"),
+    a_part_is_returned: ("used_elsewhere", "the caller"),
+}
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_what_is_more_than_a_selection_of_caches_is_refused_with_its_reason(fn: Step) -> None:
+    by_sequence = fn is sequences_before_roles
+    of_roles = fn in (
+        summed_up,
+        copied,
+        written_through_a_view_of_all,
+        key_and_value_in_other_order,
+        a_part_is_returned,
+    )
+    sizes = (BATCH, 2) if by_sequence else (2, BATCH) if of_roles else (LAYERS, 2, BATCH)
+    cache = torch.randn(*sizes, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)
+    expected_cache, args = cache.clone(), inputs(2, 5)
+    out, expected = compiled(fn, on_unsupported="ignore")(cache, *args), fn(expected_cache, *args)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert type(cache) is Tensor
+    assert torch.equal(cache, expected_cache)
+    code, words = REFUSED[fn]
+    sites = last_report().sites
+    assert any(site.reason_code == code and words in str(site.reason) for site in sites)
+    assert all(site.reason_code for site in sites)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", [assignment, summed_up], ids=lambda fn: fn.__name__)
+def test_a_packed_stack_is_used_by_any_graph(fn: Step) -> None:
+    """By one that uses it as a whole as well, as the values that eager code reads."""
+    cache = PackedStack.from_dense(torch.randn(2, BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), packed_parts(index_copy))
+    reference = copy.deepcopy(cache)
+    args = inputs(2, 5)
+    out, expected = compiled(fn, on_unsupported="ignore")(cache, *args), fn(reference, *args)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (out, expected)), strict=True):
+        assert_close(one, other)
+    assert_close(cache.dequantize(), reference.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_stack_of_which_a_part_is_held_elsewhere_stays_plain_and_the_report_says_so() -> None:
+    cache = plain_stack(index_copy)
+    expected_cache, args, held = cache.clone(), inputs(2, 5), cache[1]
+    torch.testing.assert_close(compiled(index_copy)(cache, *args), index_copy(expected_cache, *args))
+    assert type(cache) is Tensor
+    assert torch.equal(cache, expected_cache)
+    assert torch.equal(held, expected_cache[1])
+    assert any("a view of it" in note for note in last_report().notes)
+
+
+class Decoder(torch.nn.Module):
+    """A language model of two layers that keeps all its caches in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(97, NUM_HEADS * HEAD_DIM)
+        sizes = NUM_HEADS * HEAD_DIM, 2 * NUM_KV_HEADS * HEAD_DIM
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(sizes[0], sum(sizes)) for _ in range(LAYERS))
+        self.output = torch.nn.Linear(NUM_HEADS * HEAD_DIM, 97)
+        self.register_buffer("cache", torch.zeros(LAYERS, 2, BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM))
+
+    def forward(self, ids: Tensor, pos: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer, projection in enumerate(self.projections):
+            heads = projection(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
+            self.cache[layer, 0].index_copy_(2, pos, k)
+            self.cache[layer, 1, :, :, pos] = v
+            x = x + attend(q, self.cache[layer, 0], self.cache[layer, 1], pos).transpose(1, 2).flatten(2)
+        return self.output(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_with_one_tensor_for_all_layers_runs_as_on_eager_packed_caches(device: str) -> None:
+    model = Decoder().to(device).eval()
+    expected_model = copy.deepcopy(model)
+    expected_model.cache = PackedStack.from_dense(model.cache, packed_parts(by_layer))
+    step = compiled(model)
+    begin = 0
+    for n in (20, 1, 1) if device == "cpu" else (100, 7, *[1] * 30):
+        ids, pos = torch.randint(97, (BATCH, n), device=device), torch.arange(begin, begin + n, device=device)
+        assert_close(step(ids, pos), expected_model(ids, pos))
+        begin += n
+    assert isinstance(model.cache, PackedStack)
+    assert cache_nbytes(model.cache) == cache_nbytes(expected_model.cache)
+
+
+def small_stack() -> tuple[PackedStack, Tensor]:
+    """Layers of plain keys and packed values, and the plain tensor that it must be indistinguishable from."""
+    x = values(3, 2, 1, 2, 70, INT8.head_dim)
+    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, 2) for layer in range(3)})
+    return stack, torch.stack([torch.stack([keys, quantized(values, INT8)]) for keys, values in x])
+
+
+SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a plain part": lambda c: c[1, 0],
+    "a packed part": lambda c: c[-1, 1],
+    "one after the other": lambda c: c[2][1],
+    "unbind": lambda c: c.unbind(1)[1][2],
+    "parts of a layer": lambda c: c[1],
+    "keys": lambda c: c[:, 0],
+    "some layers": lambda c: c[1:],
+    "every other layer": lambda c: c[::2, 1:],
+    "no layer": lambda c: c[3:],
+    "split": lambda c: c.split(2)[1],
+    "tokens": lambda c: c[..., 3:9, :],
+    "a head": lambda c: c[:, :, :, 1],
+    "a copy": lambda c: c.clone(),
+    "deepcopy": copy.deepcopy,
+    "beams": lambda c: c.index_select(2, torch.tensor([0, 0])),
+    "indexed tokens": lambda c: c[:, :, :, :, torch.tensor([3, 1])],
+    "indexed layers": lambda c: c[torch.tensor([2, 0])],
+    "another shape": lambda c: c.view(6, *c.shape[2:]),
+    "another dtype": lambda c: c.to(torch.float64),
+    "a sum": lambda c: c + 1,
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS.keys())
+def test_a_stack_reads_as_the_plain_tensor(select: Callable[[Tensor], Tensor]) -> None:
+    stack, expected = small_stack()
+    result = plain(select(stack))
+    assert result.dtype == select(expected).dtype
+    assert torch.equal(result + 0, select(expected))
+
+
+def write_part(cache: Tensor, x: Tensor) -> None:
+    cache[1, 1, :, :, 3:5] = x
+
+
+def write_tokens_of_all(cache: Tensor, x: Tensor) -> None:
+    cache[:, :, :, :, torch.tensor([4, 66])] = x
+
+
+def index_copy_all(cache: Tensor, x: Tensor) -> None:
+    cache.index_copy_(4, torch.tensor([0, 69]), x.expand(3, 2, 1, 2, 2, -1).contiguous())
+
+
+def write_layer(cache: Tensor, x: Tensor) -> None:
+    cache[0] = x[:, :, :1]
+
+
+def copy_layer(cache: Tensor, x: Tensor) -> None:
+    cache[0].copy_(cache[2])
+
+
+def clear_layers(cache: Tensor, x: Tensor) -> None:
+    cache[1:].zero_(), cache[0].fill_(2)
+
+
+@pytest.mark.parametrize(
+    "write", [write_part, write_tokens_of_all, index_copy_all, write_layer, copy_layer, clear_layers]
+)
+def test_a_write_to_a_stack_is_one_to_its_parts(write: Callable[[Tensor, Tensor], None]) -> None:
+    stack, expected = small_stack()
+    x = values(1, 2, 2, INT8.head_dim)
+    write(stack, x)
+    write(expected, x)
+    expected[:, 1] = quantized(expected[:, 1], INT8)
+    torch.testing.assert_close(stack.dequantize(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("write", [lambda c: c.mul_(2), lambda c: c[0].add_(c[1]), lambda c: c.view(-1).zero_()])
+def test_a_write_that_would_be_lost_raises_and_changes_nothing(write: Callable[[Tensor], Any]) -> None:
+    stack, _ = small_stack()
+    before = stack.dequantize()
+    with pytest.raises(NotImplementedError, match="packed KV cache"):
+        write(stack)
+    assert torch.equal(stack.dequantize(), before)
+
+
+SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
+
+
+@pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+def test_a_stack_is_saved_packed_and_loaded(
+    save: Callable[..., None], load: Callable[..., Any], tmp_path: Path
+) -> None:
+    stack, expected = small_stack()
+    save({"cache": stack, "again": stack}, tmp_path / "file")
+    loaded = load(tmp_path / "file")
+    assert loaded["cache"] is loaded["again"]
+    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in stack.parts]
+    assert torch.equal(loaded["cache"].dequantize(), expected)
+
+
+def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
+    x = values(2, 1, 2, 70, INT8.head_dim)
+    holders = [x, {"cache": x}]
+    x.note = "mine"
+    for unfit, reason in (
+        (torch.zeros(1, 2, 70, INT8.head_dim), "not a 4-dimensional"),
+        (x.int(), "floating-point"),
+        (x[:1], "view"),
+    ):
+        with pytest.raises(AdoptionError, match=reason):
+            adopt_stack(unfit, {(0,): (INT8, 2)})
+    del unfit
+    assert adopt_stack(x, {(0,): (INT8, 2)}) is holders[0] is holders[1]["cache"]
+    assert isinstance(x, PackedStack)
+    assert x.note == "mine"
+    assert cache_nbytes(holders) == x[0].nbytes_packed + x[1].nbytes

@@ -1,0 +1,59 @@
+"""A model that Transformers distributes over two processes keeps, in each, its own heads of the caches packed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel_program
+import torch
+import transformers
+from tiny_llama import tiny_llama
+
+pytest.importorskip("accelerate", reason="Transformers distributes models with accelerate")
+
+WORLD_SIZE = 2
+SUMMATION = 1e-3
+"""Relative error that another order of summation may make: a rounding error, or a code rounded the other way."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    tiny_llama(vocab_size=96, num_layers=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_ranks(checkpoint: Path) -> Any:
+    """What each rank has; they run under torchrun, with gloo on the CPU."""
+    program, output = Path(tensor_parallel_program.__file__), checkpoint / "ranks.pt"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
+    paths = [*sys.path, str(program.parent)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [*torchrun, str(program), str(checkpoint), str(output)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(output)
+
+
+def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(checkpoint: Path, of_ranks: Any) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    expected = tensor_parallel_program.run(model)
+    assert len(of_ranks) == WORLD_SIZE
+    for result in of_ranks:
+        assert set(result["sites"]) == {None}
+        error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+        assert error < SUMMATION
+        for local, whole in zip(result["cache"], expected["cache"], strict=True):
+            assert local.shape[1] == whole.shape[1] // WORLD_SIZE
+    for role, whole in enumerate(expected["cache"]):
+        together = torch.cat([rank["cache"][role] for rank in of_ranks], dim=1)
+        assert (together - whole).norm() / whole.norm() < SUMMATION
