@@ -70,17 +70,19 @@ def write_tokens_(
         _apply(data, layout, token_update(data, layout, x, positions, valid, blocks), blocks)
 
 
-def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor) -> Tensor:
-    """``data`` with the bytes of token ``source[i]`` in the place of token ``i``; ``data`` itself is not changed.
+def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor, target: Tensor | None = None) -> Tensor:
+    """``target`` with the bytes of token ``source[i]`` of ``data`` in the place of token ``i``.
 
-    ``source`` is int64 [n], positions within the cache; the layout has no residual, whose tokens are no bytes alone.
+    Neither is changed; without a ``target`` it is ``data``. Both have one batch and heads. ``source`` is int64 [n],
+    positions within the cache; the layout has no residual, whose tokens are no bytes alone.
     """
     if layout.residual is not None:
         raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved byte by byte")
     sequence = torch.arange(data.shape[1], device=data.device)[:, None, None]
     head = torch.arange(data.shape[2], device=data.device)[None, :, None]
     place = torch.arange(source.shape[0], device=data.device)
-    return data.index_put(byte_index(layout, sequence, head, place), data[byte_index(layout, sequence, head, source)])
+    moved = data[byte_index(layout, sequence, head, source)]
+    return (data if target is None else target).index_put(byte_index(layout, sequence, head, place), moved)
 
 
 def write_vectors_(

@@ -189,11 +189,13 @@ class _GraphCompiler:
         self.views = [SiteView(before) for before in neighbourhoods(gm.graph, len(sites))]
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
-        """The inputs that are packed caches as a whole; views of packed caches are not among them."""
+        """The inputs that are packed caches, or views of some that still have all axes of one."""
         return {
-            index: PackedInput(value.packed_layout, value.token_dim, value.growing)
+            index: PackedInput(
+                value.packed_layout, value.token_dim, value.growing, value.is_whole or value.can_be_copied_whole
+            )
             for index, value in self._arriving_packed().items()
-            if isinstance(value, PackedTensor) and value.is_whole
+            if isinstance(value, PackedTensor) and len(value.axes) == 4
         }
 
     def _dequantized_inputs(self, gm: GraphModule) -> list[DequantizedInput]:

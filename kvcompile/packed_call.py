@@ -243,6 +243,7 @@ def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
 
 def _data_of(cache: PackedTensor) -> Tensor:
     """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    cache = cache.whole()
     if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
         cache = cache.extended(0)
     return cache.packed
@@ -250,7 +251,7 @@ def _data_of(cache: PackedTensor) -> Tensor:
 
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
     if isinstance(cache, PackedTensor):
-        return cache
+        return cache.whole()
     return PackedTensor.from_dense(cache, action.layout, action.token_axis, growing=True)
 
 

@@ -255,6 +255,23 @@ class PackedTensor(PackedSubclass):
         return self.axes in ("bhtd", "bthd") and self.start == 0 and self.packed.is_contiguous()
 
     @property
+    def can_be_copied_whole(self) -> bool:
+        """Whether a copy of this view's bytes is a cache of its own that means the same (:meth:`whole`).
+
+        A cache that grows is its own only until it is appended to, so that it may as well be a copy of a view; a write
+        to one of fixed size has to reach the cache that it views.
+        """
+        return self.growing and self.axes in ("bhtd", "bthd") and self.packed_layout.residual is None
+
+    def whole(self) -> PackedTensor:
+        """This cache if it :attr:`is_whole`, else a copy, which :attr:`can_be_copied_whole`."""
+        if self.is_whole:
+            return self
+        copied = self.index_select(self.token_dim, torch.arange(self.num_tokens, device=self.device))
+        assert isinstance(copied, PackedTensor), "tokens that share no bytes with others are copied as they are"
+        return copied
+
+    @property
     def token_dim(self) -> int:
         """The logical dimension of tokens (1 or 2 for a whole cache)."""
         return self.axes.index("t")

@@ -9,92 +9,48 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import PackedLayout, Role
+from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
-from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, match_write, returned_rows, shape_of
+from kvcompile.passes.match_write import (
+    WRITE_OPS,
+    CacheWrite,
+    match_slice,
+    match_write,
+    returned_rows,
+    shape_of,
+    sliced_by,
+)
 from kvcompile.passes.read_stack import UsedAsWholeError, read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
+from kvcompile.passes.windows import is_growing, windows_of
 
 aten = torch.ops.aten
-
-Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class PackedInput:
-    """A graph input that is packed already: its layout, its token axis, and whether it grows by concatenation."""
+    """A graph input that is packed already.
+
+    Attributes:
+        layout: of its packed data.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        growing: whether it grows by concatenation.
+        is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
+    """
 
     layout: PackedLayout
     token_axis: int
     growing: bool
-
-
-@dataclass
-class Cache:
-    """A proven cache.
-
-    Attributes:
-        root: its value after all writes; what attention reads.
-        role: ``key`` or ``value``.
-        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph, returned), ``growing`` (an input
-            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only`` (an input
-            that is packed already, or that an object holds as it holds a cache; the encoder's part of one, say).
-        base: its value before all writes; for ``fresh``, its new rows.
-        in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
-        writes: in order of execution.
-        token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
-        write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
-        reads: how each site reads it.
-        readers: the markers of those sites.
-        serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
-    """
-
-    root: Node
-    role: Role
-    kind: Kind
-    base: Node
-    writes: list[CacheWrite]
-    token_axis: int
-    write_back: Node | None = None
-    in_growing_buffer: bool = False
-    reads: list[Read] = field(default_factory=list)
-    readers: set[Node] = field(default_factory=set)
-    serves_both: bool = False
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Logical shape after the writes, in the layout of ``base``."""
-        return tuple(shape_of(self.base if self.kind == "static" else self.root))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.root.meta["val"].dtype
-
-    @property
-    def num_kv_heads(self) -> int:
-        return int(self.shape[3 - self.token_axis])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.shape[3])
-
-    @property
-    def num_tokens(self) -> Any:
-        return self.shape[self.token_axis]
-
-    @property
-    def write_form(self) -> str:
-        forms = [write.form for write in self.writes]
-        return ", ".join(dict.fromkeys(forms)) or "none"
+    is_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,6 +83,8 @@ class CacheFinder:
         """
         self.output = graph.output_node()
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
+        self.windows = windows_of(self.output)
+        self.dropping = frozenset(window.slice for window in self.windows.values() if window.drops_appended)
         self.packed_inputs = packed_inputs
         self.held_inputs = held_inputs
         self.caches: dict[Node, Cache] = {}
@@ -150,17 +108,18 @@ class CacheFinder:
 
     def _read(self, operand: Node, role: Role) -> Read:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
-        root, _ = view_chain(operand, frozenset())
+        root, _ = view_chain(operand, self.dropping)
         _check_whole(root, role)
-        if _holds_tokens(root):
-            read = trace_read(operand, frozenset(), role)
+        if _holds_tokens(root) or root in self.dropping:
+            read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
             if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
                 return read
-        root, _ = view_chain(operand, self.outputs)
-        if root.op != "placeholder" and root not in self.outputs and root.target not in WRITE_OPS:
+        returned = self.outputs.union(self.windows)
+        root, _ = view_chain(operand, returned)
+        if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
             raise _no_cache(root, role)
-        return trace_read(operand, self.outputs, role)
+        return trace_read(operand, returned, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
         known = self.caches.get(read.root)
@@ -179,6 +138,7 @@ class CacheFinder:
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
         cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
+        cache.kept, cache.returned = self._returned(read, kind)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
         if base.op == "placeholder":
@@ -194,9 +154,10 @@ class CacheFinder:
         states: list[Node] = [node]
         writes: list[CacheWrite] = []
         while True:
-            if _keeps_values(node) and node not in self.outputs:
+            is_returned = node in self.outputs or node in self.windows
+            if _keeps_values(node) and not is_returned:
                 node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
-            elif node.target in WRITE_OPS and not (node in self.outputs and _is_new_rows(node)):
+            elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axis, role)
                 if write is None:
                     return states, writes
@@ -210,8 +171,10 @@ class CacheFinder:
         self, read: Read, states: list[Node], writes: list[CacheWrite], swapped: bool, role: Role
     ) -> tuple[Kind, Node | None]:
         root, base = read.root, states[0]
-        if writes and writes[-1].form == "cat":
-            if len(states) == 2 and base.op == "placeholder" and root in self.outputs:
+        kept, returned = self._returned(read, "growing")
+        if writes and writes[-1].form in ("cat", "slice"):
+            grows = is_growing(writes if kept is None else [*writes, kept])
+            if grows and returned is not None and base.op == "placeholder" and not any(map(_swaps_axes, states)):
                 return "growing", None
             raise _no_cache(root, role)
         if base.op == "placeholder":
@@ -225,10 +188,25 @@ class CacheFinder:
             return "static", write_back
         if writes and not swapped and _is_zeros(base) and root in self.outputs:
             return "allocated", None
-        if root in self.outputs:
+        if returned is not None:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
         raise _no_cache(root, role)
+
+    def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
+        """The output that is the cache or a slice of its tokens, and that slice as a move."""
+        root = read.root
+        if root in self.dropping:
+            return None, self.windows[root.args[0]].output
+        window = self.windows.get(root) if kind in ("growing", "fresh") else None
+        if window is None:
+            return None, root if root in self.outputs else None
+        kept = match_slice(window.output, read.token_axis)
+        return kept, None if kept is None else window.output
+
+    def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
+        """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
+        return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
         """No one else may look at the cache before or between its writes; raises Refusal."""
@@ -243,17 +221,20 @@ class CacheFinder:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
-        understood = {cache.write_back, *(node for read in cache.reads for node in read.chain)}
-        if cache.kind in ("allocated", "growing"):
-            understood.add(self.output)
-        for user in cache.root.users:
-            if not self._is_understood(cache, cache.root, user, understood):
-                raise _used_elsewhere(cache, cache.root, user)
-        for view in {node for read in cache.reads for node in read.chain}:
-            for user in view.users:
-                if user is self.output or not self._is_understood(cache, view, user, understood):
-                    who = "the caller" if user is self.output else user.format_node() or user.name
-                    raise Refusal(Reason.escaping_view, role=cache.role, user=who)
+        returned = cache.returned if cache.kind in ("allocated", "growing") else None
+        views = {node for read in cache.reads for node in read.chain}
+        if returned is not None and returned is not cache.root:
+            views.update(node for node in sliced_by(returned) if node is not cache.root)
+        understood = {cache.write_back, *views}
+        for node in (cache.root, *views):
+            for user in node.users:
+                if node is returned and user is self.output:
+                    continue
+                if user is not self.output and self._is_understood(cache, node, user, understood):
+                    continue
+                if node is cache.root:
+                    raise _used_elsewhere(cache, node, user)
+                raise Refusal(Reason.escaping_view, role=cache.role, user=_name_of(user))
 
     def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
         """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
@@ -284,7 +265,7 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
     something that is made for this attention alone, however it does that.
     """
     try:
-        return match_write(node, token_axis, role)
+        return match_slice(node, token_axis) or match_write(node, token_axis, role)
     except Refusal:
         if first_state(node).op == "placeholder":
             raise
@@ -345,8 +326,11 @@ def _no_cache(root: Node, role: Role) -> Refusal:
 
 
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
-    who = "the caller" if user.op == "output" else user.format_node() or user.name
-    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=who)
+    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=_name_of(user))
+
+
+def _name_of(user: Node) -> str:
+    return "the caller" if user.op == "output" else user.format_node() or user.name
 
 
 def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
@@ -378,9 +362,12 @@ def _is_zeros(node: Node) -> bool:
 
 def _is_new_rows(node: Node) -> bool:
     """Whether a returned ``cat`` only assembles new rows (as rotary embeddings do), rather than extending a cache."""
-    return node.target is aten.cat.default and (
-        not isinstance(node.args[0][0], Node) or node.args[0][0].op != "placeholder"
-    )
+    if node.target is not aten.cat.default:
+        return False
+    base = node.args[0][0]
+    while base.op == "call_function" and base.target in (*SAME_OPS, aten.slice.Tensor):
+        base = base.args[0]
+    return base.op != "placeholder"
 
 
 def _check_heads(marker: Node, attention: Attention) -> None:

@@ -11,6 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -78,7 +79,8 @@ def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     expr = size.node.expr
     if expr.is_number:
         return int(expr)
-    proxies = {symbol: Proxy(node) for symbol, node in symbol_nodes(graph).items()}
+    tracer = GraphAppendingTracer(graph)  # one for all: a minimum of two proxies, say, asks for it
+    proxies = {symbol: Proxy(node, tracer) for symbol, node in symbol_nodes(graph).items()}
     before = set(graph.nodes)
     result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node
     for node in graph.nodes:

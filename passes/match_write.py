@@ -16,8 +16,9 @@ in the model                          in the functional graph
 ``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
 ====================================  ===========================================
 
-One more does not write new tokens but moves those that are there, as a window does that is full: ``roll`` along the
-tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``.
+Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
+tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``; of a cache
+that grows ``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, ...)``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.trace_read import with_defaults
+from kvcompile.passes.trace_read import SAME_OPS, with_defaults
 
 aten = torch.ops.aten
 
@@ -64,6 +65,12 @@ class CacheWrite:
     normalise: Callable[[Graph], Normalised]
     moves: bool = False
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether fewer tokens are left than before."""
+        before, after = (shape_of(state)[self.token_axis] for state in (self.base, self.node))
+        return self.form == "slice" and not statically_known_true(before == after)
+
 
 def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
     """Read ``node`` as a write along ``token_axis``.
@@ -71,17 +78,30 @@ def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
     Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
-    write = matcher(node, token_axis, role) if matcher else None
-    if matcher is None or write is None:
-        return None
+    return _with_later_sizes(lambda: matcher(node, token_axis, role)) if matcher else None
+
+
+def match_slice(node: Node, token_axis: int) -> CacheWrite | None:
+    """Read ``node``, a slice or a copy of one, as a move of the tokens that it keeps to the beginning of a cache.
+
+    Returns None if it is no slice of tokens.
+    """
+    return _with_later_sizes(lambda: _match_slice(node, token_axis))
+
+
+def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | None:
+    """The write that ``match`` finds; matched anew when its nodes are inserted.
+
+    Sizes are as they are known by then: what is checked after the first match may have made symbols constant.
+    """
+    write = match()
 
     def normalise(graph: Graph) -> Normalised:
-        """With sizes as they are known by then: what is checked after this match may have made symbols constant."""
-        write = matcher(node, token_axis, role)
+        write = match()
         assert write is not None, "the same write as before"
         return write.normalise(graph)
 
-    return replace(write, normalise=normalise)
+    return write and replace(write, normalise=normalise)
 
 
 def shape_of(node: Node) -> torch.Size:
@@ -205,15 +225,18 @@ def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
     num_tokens = shape_of(base)[token_axis]
     n = shape_of(node.args[1])[token_axis]
 
-    def normalise(x: Tensor, first: Any) -> tuple[Tensor, Tensor, None]:
+    def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(_whole(node, token_axis, n))
-        # A start that is a negative symbol counts from the end as well.
         return heads_first(x, token_axis), _wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
+    first = _first_of_slice(start, num_tokens)
+    return _write(node, base, "slice_scatter", token_axis, normalise, value, first, n, own=own)
+
+
+def _first_of_slice(start: Any, num_tokens: Any) -> Any:
+    """The first position of a slice; a node of it may still be negative, and count from the end."""
     start = 0 if start is None else start
-    if isinstance(start, int) and start < 0:
-        start = torch.sym_max(start + num_tokens, 0)
-    return _write(node, base, "slice_scatter", token_axis, normalise, value, start, own=own)
+    return torch.sym_max(start + num_tokens, 0) if isinstance(start, int) and start < 0 else start
 
 
 def _match_select_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
@@ -309,6 +332,31 @@ def _match_index(node: Node, token_axis: int, role: str) -> CacheWrite | None:
 
     write = _write(node, base, "index", token_axis, normalise, index)
     return replace(write, moves=True)
+
+
+def sliced_by(node: Node) -> tuple[Node, ...]:
+    """The nodes from ``node`` back to the slice that it is a copy of; none if it is no slice."""
+    chain = [node]
+    while chain[-1].target in SAME_OPS:
+        chain.append(chain[-1].args[0])
+    return tuple(chain) if chain[-1].target is aten.slice.Tensor else ()
+
+
+def _match_slice(node: Node, token_axis: int) -> CacheWrite | None:
+    chain = sliced_by(node)
+    if not chain or len(shape_of(node)) != 4:
+        return None
+    base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
+    if axis % 4 != token_axis or step != 1:
+        return None
+    num_tokens, n = shape_of(base)[token_axis], shape_of(node)[token_axis]
+    device = node.meta["val"].device
+
+    def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
+        return None, _wrapped(torch.arange(n, device=device) + first, num_tokens), None
+
+    first = _first_of_slice(start, num_tokens)
+    return replace(_write(node, base, "slice", token_axis, normalise, first, n, own=chain[1:]), moves=True)
 
 
 def returned_rows(node: Node, token_axis: int) -> CacheWrite:

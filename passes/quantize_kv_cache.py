@@ -17,8 +17,9 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.passes.cache import Cache
 from kvcompile.passes.expand_markers import expand_markers
-from kvcompile.passes.find_caches import Attention, Cache, CacheFinder, PackedInput
+from kvcompile.passes.find_caches import Attention, CacheFinder, PackedInput
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
@@ -185,6 +186,8 @@ def _choose(
 def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None) -> PackedLayout:
     """The layout that the policy gives to a cache; one that is packed already keeps its own."""
     if packed is not None:
+        if not packed.is_cache:
+            raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
         if packed.layout.role != cache.role or packed.token_axis != cache.token_axis:
             detail = f"it was packed as a {packed.layout.role} with its tokens on axis {packed.token_axis}"
             raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
@@ -215,7 +218,7 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
 
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if the graph moves tokens that share their bytes with others."""
-    if layout.residual is not None and any(write.moves for write in cache.writes):
+    if layout.residual is not None and any(change.moves for change in cache.changes):
         detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 

@@ -8,18 +8,21 @@ packed data there; :class:`InputAction` and :class:`OutputAction` say what it ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import move_tokens
-from kvcompile.passes.find_caches import Attention, Cache
+from kvcompile.passes.cache import Cache
+from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
-from kvcompile.passes.match_write import WRITE_OPS, shape_of
+from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
 from kvcompile.passes.split_stacks import SplitStack
 from kvcompile.passes.tiled_heads import group_heads, tile_heads
 from kvcompile.passes.trace_read import SIZE_OPS, VIEW_OPS
@@ -130,19 +133,32 @@ class CacheRewriter:
         else:
             with self.graph.inserting_before(anchors[0]):
                 data = self._new_data(cache, layout)
-        state = data
+        state = in_place = data
+        dropped = False
         for write, anchor in zip(cache.writes, anchors, strict=True):
             with self.graph.inserting_before(anchor):
-                x, positions, valid = write.normalise(self.graph)
-                if x is None:
-                    state = inline(self.graph, move_tokens, state, layout, positions)
-                else:
-                    state = insert_store(self.graph, state, layout, x, positions, valid)
-        if cache.kind in ("static", "growing") and state is not data:
-            self._write_back(cache, data, state)
+                state = self._changed(cache, layout, state, write)
+            dropped = dropped or write.drops_tokens
+            in_place = in_place if dropped else state
+        if cache.kind in ("static", "growing") and in_place is not data:
+            self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
+        if cache.kept is not None:
+            with self.graph.inserting_before(cache.kept.node.next):
+                state = self._changed(cache, layout, state, cache.kept)
         if cache.kind in ("allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
+
+    def _changed(self, cache: Cache, layout: PackedLayout, state: Node, write: CacheWrite) -> Node:
+        """The packed data after a write, inserted at the graph's insertion point."""
+        if write.form == "slice" and not write.drops_tokens:
+            return state
+        x, positions, valid = write.normalise(self.graph)
+        if x is not None:
+            return insert_store(self.graph, state, layout, x, positions, valid)
+        if write.drops_tokens:
+            return self._window(cache, layout, state, positions)
+        return inline(self.graph, move_tokens, state, layout, positions)
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
@@ -184,7 +200,14 @@ class CacheRewriter:
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
         count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
-        return (count(cache.num_tokens), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+        return (count(self._stored_tokens(cache)), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+
+    def _stored_tokens(self, cache: Cache) -> Any:
+        """Tokens that the storage of a cache holds before some are dropped."""
+        if not cache.drops_tokens:
+            return cache.num_tokens
+        stored = takewhile(lambda write: not write.drops_tokens, cache.writes)
+        return shape_of([cache.base, *(write.node for write in stored)][-1])[cache.token_axis]
 
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)
@@ -201,8 +224,9 @@ class CacheRewriter:
         if cache.kind != "growing":
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
             return InputAction(index, kind, layout, cache.token_axis)
-        new_tokens = cache.num_tokens - shape_of(cache.base)[cache.token_axis]
-        outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is cache.root)
+        new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.token_axis]
+        grown = None if cache.drops_tokens else cache.returned
+        outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is grown)
         return InputAction(index, "growing", layout, cache.token_axis, new_tokens, outputs)
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
@@ -222,16 +246,33 @@ class CacheRewriter:
             copy = self.graph.call_function(aten.copy_.default, (data, state))
         copy.meta["val"] = data.meta["val"]
 
+    def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node) -> Node:
+        """New packed data whose first tokens are those at ``source``, byte by byte.
+
+        A window that began where its first token lies would copy nothing. But that is another token of a block at
+        every step, and each compiled graph and kernel would have to take it as an argument. A copy is bounded by the
+        window, which attention reads at every step anyway; and it goes to data of its own, so that the cache that was
+        passed, and all that share its storage, keep their tokens. The next step appends to a block of spare room.
+        """
+        assert cache.returned is not None, "a graph returns a window"
+        num_tokens = shape_of(cache.returned)[cache.token_axis]
+        blocks = size_node(self.graph, layout.growing_blocks(num_tokens + BLOCK_TOKENS))
+
+        def move(data: Tensor, source: Tensor, blocks: Any) -> Tensor:
+            return move_tokens(data, layout, source, data.new_zeros((blocks, *data.shape[1:])))
+
+        return inline(self.graph, move, state, source, blocks)
+
     def _replace_outputs(self, cache: Cache, layout: PackedLayout, state: Node) -> None:
         outputs = list(self.output.args[0])
-        replaced = [index for index, node in enumerate(outputs) if node is cache.root]
+        replaced = [index for index, node in enumerate(outputs) if node is cache.returned]
         for index in replaced:
-            if cache.kind == "growing":
+            if cache.kind == "growing" and not cache.drops_tokens:
                 outputs[index] = None
                 continue
             outputs[index] = state
-            growing = cache.kind == "fresh"
-            self.output_actions.append(OutputAction(index, growing, cache.shape, cache.dtype, layout, cache.token_axis))
+            growing, shape = cache.kind != "allocated", tuple(shape_of(cache.returned))
+            self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.token_axis))
         self.output.args = (tuple(outputs),)
         # Inductor keeps the strides of these outputs; a packed one has strides of its own, and None has none.
         visible = self.output.meta.get("user_visible_output_idxs", ())

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 
 from torch.fx import GraphModule, Node
 
-from kvcompile.passes.find_caches import Attention, Cache
+from kvcompile.passes.cache import Cache
+from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.parts import Part, note_part, noting_new_nodes
 from kvcompile.passes.site import Site

@@ -1,0 +1,87 @@
+"""A KV cache that was proven in a graph: how it comes in, what is written, who reads it, and what goes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from kvcompile.kernels.layout import Role
+from kvcompile.passes.match_write import CacheWrite, shape_of
+from kvcompile.passes.trace_read import Read
+
+Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
+
+
+@dataclass
+class Cache:
+    """A proven cache.
+
+    Attributes:
+        root: its value after all writes; what attention reads.
+        role: ``key`` or ``value``.
+        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph, returned), ``growing`` (an input
+            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only`` (an input
+            that is packed already, or that an object holds as it holds a cache; the encoder's part of one, say).
+        base: its value before all writes; for ``fresh``, its new rows.
+        in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
+        writes: in order of execution.
+        token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
+        kept: the slice of ``root`` that is returned in its place, for ``growing`` and ``fresh``; a window does that.
+        returned: the output that it is, for ``allocated``, ``growing`` and ``fresh``.
+        reads: how each site reads it.
+        readers: the markers of those sites.
+        serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
+    """
+
+    root: Node
+    role: Role
+    kind: Kind
+    base: Node
+    writes: list[CacheWrite]
+    token_axis: int
+    write_back: Node | None = None
+    in_growing_buffer: bool = False
+    reads: list[Read] = field(default_factory=list)
+    readers: set[Node] = field(default_factory=set)
+    serves_both: bool = False
+    kept: CacheWrite | None = None
+    returned: Node | None = None
+
+    @property
+    def changes(self) -> list[CacheWrite]:
+        """Its writes, and what becomes of it after attention has read it."""
+        return self.writes if self.kept is None else [*self.writes, self.kept]
+
+    @property
+    def drops_tokens(self) -> bool:
+        return any(write.drops_tokens for write in self.changes)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Logical shape after the writes, in the layout of ``base``."""
+        return tuple(shape_of(self.base if self.kind == "static" else self.root))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.root.meta["val"].dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.shape[3 - self.token_axis])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.shape[3])
+
+    @property
+    def num_tokens(self) -> Any:
+        return self.shape[self.token_axis]
+
+    @property
+    def write_form(self) -> str:
+        forms = [write.form for write in self.changes]
+        return ", ".join(dict.fromkeys(forms)) or "none"

@@ -1,0 +1,55 @@
+"""Sliding windows over caches that grow: ``cat`` appends, and a slice drops the tokens that have left the window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.match_write import CacheWrite, shape_of, sliced_by
+from kvcompile.passes.trace_read import with_defaults
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Window:
+    """A slice that a graph returns, while it does not return what was sliced.
+
+    Attributes:
+        output: what is returned, the slice or a copy of it.
+        slice: the slice.
+    """
+
+    output: Node
+    slice: Node
+
+    @property
+    def drops_appended(self) -> bool:
+        """Whether tokens are dropped from what ``cat`` appends to: attention then reads what is left, or all of it."""
+        whole, axis = with_defaults(self.slice, None, 0)[:2]
+        if whole.target is not aten.cat.default:
+            return False
+        _, appended_axis = with_defaults(whole, None, 0)
+        if (axis - appended_axis) % len(shape_of(whole)) != 0:
+            return False
+        return not statically_known_true(shape_of(self.slice)[axis] == shape_of(whole)[axis])
+
+
+def windows_of(output: Node) -> dict[Node, Window]:
+    """The windows that a graph returns, by what they are slices of."""
+    windows: dict[Node, Window] = {}
+    for node in output.args[0]:
+        chain = sliced_by(node) if isinstance(node, Node) else ()
+        if chain and chain[-1].args[0] not in output.args[0]:
+            windows.setdefault(chain[-1].args[0], Window(node, chain[-1]))
+    return windows
+
+
+def is_growing(changes: Sequence[CacheWrite]) -> bool:
+    """Whether they append tokens and, at most once, drop some."""
+    forms = [write.form for write in changes]
+    return "cat" in forms and forms.count("slice") <= 1 and forms.count("cat") >= len(forms) - 1
