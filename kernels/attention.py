@@ -54,7 +54,7 @@ def attention_kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
 
@@ -70,7 +70,11 @@ def attention_kernel(
         softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
         key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
+        STARTS_EARLY: whether the kernel may start before the one before it has ended.
     """
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()  # what that one writes is there now
+        tl.extra.cuda.gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
@@ -201,6 +205,7 @@ def _store_output(
 def combine_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_rows, num_splits, num_heads, q_len,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
 
@@ -211,7 +216,10 @@ def combine_kernel(
             its splits. Rows are [batch, num_heads, q_len].
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
         SPLITS: splits that are read at once.
+        STARTS_EARLY: whether the kernel may start before the one that computes the splits has ended.
     """
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, VALUE.padded_head_dim)
     in_head = (channel < VALUE.head_dim)[None, :]

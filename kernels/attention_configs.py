@@ -45,8 +45,8 @@ class AttentionConfig:
 # tokens for each warp a thread has one 16-bit scale, too little to copy asynchronously.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=6),
-    (9, 8, 4): AttentionConfig(8, 256, num_stages=3),
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
+    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=4),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
     (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
     (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
@@ -59,6 +59,8 @@ DECODE = {
 # The same for keys that are multiplied as integers by a query in digits, of up to 4 rows.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
 }
 PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)

@@ -100,15 +100,15 @@ def attention(
     else:
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
-        num_rows = batch * num_heads * q_len
+        num_rows, early = batch * num_heads * q_len, launcher.early_start(query.device)
         rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
         launch_combine(
             (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
             (num_rows, splits, num_heads, q_len),
-            (value, sinks is not None, rows_at_once, splits_at_once),
-            {"num_warps": 4 if splits > 1 else 1},
+            (value, sinks is not None, rows_at_once, splits_at_once, bool(early)),
+            {"num_warps": 4 if splits > 1 else 1, **early},
         )
     return out
 
@@ -145,6 +145,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
     is_partial = splits > 1 or call.value.rotated or with_lse
+    early = launcher.early_start(call.query.device)
     partial = lse = out
     if is_partial:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
@@ -162,8 +163,9 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
+            bool(early),
         ),
-        config.options,
+        {**config.options, **early},
     )  # fmt: skip
     return partial, lse, splits
 
