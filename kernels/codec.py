@@ -238,7 +238,7 @@ def operand_and_scale(
 
     layout = PackedLayout.parse(spec, role, head_dim)
     if not layout.format.has_levels:
-        raise ValueError(f"{spec} has no Triton kernels; it is for caches on a CPU")
+        raise ValueError(f"{spec} has no codec; kernels of its own read and write it")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
     return packed_operand(unscaled.spec, role, head_dim, float32, ptx, by_reference), layout.format.static_scale
 
