@@ -4,8 +4,8 @@
 
 For every shape and format: the time of ``kvcompile::attention`` on a full cache of encoded random data. The baseline is
 the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``, without a mask, on an
-unexpanded cache. Then, for every format that keeps no tokens as they are, what masks cost: a static cache that is mostly
-empty with a bool mask, against a cache of just its tokens without one. Every result is first compared with the
+unexpanded cache. Then, for every format that keeps no tokens as they are, what masks cost: a static cache that is
+mostly empty with a bool mask, against a cache of just its tokens without one. Every result is first compared with the
 plain-PyTorch specification.
 """
 
