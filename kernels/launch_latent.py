@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcompile.kernels import launcher
 from kvcompile.kernels.codec import triton
+from kvcompile.kernels.hopper_latent_attention import hopper_latent_attention_kernel
 from kvcompile.kernels.latent_attention import latent_attention_kernel
 from kvcompile.kernels.latent_store import store_latents_kernel
 from kvcompile.kernels.latent_tiles import LatentOperand, latent_operand
@@ -44,7 +45,8 @@ def attend_latents(
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, num_rows, head_dim), dtype=torch.float32)
         lse = call.query.new_empty((splits, num_rows), dtype=torch.float32)
-    launch_latent_attention(
+    launch = launch_hopper_latent_attention if config.warp_specialized else launch_latent_attention
+    launch(
         (ceil_div(call.group_size * q_len, config.rows), batch * num_kv_heads, splits),
         (call.query, call.k_data, call.mask, call.query if call.ranges is None else call.ranges, partial, lse),
         (call.query.stride(), strides_of(call.k_data), call.mask_strides),
@@ -77,4 +79,5 @@ def store_latents(
 
 
 launch_latent_attention = Launcher(latent_attention_kernel)
+launch_hopper_latent_attention = Launcher(hopper_latent_attention_kernel)
 launch_store_latents = Launcher(store_latents_kernel)
