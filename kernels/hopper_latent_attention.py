@@ -66,7 +66,6 @@ if gluon is not None:
     SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
     QUERY_WIDTH = gl.constexpr(128)
     CONSUMER_REGISTERS = gl.constexpr(200)
-    PRODUCER_REGISTERS = gl.constexpr(104)
 
 
 @gluon_jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits", "num_rows"])
@@ -78,7 +77,7 @@ def hopper_latent_attention_kernel(
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Parameters and grid are those of :func:`kvcompile.kernels.latent_attention.latent_attention_kernel`."""
-    query = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD_DIM], SHARED)
+    query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], SHARED)
     latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, HEAD_DIM], SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -87,7 +86,7 @@ def hopper_latent_attention_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
         mbarrier.init(turn.index(stage), count=1)
-    _copy_query(query, query_ptr, query_strides, num_kv_heads, q_len, GROUP_SIZE, ROWS)
+    _copy_query(query.index(0), query_ptr, query_strides, num_kv_heads, q_len, GROUP_SIZE, ROWS)
     hopper.fence_async_shared()
     tl.debug_barrier()
 
@@ -97,12 +96,12 @@ def hopper_latent_attention_kernel(
     numbers = (num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap)
     gl.warp_specialize(
         [
+            (_produce, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
             (_consume, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 0)),
             (_consume, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 1)),
-            (_produce, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
         ],
         [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
     )  # fmt: skip
 
 
@@ -175,7 +174,7 @@ def _consume(
         if HALF == 1:
             mbarrier.wait(turn.index(stage), own_tile // STAGES & 1)
         products = gl.full([ROWS, TOKENS], 0.0, gl.float32, SCORES)
-        products = hopper.warpgroup_mma(query, latent.permute([1, 0]), products, use_acc=False, is_async=True)
+        products = hopper.warpgroup_mma(query.index(tile >> 31), latent.permute([1, 0]), products, use_acc=False, is_async=True)
         products = hopper.warpgroup_mma_wait(0, deps=[products])
         if HALF == 0:
             mbarrier.arrive(turn.index(stage), count=1)
