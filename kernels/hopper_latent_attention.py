@@ -30,9 +30,9 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+    from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 except ImportError:  # no Triton, or one without it
-    gluon = gl = hopper = mbarrier = None
+    gluon = gl = hopper = async_copy = mbarrier = None
 
 
 def gluon_jit(fn: Any = None, **options: Any) -> Any:
@@ -58,6 +58,7 @@ if gluon is not None:
     ROWS_OF_SCORES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
     ROWS_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, OUTPUTS.value))
     SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+    SHARED_CODES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
     # 16 bytes a thread and load. Four threads read the 64 codes of a scale, eight the embedding of a token.
     CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -65,7 +66,7 @@ if gluon is not None:
     QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
     QUERY_WIDTH = gl.constexpr(128)
-    CONSUMER_REGISTERS = gl.constexpr(200)
+    CONSUMER_REGISTERS = gl.constexpr(192)
 
 
 @gluon_jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits", "num_rows"])
@@ -79,6 +80,9 @@ def hopper_latent_attention_kernel(
     """Parameters and grid are those of :func:`kvcompile.kernels.latent_attention.latent_attention_kernel`."""
     query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], SHARED)
     latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, HEAD_DIM], SHARED)
+    packed = ()
+    for block in gl.static_range(NUM_SCALES):
+        packed = packed + (gl.allocate_shared_memory(gl.int32, [TOKENS, QUANT_BLOCK // 4], SHARED_CODES),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turn = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -90,7 +94,7 @@ def hopper_latent_attention_kernel(
     hopper.fence_async_shared()
     tl.debug_barrier()
 
-    buffers = (query, latents, ready, free, turn)
+    buffers = (query, latents, packed, ready, free, turn)
     pointers = (data_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr)
     strides = (data_strides, mask_strides)
     numbers = (num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap)
@@ -152,7 +156,7 @@ def _consume(
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows to all tiles; of the output, one half of the channels."""
-    query, latents, ready, free, turn = buffers
+    query, latents, _, ready, free, turn = buffers
     _, mask_ptr, range_ptr, out_ptr, lse_ptr = pointers
     mask_strides = strides[1]
     num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap = numbers
@@ -216,7 +220,7 @@ def _produce(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Dequantize all tiles into shared memory, each as soon as its place is free."""
-    _, latents, ready, free, _ = buffers
+    _, latents, packed, ready, free, _ = buffers
     data_ptr, _, range_ptr, _, _ = pointers
     data_strides = strides[0]
     num_kv_heads, q_len, kv_len, num_splits, _, _, _ = numbers
@@ -227,40 +231,47 @@ def _produce(
     )
     data_ptr = referred(data_ptr, LATENT) + batch * data_strides[1] + kv_head * data_strides[2]
     words = latents._reinterpret(gl.int32, [STAGES, TOKENS, HEAD_DIM // 2], SHARED_WORDS)
-    codes = ()
-    for block in gl.static_range(NUM_SCALES):
-        codes = codes + (_load_codes(data_ptr, data_strides[0], tiles[0], kv_len, block, TOKENS),)  # noqa: RUF005
+    _copy_codes(packed, data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
     rope = _load_rope(data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
     scales = _load_scales(data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
     for own_tile in range(0, tiles[3] - tiles[0]):
         next_tile = tiles[0] + own_tile + 1
         in_cache = gl.where(next_tile < tiles[3], kv_len, 0)  # no token of the tile after the last one is read
+        async_copy.wait_group(0)
+        codes = ()
+        for block in gl.static_range(NUM_SCALES):
+            codes = codes + (packed[block].load(CODES),)  # noqa: RUF005
+        _copy_codes(packed, data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
+        next_scales = _load_scales(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
         stage = own_tile % STAGES
         latent = words.index(stage)
         mbarrier.wait(free.index(stage), (own_tile // STAGES & 1) ^ 1)
-        next_codes = ()
+        latent.slice(NOPE_DIM // 2, ROPE_DIM // 2, dim=1).store(rope)
+        rope = _load_rope(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
         for block in gl.static_range(NUM_SCALES):
             part = dequantize_codes(codes[block], scales, block)
             latent.slice(block * QUANT_BLOCK // 2, QUANT_BLOCK // 2, dim=1).store(part)
-            loaded = _load_codes(data_ptr, data_strides[0], next_tile, in_cache, block, TOKENS)
-            next_codes = next_codes + (loaded,)  # noqa: RUF005
-        latent.slice(NOPE_DIM // 2, ROPE_DIM // 2, dim=1).store(rope)
-        codes = next_codes
-        rope = _load_rope(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
-        scales = _load_scales(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
+        scales = next_scales
         hopper.fence_async_shared()
         tl.debug_barrier()
         mbarrier.arrive(ready.index(stage), count=1)
+    async_copy.wait_group(0)
 
 
 @gluon_jit
-def _load_codes(data_ptr, stride_block, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """The codes that share a scale, four an int32, [tokens, QUANT_BLOCK / 4]; 0 of tokens from ``kv_len`` on."""
+def _copy_codes(packed, data_ptr, stride_block, tile, kv_len, TOKENS: tl.constexpr):
+    """Begin to copy the codes of a tile to ``packed``, four an int32; 0 of tokens from ``kv_len`` on.
+
+    Every thread copies what it will load.
+    """
     slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
     word = gl.arange(0, QUANT_BLOCK // 4, gl.SliceLayout(0, CODES))
-    token_ptrs = data_ptr + tile.to(gl.int64) * stride_block + (slot * DATA_BYTES + BLOCK * QUANT_BLOCK)
-    ptrs = token_ptrs.to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
-    return gl.load(ptrs, mask=(tile * TOKENS + slot < kv_len)[:, None], other=0)
+    token_ptrs = (data_ptr + tile.to(gl.int64) * stride_block + slot * DATA_BYTES).to(gl.pointer_type(gl.int32))
+    ptrs = token_ptrs[:, None] + word[None, :]
+    exists = (tile * TOKENS + slot < kv_len)[:, None]
+    for block in gl.static_range(NUM_SCALES):
+        async_copy.async_copy_global_to_shared(packed[block], ptrs + block * (QUANT_BLOCK // 4), mask=exists)
+    async_copy.commit_group()
 
 
 @gluon_jit
