@@ -54,11 +54,13 @@ if gluon is not None:
     STAGES = gl.constexpr(2)
     SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]))
     OUTPUTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.HEAD_DIM // 2, 16]))
-    WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUTS.value, 2))
     ROWS_OF_SCORES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
     ROWS_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, OUTPUTS.value))
     SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
     SHARED_CODES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    SHARED_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    NUM_COPIED = gl.constexpr(4)
+    NUM_LOADED = gl.constexpr(spec.NUM_SCALES - 4)
     BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
     # 16 bytes a thread and load. Four threads read the 64 codes of a scale, eight the embedding of a token.
     CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -80,29 +82,36 @@ def hopper_latent_attention_kernel(
     """Parameters and grid are those of :func:`kvcompile.kernels.latent_attention.latent_attention_kernel`."""
     query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], SHARED)
     latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, HEAD_DIM], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, TOKENS], SHARED)
+    maxima = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
+    totals = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
     packed = ()
-    for block in gl.static_range(NUM_SCALES):
+    for _ in gl.static_range(NUM_COPIED):
         packed = packed + (gl.allocate_shared_memory(gl.int32, [TOKENS, QUANT_BLOCK // 4], SHARED_CODES),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    weighed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    summed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-        mbarrier.init(turn.index(stage), count=1)
+        mbarrier.init(weighed.index(stage), count=1)
+        mbarrier.init(summed.index(stage), count=1)
     _copy_query(query.index(0), query_ptr, query_strides, num_kv_heads, q_len, GROUP_SIZE, ROWS)
     hopper.fence_async_shared()
     tl.debug_barrier()
 
-    buffers = (query, latents, packed, ready, free, turn)
+    buffers = (query, latents, weights, maxima, decays, totals, packed)
+    barriers = (ready, free, weighed, summed)
     pointers = (data_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr)
     strides = (data_strides, mask_strides)
     numbers = (num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap)
     gl.warp_specialize(
         [
-            (_produce, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
-            (_consume, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 0)),
-            (_consume, (buffers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 1)),
+            (_produce, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
+            (_consume, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 0)),
+            (_consume, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 1)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
@@ -151,12 +160,13 @@ def _tiles(
 
 @gluon_jit
 def _consume(
-    buffers, pointers, strides, numbers,
+    buffers, barriers, pointers, strides, numbers,
     LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows to all tiles; of the output, one half of the channels."""
-    query, latents, _, ready, free, turn = buffers
+    query, latents, weights, maxima, decays, totals, _ = buffers
+    ready, free, weighed, summed = barriers
     _, mask_ptr, range_ptr, out_ptr, lse_ptr = pointers
     mask_strides = strides[1]
     num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap = numbers
@@ -170,35 +180,52 @@ def _consume(
     maximum = gl.full([ROWS], float("-inf"), gl.float32, ROWS_OF_SCORES)
     total = gl.full([ROWS], 0.0, gl.float32, ROWS_OF_SCORES)
     outputs = gl.full([ROWS, HALF_DIM], 0.0, gl.float32, OUTPUTS)
-    for own_tile in range(0, tiles[3] - tiles[0]):
-        tile = tiles[0] + own_tile
-        stage = own_tile % STAGES
-        latent = latents.index(stage)
-        mbarrier.wait(ready.index(stage), own_tile // STAGES & 1)
-        if HALF == 1:
-            mbarrier.wait(turn.index(stage), own_tile // STAGES & 1)
-        products = gl.full([ROWS, TOKENS], 0.0, gl.float32, SCORES)
-        products = hopper.warpgroup_mma(query.index(tile >> 31), latent.permute([1, 0]), products, use_acc=False, is_async=True)
-        products = hopper.warpgroup_mma_wait(0, deps=[products])
-        if HALF == 0:
-            mbarrier.arrive(turn.index(stage), count=1)
-        scores = products * score_scale
-        if HAS_SOFTCAP:
-            scores = softcap * tanh(scores / softcap)
-        token = tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SCORES))
-        if MASK == "float":  # known at compile time  # noqa: SIM114
-            scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
-        elif (tile < tiles[1]) | (tile >= tiles[2]):  # in most tiles of a long context nothing needs to be hidden
-            scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
-        weight, decay, maximum, total = softmax_step(scores, maximum, total, True)
-        outputs = outputs * gl.convert_layout(decay, ROWS_OF_OUTPUTS)[:, None]
-        weight = gl.convert_layout(weight.to(gl.bfloat16), WEIGHTS)
-        values = latent.slice(HALF * HALF_DIM, HALF_DIM, dim=1)
-        outputs = hopper.warpgroup_mma(weight, values, outputs, is_async=True)
-        outputs = hopper.warpgroup_mma_wait(0, deps=[outputs])
-        tl.debug_barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+    end_token = gl.minimum(kv_len, tiles[3] * TOKENS)  # the last pair of tiles may have one of another split
+    for pair in range(0, gl.cdiv(tiles[3] - tiles[0], 2)):
+        phase = pair & 1
+        tile = tiles[0] + 2 * pair + HALF
+        zero = tile >> 31
+        for stage in gl.static_range(STAGES):
+            if stage == HALF:
+                mbarrier.wait(ready.index(HALF), phase)
+                scores = gl.full([ROWS, TOKENS], 0.0, gl.float32, SCORES)
+                # Addresses of operands are not known before the loop: the 32 sections of each would fill registers.
+                zero = tile >> 31
+                keys = latents.index(HALF + zero).permute([1, 0])
+                scores = hopper.warpgroup_mma(query.index(zero), keys, scores, use_acc=False, is_async=True)
+                scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * score_scale
+                if HAS_SOFTCAP:
+                    scores = softcap * tanh(scores / softcap)
+                token = tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SCORES))
+                if MASK == "float":  # known at compile time  # noqa: SIM114
+                    scores = visible_scores(scores, token, end_token, visibility, MASK, IS_CAUSAL)
+                elif (tile < tiles[1]) | (tile >= tiles[2]):  # in most tiles of a long context nothing needs to be hidden
+                    scores = visible_scores(scores, token, end_token, visibility, MASK, IS_CAUSAL)
+                weight, decay, maximum, total = softmax_step(scores, maximum, total, True)
+                weights.index(stage).store(weight.to(gl.bfloat16))
+                maxima.index(stage).store(maximum)
+                decays.index(stage).store(decay)
+                hopper.fence_async_shared()
+                tl.debug_barrier()
+                mbarrier.arrive(weighed.index(stage), count=1)
+            else:
+                mbarrier.wait(ready.index(stage), phase)
+                mbarrier.wait(weighed.index(stage), phase)
+                maximum = maxima.index(stage).load(ROWS_OF_SCORES)
+                decay = decays.index(stage).load(ROWS_OF_SCORES)
+                total = total * decay
+            outputs = outputs * gl.convert_layout(decay, ROWS_OF_OUTPUTS)[:, None]
+            values = latents.index(stage + zero).slice(HALF * HALF_DIM, HALF_DIM, dim=1)
+            outputs = hopper.warpgroup_mma(weights.index(stage), values, outputs, is_async=True)
+            outputs = hopper.warpgroup_mma_wait(0, deps=[outputs])
+            tl.debug_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
 
+    totals.index(HALF).store(total)
+    tl.debug_barrier()
+    mbarrier.arrive(summed.index(HALF), count=1)
+    mbarrier.wait(summed.index(1 - HALF), 0)
+    total += totals.index(1 - HALF).load(ROWS_OF_SCORES)
     seen = total > 0
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
@@ -215,12 +242,13 @@ def _consume(
 
 @gluon_jit
 def _produce(
-    buffers, pointers, strides, numbers,
+    buffers, barriers, pointers, strides, numbers,
     LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Dequantize all tiles into shared memory, each as soon as its place is free."""
-    _, latents, packed, ready, free, _ = buffers
+    _, latents, _, _, _, _, packed = buffers
+    ready, free, _, _ = barriers
     data_ptr, _, range_ptr, _, _ = pointers
     data_strides = strides[0]
     num_kv_heads, q_len, kv_len, num_splits, _, _, _ = numbers
@@ -230,26 +258,37 @@ def _produce(
         range_ptr, num_kv_heads, q_len, kv_len, num_splits, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, ROW
     )
     data_ptr = referred(data_ptr, LATENT) + batch * data_strides[1] + kv_head * data_strides[2]
+    end_token = gl.minimum(kv_len, tiles[3] * TOKENS)
     words = latents._reinterpret(gl.int32, [STAGES, TOKENS, HEAD_DIM // 2], SHARED_WORDS)
-    _copy_codes(packed, data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
-    rope = _load_rope(data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
-    scales = _load_scales(data_ptr, data_strides[0], tiles[0], kv_len, TOKENS)
-    for own_tile in range(0, tiles[3] - tiles[0]):
+    _copy_codes(packed, data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
+    codes = ()
+    for i in gl.static_range(NUM_LOADED):
+        loaded = _load_codes(data_ptr, data_strides[0], tiles[0], end_token, NUM_COPIED + i, TOKENS)
+        codes = codes + (loaded,)  # noqa: RUF005
+    rope = _load_rope(data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
+    scales = _load_scales(data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
+    for own_tile in range(0, gl.cdiv(tiles[3] - tiles[0], 2) * 2):
         next_tile = tiles[0] + own_tile + 1
-        in_cache = gl.where(next_tile < tiles[3], kv_len, 0)  # no token of the tile after the last one is read
         async_copy.wait_group(0)
-        codes = ()
-        for block in gl.static_range(NUM_SCALES):
-            codes = codes + (packed[block].load(CODES),)  # noqa: RUF005
-        _copy_codes(packed, data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
-        next_scales = _load_scales(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
+        copied = ()
+        for block in gl.static_range(NUM_COPIED):
+            copied = copied + (packed[block].load(CODES),)  # noqa: RUF005
+        _copy_codes(packed, data_ptr, data_strides[0], next_tile, end_token, TOKENS)
+        next_scales = _load_scales(data_ptr, data_strides[0], next_tile, end_token, TOKENS)
         stage = own_tile % STAGES
         latent = words.index(stage)
         mbarrier.wait(free.index(stage), (own_tile // STAGES & 1) ^ 1)
         latent.slice(NOPE_DIM // 2, ROPE_DIM // 2, dim=1).store(rope)
-        rope = _load_rope(data_ptr, data_strides[0], next_tile, in_cache, TOKENS)
-        for block in gl.static_range(NUM_SCALES):
-            part = dequantize_codes(codes[block], scales, block)
+        rope = _load_rope(data_ptr, data_strides[0], next_tile, end_token, TOKENS)
+        next_codes = ()
+        for i in gl.static_range(NUM_LOADED):
+            part = dequantize_codes(codes[i], scales, NUM_COPIED + i)
+            latent.slice((NUM_COPIED + i) * QUANT_BLOCK // 2, QUANT_BLOCK // 2, dim=1).store(part)
+            loaded = _load_codes(data_ptr, data_strides[0], next_tile, end_token, NUM_COPIED + i, TOKENS)
+            next_codes = next_codes + (loaded,)  # noqa: RUF005
+        codes = next_codes
+        for block in gl.static_range(NUM_COPIED):
+            part = dequantize_codes(copied[block], scales, block)
             latent.slice(block * QUANT_BLOCK // 2, QUANT_BLOCK // 2, dim=1).store(part)
         scales = next_scales
         hopper.fence_async_shared()
@@ -269,9 +308,19 @@ def _copy_codes(packed, data_ptr, stride_block, tile, kv_len, TOKENS: tl.constex
     token_ptrs = (data_ptr + tile.to(gl.int64) * stride_block + slot * DATA_BYTES).to(gl.pointer_type(gl.int32))
     ptrs = token_ptrs[:, None] + word[None, :]
     exists = (tile * TOKENS + slot < kv_len)[:, None]
-    for block in gl.static_range(NUM_SCALES):
+    for block in gl.static_range(NUM_COPIED):
         async_copy.async_copy_global_to_shared(packed[block], ptrs + block * (QUANT_BLOCK // 4), mask=exists)
     async_copy.commit_group()
+
+
+@gluon_jit
+def _load_codes(data_ptr, stride_block, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """The codes that share a scale, four an int32, [tokens, QUANT_BLOCK / 4]; 0 of tokens from ``kv_len`` on."""
+    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
+    word = gl.arange(0, QUANT_BLOCK // 4, gl.SliceLayout(0, CODES))
+    token_ptrs = data_ptr + tile.to(gl.int64) * stride_block + (slot * DATA_BYTES + BLOCK * QUANT_BLOCK)
+    ptrs = token_ptrs.to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
+    return gl.load(ptrs, mask=(tile * TOKENS + slot < kv_len)[:, None], other=0)
 
 
 @gluon_jit
