@@ -24,7 +24,6 @@ class AttentionConfig:
         num_stages: tiles in flight.
         max_registers: cap on registers a thread, or None.
         programs_per_sm: programs that a streaming multiprocessor runs at once; splits aim at this.
-        warp_specialized: whether to run the kernel in Gluon, which has producer warps beyond ``num_warps``.
     """
 
     rows: int
@@ -33,7 +32,6 @@ class AttentionConfig:
     num_stages: int = 2
     max_registers: int | None = None
     programs_per_sm: int = 2
-    warp_specialized: bool = False
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
@@ -90,21 +88,29 @@ def attention_config(
     return replace(config, rows=4) if rows <= 4 and key.tile_bits < 16 else config
 
 
-# Latents, by compute capability: 64 rows are what the tensor cores of Hopper take at least, and what its registers hold
-# outputs for. Blocks are tiles there.
+# Latents, by compute capability and query rows of a program: 64 are what the tensor cores of Hopper take at least, and
+# their outputs half of a register file; programs of 16 have time for them while tokens are read.
 LATENTS = {
-    9: AttentionConfig(64, 64, num_warps=4, num_stages=2, programs_per_sm=1, warp_specialized=True),
+    (9, 16): AttentionConfig(16, 32, num_stages=3, programs_per_sm=2),
+    (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+# The kernel in Gluon, which has its own warps beyond four: a multiprocessor has room for one program.
+WARP_SPECIALIZED_LATENTS = AttentionConfig(64, 64, programs_per_sm=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
-def latent_config(capability: int, rows: int, float32: bool) -> AttentionConfig:
-    """The configuration of attention to latents for ``rows`` query rows a sequence."""
+def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) -> AttentionConfig:
+    """The configuration of attention to latents for ``rows`` query rows a sequence.
+
+    ``has_gluon`` says whether :mod:`kvcompile.kernels.hopper_latent_attention` can be compiled.
+    """
     if float32:
         return FLOAT32_LATENTS
-    return LATENTS.get(capability, PORTABLE_LATENTS)
+    if capability == 9 and has_gluon:
+        return WARP_SPECIALIZED_LATENTS
+    return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:

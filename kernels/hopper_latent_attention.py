@@ -1,77 +1,66 @@
-"""Attention on a packed cache of latents on Hopper, in Gluon: what the tensor cores need is written out.
+"""Attention on a packed cache of latents on Hopper, in Gluon: products of warpgroups, in the layouts that they need.
 
-The same function as :mod:`kvcompile.kernels.latent_attention`. There, a tile of latents is dequantized by the warps that
-multiply it, which wait for each other; here warps have different work, and the tensor cores of a multiprocessor have
-one of them to wait for at most:
+The function of :mod:`kvcompile.kernels.latent_attention`. There, the warps that multiply a tile of latents dequantize
+it first, and the tensor cores wait; here a program has three warpgroups, which do different work at the same time.
 
-- A warpgroup of *producers* reads packed tokens, dequantizes them once, and writes bfloat16 to one of two tiles in shared
-  memory, swizzled as warpgroup products read it. The bytes of the next tile are on their way in its registers.
-- Two warpgroups of *consumers* read that tile in both products. Each computes all scores and holds one half of the
-  output's channels: 64 rows of 256 in float32 are 128 registers a thread, and weights are exchanged with nobody.
-  The second takes its turn at scores after the first, so that one multiplies during the softmax of the other.
+- *Producers* dequantize tiles to bfloat16, each once, into two buffers in shared memory from which all products read:
+  even tiles into the first, odd ones into the second. The bytes of the next tile are on their way meanwhile.
+- Two warpgroups of *consumers* hold one half of the output's channels each: 64 rows of 256 in float32 are 128 registers
+  a thread. The first weighs even tiles (scores and softmax), the second odd ones. Both accumulate all of them, with
+  weights and decays that they hand over in shared memory: what one weighs, the other need not.
 
-Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-3, arXiv:2407.08608, section 3.1
-(producers, consumers and turns).
+Shared memory limits, of which weighing reads most: a product of 64 rows with 64 tokens reads as many bytes of the query
+as of the latents. Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-3,
+arXiv:2407.08608, section 3.1 (producers and consumers); DeepSeek's account of FlashMLA's kernel for Hopper, April 2025
+(two warpgroups that share an output).
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kvcompile.kernels import deepseek_v4 as spec
 from kvcompile.kernels.attention_tile import tanh
 from kvcompile.kernels.codec import tl
-from kvcompile.kernels.deepseek_v4_tiles import DATA_BYTES, NOPE_DIM, NUM_SCALES, QUANT_BLOCK, ROPE_DIM, SCALE_BYTES
+from kvcompile.kernels.hopper_latent_tiles import (
+    CODES,
+    LATENTS,
+    NUM_COPIED,
+    NUM_LOADED,
+    PAIRS,
+    allocate_copies,
+    copy_codes,
+    load_codes,
+    load_copied_codes,
+    load_rope,
+    load_scales,
+    store_dequantized,
+    store_rope,
+)
+from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.kernels.long_attention import softmax_step, visible_scores, visible_tiles
 from kvcompile.kernels.references import referred
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
-except ImportError:  # no Triton, or one without it
-    gluon = gl = hopper = async_copy = mbarrier = None
+HEAD_DIM = gl.constexpr(spec.HEAD_DIM)
+HALF_DIM = gl.constexpr(spec.HEAD_DIM // 2)
+QUERY_WIDTH = gl.constexpr(128)
+NUM_BUFFERS = gl.constexpr(2)
+CONSUMER_REGISTERS = gl.constexpr(192)  # a thread; producers have what is left, 120
+
+# A warpgroup's product has 64 rows, 16 of each warp.
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 16]))
+OUTPUTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.HEAD_DIM // 2, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUTS.value))
+QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+SHARED_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
-def gluon_jit(fn: Any = None, **options: Any) -> Any:
-    """``gluon.jit``, or the function itself where there is no Gluon."""
-    if fn is None:
-        return functools.partial(gluon_jit, **options)
-    return fn if gluon is None else gluon.jit(fn, **options)
-
-
-ROWS = 64
-"""Query rows of a program: those of a warpgroup's product."""
-
-TOKENS = 64
-"""Tokens of a tile: those of a block."""
-
-if gluon is not None:
-    HEAD_DIM = gl.constexpr(spec.HEAD_DIM)
-    HALF_DIM = gl.constexpr(spec.HEAD_DIM // 2)
-    STAGES = gl.constexpr(2)
-    SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16]))
-    OUTPUTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.HEAD_DIM // 2, 16]))
-    ROWS_OF_SCORES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
-    ROWS_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, OUTPUTS.value))
-    SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-    SHARED_CODES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    SHARED_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    NUM_COPIED = gl.constexpr(4)
-    NUM_LOADED = gl.constexpr(spec.NUM_SCALES - 4)
-    BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
-    # 16 bytes a thread and load. Four threads read the 64 codes of a scale, eight the embedding of a token.
-    CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-    ROPE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-    QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-    QUERY_WIDTH = gl.constexpr(128)
-    CONSUMER_REGISTERS = gl.constexpr(192)
-
-
-@gluon_jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits", "num_rows"])
+@gluon.jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits", "num_rows"])
 def hopper_latent_attention_kernel(
     query_ptr, data_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, data_strides, mask_strides,
     num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap,
@@ -79,48 +68,52 @@ def hopper_latent_attention_kernel(
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Parameters and grid are those of :func:`kvcompile.kernels.latent_attention.latent_attention_kernel`."""
-    query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], SHARED)
-    latents = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, HEAD_DIM], SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, TOKENS], SHARED)
-    maxima = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
-    decays = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
-    totals = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SHARED_ROWS)
-    packed = ()
-    for _ in gl.static_range(NUM_COPIED):
-        packed = packed + (gl.allocate_shared_memory(gl.int32, [TOKENS, QUANT_BLOCK // 4], SHARED_CODES),)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    weighed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    summed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-        mbarrier.init(weighed.index(stage), count=1)
-        mbarrier.init(summed.index(stage), count=1)
+    """Parameters and grid are those of :func:`kvcompile.kernels.latent_attention.latent_attention_kernel`.
+
+    ROWS is 64, TOKENS those of a block, and products are of bfloat16, whatever PRECISION and NUM_STAGES are. Four warps
+    are launched and produce; eight more consume.
+    """
+    query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], LATENTS)
     _copy_query(query.index(0), query_ptr, query_strides, num_kv_heads, q_len, GROUP_SIZE, ROWS)
+    latents = gl.allocate_shared_memory(gl.bfloat16, [NUM_BUFFERS, TOKENS, HEAD_DIM], LATENTS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [NUM_BUFFERS, ROWS, TOKENS], LATENTS)
+    maxima = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
+    decays = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
+    totals = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
+    # A buffer holds a tile; the tile is weighed; both consumers are done with it. The total of a consumer is there.
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    weighed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    summed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    for buffer in gl.static_range(NUM_BUFFERS):
+        mbarrier.init(ready.index(buffer), count=1)
+        mbarrier.init(weighed.index(buffer), count=1)
+        mbarrier.init(free.index(buffer), count=2)
+        mbarrier.init(summed.index(buffer), count=1)
     hopper.fence_async_shared()
     tl.debug_barrier()
 
-    buffers = (query, latents, weights, maxima, decays, totals, packed)
-    barriers = (ready, free, weighed, summed)
-    pointers = (data_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr)
-    strides = (data_strides, mask_strides)
-    numbers = (num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap)
+    tiles = (range_ptr, q_len, kv_len, num_kv_heads, num_splits)
+    buffers = (query, latents, weights, maxima, decays, totals)
+    barriers = (ready, weighed, free, summed)
+    masking = (mask_ptr, mask_strides, score_scale, softcap)
+    results = (out_ptr, lse_ptr, num_rows)
+    consumer = (buffers, barriers, tiles, masking, results)
+    producer = (latents, allocate_copies(TOKENS), (ready, free), tiles, referred(data_ptr, LATENT), data_strides)
     gl.warp_specialize(
         [
-            (_produce, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
-            (_consume, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 0)),
-            (_consume, (buffers, barriers, pointers, strides, numbers, LATENT, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 1)),
+            (_produce, (producer, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS)),
+            (_consume, (consumer, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 0)),
+            (_consume, (consumer, GROUP_SIZE, HAS_SOFTCAP, MASK, IS_CAUSAL, PARTIAL, ROWS, TOKENS, 1)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
-@gluon_jit
-def _rows(num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """The query rows of a program: sequence, KV head, first row; position, head and whether it exists of every row."""
+@gluon.jit
+def _rows(q_len, num_kv_heads, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """The query rows of a program: sequence, KV head and first row; position and head of each, whether it exists."""
     batch = (gl.program_id(1) // num_kv_heads).to(gl.int64)
     kv_head = (gl.program_id(1) % num_kv_heads).to(gl.int64)
     # The last tile of rows comes first: under a causal mask it is the one that takes longest.
@@ -131,11 +124,10 @@ def _rows(num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, LAY
     return batch, kv_head, first_row, position, head, position < q_len
 
 
-@gluon_jit
+@gluon.jit
 def _copy_query(query, query_ptr, strides, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """The query rows of a program, in bfloat16, to shared memory."""
-    ROW: gl.constexpr = gl.SliceLayout(1, QUERY)
-    batch, _, _, position, head, in_query = _rows(num_kv_heads, q_len, GROUP_SIZE, ROWS, ROW)
+    batch, _, _, position, head, in_query = _rows(q_len, num_kv_heads, GROUP_SIZE, ROWS, gl.SliceLayout(1, QUERY))
     row_ptrs = query_ptr + batch * strides[0] + head * strides[1] + position * strides[2]
     NUM_PARTS: gl.constexpr = HEAD_DIM // QUERY_WIDTH
     for i in gl.static_range(NUM_PARTS):
@@ -144,249 +136,160 @@ def _copy_query(query, query_ptr, strides, num_kv_heads, q_len, GROUP_SIZE: tl.c
         query.slice(i * QUERY_WIDTH, QUERY_WIDTH, dim=1).store(part.to(gl.bfloat16))
 
 
-@gluon_jit
+@gluon.jit
 def _tiles(
-    range_ptr, num_kv_heads, q_len, kv_len, num_splits,
-    GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    tiles, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """:func:`kvcompile.kernels.long_attention.visible_tiles` of a program."""
-    batch, _, first_row, position, _, in_query = _rows(num_kv_heads, q_len, GROUP_SIZE, ROWS, LAYOUT)
-    return visible_tiles(
+    """:func:`kvcompile.kernels.long_attention.visible_tiles` of a program, with what its consumers and producers take
+    for the length of the cache: tiles come in pairs, and the last one may belong to another split."""
+    range_ptr, q_len, kv_len, num_kv_heads, num_splits = tiles
+    batch, _, first_row, position, _, in_query = _rows(q_len, num_kv_heads, GROUP_SIZE, ROWS, LAYOUT)
+    bounds, ranges = visible_tiles(
         first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, gl.program_id(2), num_splits,
         GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS,
     )  # fmt: skip
+    return bounds, ranges, gl.minimum(kv_len, bounds[3] * TOKENS), gl.cdiv(bounds[3] - bounds[0], 2)
 
 
-@gluon_jit
-def _consume(
-    buffers, barriers, pointers, strides, numbers,
-    LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+@gluon.jit
+def _produce(
+    producer, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all rows to all tiles; of the output, one half of the channels."""
-    query, latents, weights, maxima, decays, totals, _ = buffers
-    ready, free, weighed, summed = barriers
-    _, mask_ptr, range_ptr, out_ptr, lse_ptr = pointers
-    mask_strides = strides[1]
-    num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap = numbers
-    batch, _, _, position, head, in_query = _rows(num_kv_heads, q_len, GROUP_SIZE, ROWS, ROWS_OF_SCORES)
-    tiles, ranges = _tiles(
-        range_ptr, num_kv_heads, q_len, kv_len, num_splits, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, ROWS_OF_SCORES
-    )
+    """Dequantize all tiles, each as soon as its buffer is free.
+
+    All that is read of the next tile is asked for early: waiting for the first of several loads can mean to wait for
+    the last.
+    """
+    latents, copies, barriers, tiles, data_ptr, data_strides = producer
+    ready, free = barriers
+    ROW: gl.constexpr = gl.SliceLayout(1, CODES)
+    batch, kv_head, _, _, _, _ = _rows(tiles[1], tiles[3], GROUP_SIZE, ROWS, ROW)
+    bounds, _, kv_len, num_pairs = _tiles(tiles, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, ROW)
+    data_ptr += batch * data_strides[1] + kv_head * data_strides[2]
+    pairs = latents._reinterpret(gl.int32, [NUM_BUFFERS, TOKENS, HEAD_DIM // 2], PAIRS)
+    tile = bounds[0]
+    tile_ptr = data_ptr + tile.to(gl.int64) * data_strides[0]
+    copy_codes(copies, tile_ptr, tile, kv_len, TOKENS)
+    codes = ()
+    for i in gl.static_range(NUM_LOADED):
+        codes = codes + (load_codes(tile_ptr, tile, kv_len, NUM_COPIED + i, TOKENS),)  # noqa: RUF005
+    rope = load_rope(tile_ptr, tile, kv_len, TOKENS)
+    scales = load_scales(tile_ptr, tile, kv_len, TOKENS)
+    for own_tile in range(num_pairs * NUM_BUFFERS):
+        tile = bounds[0] + own_tile + 1
+        tile_ptr = data_ptr + tile.to(gl.int64) * data_strides[0]
+        copied = load_copied_codes(copies)
+        copy_codes(copies, tile_ptr, tile, kv_len, TOKENS)
+        next_scales = load_scales(tile_ptr, tile, kv_len, TOKENS)
+        buffer = own_tile % NUM_BUFFERS
+        mbarrier.wait(free.index(buffer), (own_tile // NUM_BUFFERS & 1) ^ 1)
+        store_rope(pairs.index(buffer), rope)
+        rope = load_rope(tile_ptr, tile, kv_len, TOKENS)
+        next_codes = ()
+        for i in gl.static_range(NUM_LOADED):
+            store_dequantized(pairs.index(buffer), codes[i], scales, NUM_COPIED + i)
+            next_codes = next_codes + (load_codes(tile_ptr, tile, kv_len, NUM_COPIED + i, TOKENS),)  # noqa: RUF005
+        for block in gl.static_range(NUM_COPIED):
+            store_dequantized(pairs.index(buffer), copied[block], scales, block)
+        codes, scales = next_codes, next_scales
+        hopper.fence_async_shared()
+        tl.debug_barrier()
+        mbarrier.arrive(ready.index(buffer), count=1)
+    hopper.async_copy.wait_group(0)
+
+
+@gluon.jit
+def _consume(
+    consumer, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PARTIAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Weigh every other tile, and accumulate one half of the output's channels over all tiles.
+
+    Who waits for a barrier cannot miss it: a buffer is filled and weighed anew only after both consumers have left it.
+    """
+    buffers, barriers, tiles, masking, results = consumer
+    query, latents, weights, maxima, decays, totals = buffers
+    ready, weighed, free, summed = barriers
+    mask_ptr, mask_strides, score_scale, softcap = masking
+    batch, _, _, position, head, in_query = _rows(tiles[1], tiles[3], GROUP_SIZE, ROWS, SCORE_ROWS)
+    bounds, ranges, kv_len, num_pairs = _tiles(tiles, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, SCORE_ROWS)
     mask_row_ptrs = mask_ptr + batch * mask_strides[0] + head * mask_strides[1] + position * mask_strides[2]
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_row_ptrs, mask_strides[3])
 
-    maximum = gl.full([ROWS], float("-inf"), gl.float32, ROWS_OF_SCORES)
-    total = gl.full([ROWS], 0.0, gl.float32, ROWS_OF_SCORES)
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
+    total = gl.full([ROWS], 0.0, gl.float32, SCORE_ROWS)
     outputs = gl.full([ROWS, HALF_DIM], 0.0, gl.float32, OUTPUTS)
-    end_token = gl.minimum(kv_len, tiles[3] * TOKENS)  # the last pair of tiles may have one of another split
-    for pair in range(0, gl.cdiv(tiles[3] - tiles[0], 2)):
-        phase = pair & 1
-        tile = tiles[0] + 2 * pair + HALF
+    for pair in range(num_pairs):
+        tile = bounds[0] + NUM_BUFFERS * pair + HALF
+        # Addresses of operands shall not be known before the loop: those of all their parts would fill registers.
         zero = tile >> 31
-        for stage in gl.static_range(STAGES):
-            if stage == HALF:
-                mbarrier.wait(ready.index(HALF), phase)
-                scores = gl.full([ROWS, TOKENS], 0.0, gl.float32, SCORES)
-                # Addresses of operands are not known before the loop: the 32 sections of each would fill registers.
-                zero = tile >> 31
-                keys = latents.index(HALF + zero).permute([1, 0])
-                scores = hopper.warpgroup_mma(query.index(zero), keys, scores, use_acc=False, is_async=True)
-                scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * score_scale
-                if HAS_SOFTCAP:
-                    scores = softcap * tanh(scores / softcap)
-                token = tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SCORES))
-                if MASK == "float":  # known at compile time  # noqa: SIM114
-                    scores = visible_scores(scores, token, end_token, visibility, MASK, IS_CAUSAL)
-                elif (tile < tiles[1]) | (tile >= tiles[2]):  # in most tiles of a long context nothing needs to be hidden
-                    scores = visible_scores(scores, token, end_token, visibility, MASK, IS_CAUSAL)
+        for buffer in gl.static_range(NUM_BUFFERS):
+            latent = latents.index(buffer + zero)
+            mbarrier.wait(ready.index(buffer), pair & 1)
+            if buffer == HALF:
+                scores = _scores(
+                    query.index(zero), latent, tile, bounds, kv_len, score_scale, softcap, visibility, HAS_SOFTCAP,
+                    MASK, IS_CAUSAL,
+                )  # fmt: skip
                 weight, decay, maximum, total = softmax_step(scores, maximum, total, True)
-                weights.index(stage).store(weight.to(gl.bfloat16))
-                maxima.index(stage).store(maximum)
-                decays.index(stage).store(decay)
+                weights.index(buffer).store(weight.to(gl.bfloat16))
+                maxima.index(buffer).store(maximum)
+                decays.index(buffer).store(decay)
                 hopper.fence_async_shared()
                 tl.debug_barrier()
-                mbarrier.arrive(weighed.index(stage), count=1)
+                mbarrier.arrive(weighed.index(buffer), count=1)
             else:
-                mbarrier.wait(ready.index(stage), phase)
-                mbarrier.wait(weighed.index(stage), phase)
-                maximum = maxima.index(stage).load(ROWS_OF_SCORES)
-                decay = decays.index(stage).load(ROWS_OF_SCORES)
+                mbarrier.wait(weighed.index(buffer), pair & 1)
+                maximum = maxima.index(buffer).load(SCORE_ROWS)
+                decay = decays.index(buffer).load(SCORE_ROWS)
                 total = total * decay
-            outputs = outputs * gl.convert_layout(decay, ROWS_OF_OUTPUTS)[:, None]
-            values = latents.index(stage + zero).slice(HALF * HALF_DIM, HALF_DIM, dim=1)
-            outputs = hopper.warpgroup_mma(weights.index(stage), values, outputs, is_async=True)
+            outputs = outputs * gl.convert_layout(decay, OUTPUT_ROWS)[:, None]
+            values = latent.slice(HALF * HALF_DIM, HALF_DIM, dim=1)
+            outputs = hopper.warpgroup_mma(weights.index(buffer), values, outputs, is_async=True)
             outputs = hopper.warpgroup_mma_wait(0, deps=[outputs])
             tl.debug_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(free.index(buffer), count=1)
 
     totals.index(HALF).store(total)
     tl.debug_barrier()
     mbarrier.arrive(summed.index(HALF), count=1)
     mbarrier.wait(summed.index(1 - HALF), 0)
-    total += totals.index(1 - HALF).load(ROWS_OF_SCORES)
+    total += totals.index(1 - HALF).load(SCORE_ROWS)
+    out_row = (batch * tiles[3] * GROUP_SIZE + head) * tiles[1] + position
+    _store(outputs, maximum, total, out_row, in_query, results, PARTIAL, HALF)
+
+
+@gluon.jit
+def _scores(
+    query, latent, tile, bounds, kv_len, score_scale, softcap, visibility,
+    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile in units of log2, float32 [rows, tokens], -inf where a row does not see a token."""
+    scores = gl.full([query.shape[0], latent.shape[0]], 0.0, gl.float32, SCORES)
+    scores = hopper.warpgroup_mma(query, latent.permute([1, 0]), scores, use_acc=False, is_async=True)
+    scores = hopper.warpgroup_mma_wait(0, deps=[scores]) * score_scale
+    if HAS_SOFTCAP:
+        scores = softcap * tanh(scores / softcap)
+    token = tile * latent.shape[0] + gl.arange(0, latent.shape[0], gl.SliceLayout(0, SCORES))
+    if MASK == "float":  # known at compile time  # noqa: SIM114
+        scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
+    elif (tile < bounds[1]) | (tile >= bounds[2]):  # in most tiles of a long context nothing needs to be hidden
+        scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
+    return scores
+
+
+@gluon.jit
+def _store(outputs, maximum, total, out_row, in_query, results, PARTIAL: tl.constexpr, HALF: tl.constexpr):
+    """Write a consumer's half of the output, and the first one the log-sum-exp."""
+    out_ptr, lse_ptr, num_rows = results
     seen = total > 0
-    out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         out_row += gl.program_id(2).to(gl.int64) * num_rows
         if HALF == 0:
             gl.store(lse_ptr + out_row, gl.where(seen, maximum + gl.log2(total), float("-inf")), mask=in_query)
-    inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), ROWS_OF_OUTPUTS)
-    out_row = gl.convert_layout(out_row, ROWS_OF_OUTPUTS)
-    stored = gl.convert_layout(in_query, ROWS_OF_OUTPUTS)
+    inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), OUTPUT_ROWS)
     channel = HALF * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, OUTPUTS))
-    out_ptrs = out_ptr + out_row[:, None] * HEAD_DIM + channel[None, :]
-    gl.store(out_ptrs, outputs * inverse[:, None], mask=stored[:, None])
-
-
-@gluon_jit
-def _produce(
-    buffers, barriers, pointers, strides, numbers,
-    LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Dequantize all tiles into shared memory, each as soon as its place is free."""
-    _, latents, _, _, _, _, packed = buffers
-    ready, free, _, _ = barriers
-    data_ptr, _, range_ptr, _, _ = pointers
-    data_strides = strides[0]
-    num_kv_heads, q_len, kv_len, num_splits, _, _, _ = numbers
-    ROW: gl.constexpr = gl.SliceLayout(1, CODES)
-    batch, kv_head, _, _, _, _ = _rows(num_kv_heads, q_len, GROUP_SIZE, ROWS, ROW)
-    tiles, _ = _tiles(
-        range_ptr, num_kv_heads, q_len, kv_len, num_splits, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, ROW
-    )
-    data_ptr = referred(data_ptr, LATENT) + batch * data_strides[1] + kv_head * data_strides[2]
-    end_token = gl.minimum(kv_len, tiles[3] * TOKENS)
-    words = latents._reinterpret(gl.int32, [STAGES, TOKENS, HEAD_DIM // 2], SHARED_WORDS)
-    _copy_codes(packed, data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
-    codes = ()
-    for i in gl.static_range(NUM_LOADED):
-        loaded = _load_codes(data_ptr, data_strides[0], tiles[0], end_token, NUM_COPIED + i, TOKENS)
-        codes = codes + (loaded,)  # noqa: RUF005
-    rope = _load_rope(data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
-    scales = _load_scales(data_ptr, data_strides[0], tiles[0], end_token, TOKENS)
-    for own_tile in range(0, gl.cdiv(tiles[3] - tiles[0], 2) * 2):
-        next_tile = tiles[0] + own_tile + 1
-        async_copy.wait_group(0)
-        copied = ()
-        for block in gl.static_range(NUM_COPIED):
-            copied = copied + (packed[block].load(CODES),)  # noqa: RUF005
-        _copy_codes(packed, data_ptr, data_strides[0], next_tile, end_token, TOKENS)
-        next_scales = _load_scales(data_ptr, data_strides[0], next_tile, end_token, TOKENS)
-        stage = own_tile % STAGES
-        latent = words.index(stage)
-        mbarrier.wait(free.index(stage), (own_tile // STAGES & 1) ^ 1)
-        latent.slice(NOPE_DIM // 2, ROPE_DIM // 2, dim=1).store(rope)
-        rope = _load_rope(data_ptr, data_strides[0], next_tile, end_token, TOKENS)
-        next_codes = ()
-        for i in gl.static_range(NUM_LOADED):
-            part = dequantize_codes(codes[i], scales, NUM_COPIED + i)
-            latent.slice((NUM_COPIED + i) * QUANT_BLOCK // 2, QUANT_BLOCK // 2, dim=1).store(part)
-            loaded = _load_codes(data_ptr, data_strides[0], next_tile, end_token, NUM_COPIED + i, TOKENS)
-            next_codes = next_codes + (loaded,)  # noqa: RUF005
-        codes = next_codes
-        for block in gl.static_range(NUM_COPIED):
-            part = dequantize_codes(copied[block], scales, block)
-            latent.slice(block * QUANT_BLOCK // 2, QUANT_BLOCK // 2, dim=1).store(part)
-        scales = next_scales
-        hopper.fence_async_shared()
-        tl.debug_barrier()
-        mbarrier.arrive(ready.index(stage), count=1)
-    async_copy.wait_group(0)
-
-
-@gluon_jit
-def _copy_codes(packed, data_ptr, stride_block, tile, kv_len, TOKENS: tl.constexpr):
-    """Begin to copy the codes of a tile to ``packed``, four an int32; 0 of tokens from ``kv_len`` on.
-
-    Every thread copies what it will load.
-    """
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
-    word = gl.arange(0, QUANT_BLOCK // 4, gl.SliceLayout(0, CODES))
-    token_ptrs = (data_ptr + tile.to(gl.int64) * stride_block + slot * DATA_BYTES).to(gl.pointer_type(gl.int32))
-    ptrs = token_ptrs[:, None] + word[None, :]
-    exists = (tile * TOKENS + slot < kv_len)[:, None]
-    for block in gl.static_range(NUM_COPIED):
-        async_copy.async_copy_global_to_shared(packed[block], ptrs + block * (QUANT_BLOCK // 4), mask=exists)
-    async_copy.commit_group()
-
-
-@gluon_jit
-def _load_codes(data_ptr, stride_block, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """The codes that share a scale, four an int32, [tokens, QUANT_BLOCK / 4]; 0 of tokens from ``kv_len`` on."""
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
-    word = gl.arange(0, QUANT_BLOCK // 4, gl.SliceLayout(0, CODES))
-    token_ptrs = data_ptr + tile.to(gl.int64) * stride_block + (slot * DATA_BYTES + BLOCK * QUANT_BLOCK)
-    ptrs = token_ptrs.to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
-    return gl.load(ptrs, mask=(tile * TOKENS + slot < kv_len)[:, None], other=0)
-
-
-@gluon_jit
-def _load_rope(data_ptr, stride_block, tile, kv_len, TOKENS: tl.constexpr):
-    """The rotary embedding, two channels an int32, [tokens, ROPE_DIM / 2]; 0 of tokens from ``kv_len`` on."""
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, ROPE))
-    word = gl.arange(0, ROPE_DIM // 2, gl.SliceLayout(0, ROPE))
-    token_ptrs = data_ptr + tile.to(gl.int64) * stride_block + (slot * DATA_BYTES + NOPE_DIM)
-    ptrs = token_ptrs.to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
-    return gl.load(ptrs, mask=(tile * TOKENS + slot < kv_len)[:, None], other=0)
-
-
-@gluon_jit
-def _load_scales(data_ptr, stride_block, tile, kv_len, TOKENS: tl.constexpr):
-    """The scale bytes, int64 [tokens]; 0 of tokens from ``kv_len`` on."""
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
-    ptrs = data_ptr + tile.to(gl.int64) * stride_block + (TOKENS * DATA_BYTES + slot * SCALE_BYTES)
-    return gl.load(ptrs.to(gl.pointer_type(gl.int64)), mask=tile * TOKENS + slot < kv_len, other=0)
-
-
-@gluon_jit
-def dequantize_codes(codes, scales, BLOCK: tl.constexpr):
-    """e4m3 codes, four an int32 [tokens, words], with the scales [tokens] of their block -> bfloat16, rounded to
-    nearest even, two an int32 [tokens, 2 * words]."""
-    exponent = (scales >> (8 * BLOCK)).to(gl.int32) & 0xFF
-    scale = gl.maximum(exponent << 7, 0x40) * 0x10001  # bfloat16, twice
-    low, high = gl.inline_asm_elementwise(
-        DEQUANTIZE, CONSTRAINTS, [codes, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
-    )
-    return gl.reshape(gl.join(low, high), [codes.shape[0], 2 * codes.shape[1]])
-
-
-def _dequantize_sixteen() -> str:
-    """PTX that turns 16 codes of e4m3 in 4 registers and a scale, twice in one, into pairs of bfloat16 in 8.
-
-    Sign, exponent and mantissa are moved to where a bfloat16 has them: that is the value times 2**-120, and the product
-    with 2**120 is exact. The product with the scale rounds, once. Codes of NaN would be 480: a scale of NaN instead
-    makes NaN of all 16, with which any score of their token is NaN as it is with one.
-    """
-    lines = [".reg .b32 code, pair, largest, scale;", ".reg .pred nan;", "mov.b32 largest, 0;"]
-    for i in range(4):
-        low, high = f"${i}", f"${4 + i}"
-        lines += [
-            f"prmt.b32 code, ${8 + i}, 0, 0x3120;",  # bytes 0 and 1 are the lower ones of halves, 2 and 3 the upper
-            f"shl.b32 {low}, code, 4;",
-            f"and.b32 {low}, {low}, 0x07F007F0;",
-            f"shr.u32 {high}, code, 4;",
-            f"and.b32 {high}, {high}, 0x07F007F0;",
-            f"max.u16x2 largest, largest, {low};",
-            f"max.u16x2 largest, largest, {high};",
-            "shl.b32 pair, code, 8;",
-            f"lop3.b32 {low}, pair, 0x80008000, {low}, 0xEA;",
-            f"lop3.b32 {high}, code, 0x80008000, {high}, 0xEA;",
-        ]
-    lines += [
-        "add.u32 largest, largest, 0x00100010;",
-        "and.b32 largest, largest, 0x08000800;",
-        "setp.ne.u32 nan, largest, 0;",
-        "selp.b32 scale, 0x7FFF7FFF, $12, nan;",
-        "mov.b32 pair, 0x7B807B80;",
-    ]
-    for i in range(8):
-        lines += [f"mul.rn.bf16x2 ${i}, ${i}, pair;", f"mul.rn.bf16x2 ${i}, ${i}, scale;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-if gluon is not None:
-    DEQUANTIZE = gl.constexpr(_dequantize_sixteen())
-    CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
+    out_ptrs = out_ptr + gl.convert_layout(out_row, OUTPUT_ROWS)[:, None] * HEAD_DIM + channel[None, :]
+    gl.store(out_ptrs, outputs * inverse[:, None], mask=gl.convert_layout(in_query, OUTPUT_ROWS)[:, None])
