@@ -9,8 +9,8 @@ it first, and the tensor cores wait; here a program has three warpgroups, which 
   a thread. The first weighs even tiles (scores and softmax), the second odd ones. Both accumulate all of them, with
   weights and decays that they hand over in shared memory: what one weighs, the other need not.
 
-The products read shared memory: for the scores of a tile 64 KB of queries and as much of latents, to accumulate 64 KB of
-latents and 16 KB of weights. Hence each tile is weighed once.
+Products read shared memory: the scores of a tile 64 KB of queries and as much of latents, its accumulation 64 KB of
+latents and 16 KB of weights. That is why each tile is weighed once.
 
 Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-3, arXiv:2407.08608, section 3.1
 (producers and consumers); DeepSeek's account of FlashMLA's kernel for Hopper, April 2025 (two warpgroups that share an
