@@ -97,14 +97,21 @@ LATENTS = {
     (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+# The kernel in Gluon, which has its own warps beyond four: a multiprocessor has room for one program.
+WARP_SPECIALIZED_LATENTS = AttentionConfig(64, 64, programs_per_sm=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
-def latent_config(capability: int, rows: int, float32: bool) -> AttentionConfig:
-    """The configuration of attention to latents for ``rows`` query rows a sequence."""
+def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) -> AttentionConfig:
+    """The configuration of attention to latents for ``rows`` query rows a sequence.
+
+    ``has_gluon`` says whether :mod:`kvcompile.kernels.hopper_latent_attention` can be compiled.
+    """
     if float32:
         return FLOAT32_LATENTS
+    if capability == 9 and has_gluon:
+        return WARP_SPECIALIZED_LATENTS
     return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
 
 

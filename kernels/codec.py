@@ -1,7 +1,8 @@
 """What the Triton kernels know about a packed cache at compile time, and the building blocks of codecs.
 
-This module is the one place that imports Triton. Where it is missing (a machine without Linux or a GPU), ``triton`` and
-``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch paths can run.
+This module is the one place that imports Triton (kernels in Gluon import Gluon). Where it is missing (a machine without
+Linux or a GPU), ``triton`` and ``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch
+paths can run.
 
 A codec is the part of a format that differs between formats, as functions that both kernels take as a parameter:
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.attention_configs import attention_config, latent_config, num_splits
+from kvcompile.kernels.attention_configs import attention_config, num_splits
 from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
 from kvcompile.kernels.latent_tiles import LatentOperand
-from kvcompile.kernels.launch_latent import attend_latents, operand_of, store_latents
+from kvcompile.kernels.launch_latent import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
 from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
 from kvcompile.kernels.layout import PackedLayout, Role
@@ -124,9 +124,9 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
     """Attention on latents; arguments and results are those of :func:`attend_long`."""
-    capability, num_sms, _ = launcher.facts_of(call.query.device)
+    _, num_sms, _ = launcher.facts_of(call.query.device)
+    config = config_of(call)
     rows = call.group_size * call.query.shape[2]
-    config = latent_config(capability, rows, call.query.dtype == torch.float32)
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
     splits = num_splits(config, programs, call.kv_len, num_sms)
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
