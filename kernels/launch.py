@@ -145,7 +145,6 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
     is_partial = splits > 1 or call.value.rotated or with_lse
-    early = launcher.early_start(call.query.device)
     partial = lse = out
     if is_partial:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
@@ -163,9 +162,9 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
-            bool(early),
+            is_partial and bool(launcher.early_start(call.query.device)),
         ),
-        {**config.options, **early},
+        config.options,
     )  # fmt: skip
     return partial, lse, splits
 

@@ -6,8 +6,8 @@ and in ``fp8_e4m3_scale0.0123`` it is the number in the name, for keys or values
 ``k_scale`` and ``v_scale`` of a checkpoint. It takes no bytes and, as a factor of queries or outputs, no time to read.
 Channels beyond ``scale * largest`` saturate there; ``x`` is multiplied by the inverse scale, rounded to float32.
 Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as +-57344
-for infinity and 57344 for NaN, so that no byte has a level that is not finite. (On GPUs that convert e4m3 themselves
-its NaN is NaN in keys, whose scores are masked there, and 480 in values, which have no weight.)
+for infinity and 57344 for NaN, so that no byte has a level that is not finite. (GPUs that convert e4m3 themselves read
+both of its NaN as 480.)
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -44,15 +44,8 @@ SHIFT_E4M3_PTX = """{
     mul.rn.f16x2 $1, high, gain;
     }"""
 
+# The patterns of NaN become 480: min returns the number where the other operand is NaN.
 CONVERT_E4M3_PTX = """{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-
-# min returns the number where the other operand is NaN.
-CONVERT_E4M3_TO_FINITE_PTX = """{
     .reg .b16 low, high;
     .reg .b32 first, second, most;
     mov.b32 most, 0x5f805f80;
@@ -66,9 +59,7 @@ CONVERT_E4M3_TO_FINITE_PTX = """{
 
 @constexpr_function
 def _e4m3_ptx(operand):
-    if operand.ptx < 9:
-        return SHIFT_E4M3_PTX
-    return CONVERT_E4M3_TO_FINITE_PTX if operand.column_major else CONVERT_E4M3_PTX
+    return SHIFT_E4M3_PTX if operand.ptx < 9 else CONVERT_E4M3_PTX
 
 
 @jit
