@@ -127,11 +127,12 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
 
 def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_where_a_query_has_columns_to_spare(compiled):
     attend("int4_per_token_head", "int4_unrotated")
+    attend("turboquant_4bit", "int4_unrotated")
+    attend("turboquant_3bit", "int4_unrotated")
     attend("int4_unrotated", "int4_unrotated")  # a query that is not rotated may have outliers
     attend("int4_per_token_head", "int4_unrotated", q_len=2)  # eight rows fill the columns
-    in_digits, *others = [main_loop(kernel) for kernel in compiled["attention"]]
-    assert uses(in_digits, r"IMMA\S*")
-    assert not any(uses(loop, r"IMMA\S*") for loop in others)
+    loops = [main_loop(kernel) for kernel in compiled["attention"]]
+    assert [uses(loop, r"IMMA\S*") for loop in loops] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("key", ["turboquant_4bit", "turboquant_3bit", "int4_per_token_head"])
