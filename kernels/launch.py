@@ -255,7 +255,7 @@ class StoreTiles(NamedTuple):
 def _store_tiles(operand: PackedOperand, x: Tensor) -> StoreTiles:
     batch, num_kv_heads, num_tokens, _ = x.shape
     _, num_sms, _ = launcher.facts_of(x.device)
-    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
+    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens, 4 if operand.rotated else 8)
     num_tiles = ceil_div(num_tokens, tokens) * batch * num_kv_heads
     # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
     tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import jit, planes_of, tl
+from kvcompile.kernels.codec import constexpr_function, jit, planes_of, tl
 from kvcompile.kernels.references import referred
-from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
+from kvcompile.kernels.rotation_tiles import rotates_by_products, rotation_matrix, to_stored_basis
 
 
 @jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
@@ -61,25 +61,60 @@ def _store_tiles(
     """The tiles of this program."""
     data_ptr = referred(data_ptr, OPERAND)
     matrix = rotation_matrix(OPERAND, TOKENS)
+    in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
+    tiles_of_head = tl.cdiv(num_tokens, TOKENS)
     for i in range(tiles_per_program):
         tile = tl.program_id(0) * tiles_per_program + i
         if tile < num_tiles:
-            tiles_of_head = tl.cdiv(num_tokens, TOKENS)
             batch = (tile // tiles_of_head // num_kv_heads).to(tl.int64)
             head = (tile // tiles_of_head % num_kv_heads).to(tl.int64)
-            token = (tile % tiles_of_head * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+            first_token = (tile % tiles_of_head * TOKENS).to(tl.int64)
+            token = first_token + tl.arange(0, TOKENS)
+            # Also vectors that are not written: this need not wait for positions.
+            x_tile_ptr = x_ptr + batch * x_strides[0] + head * x_strides[1]
+            x = _load_vectors(x_tile_ptr, x_strides, token, num_tokens, OPERAND, TOKENS)
             position, written = load_positions(
                 positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
                 HAS_VALID,
             )  # fmt: skip
-
-            channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
-            in_head = channel < OPERAND.head_dim
-            x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
-            x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
+            first_position = tl.load(positions_ptr + batch * position_strides[0] + first_token * position_strides[1])
             encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
             block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
-            _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
+            _store_tile(block_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
+
+
+@constexpr_function
+def channels_at_once(operand, tokens):
+    """Channels of the runs that vectors are loaded in, see :func:`_load_vectors`."""
+    all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
+    return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
+
+
+@jit
+def _load_vectors(x_ptr, x_strides, token, num_tokens, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The vectors [TOKENS, padded_head_dim] of a head's tokens, 0 beyond them.
+
+    Triton spreads a row of what is loaded over as many threads as it can. Loaded in runs of 32 channels, a bfloat16
+    vector is in four threads: the planes of codes that share a byte are then in one, and what is computed once a
+    vector is computed by few. (A product on tensor cores, and one token, have layouts of their own.)
+    """
+    RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
+    RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
+    x_ptrs = x_ptr + (token * x_strides[2])[:, None]
+    runs = ()
+    for i in tl.static_range(RUNS):
+        channel = i * RUN + tl.arange(0, RUN)[None, :]
+        mask = (token < num_tokens)[:, None] & (channel < OPERAND.head_dim)
+        runs = runs + (tl.load(x_ptrs + channel * x_strides[3], mask=mask, other=0.0),)  # noqa: RUF005
+    for stage in tl.static_range(3):
+        if RUNS >> stage > 1:
+            # Run i beside that half of the runs behind it: the first bit of the run becomes the last dimension but one.
+            pairs = ()
+            for i in tl.static_range(RUNS >> (stage + 1)):
+                pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
+            runs = pairs
+    x = tl.permute(tl.reshape(runs[0], [TOKENS, RUN, RUNS]), (0, 2, 1))
+    return tl.reshape(x, [TOKENS, OPERAND.padded_head_dim])
 
 
 @jit
@@ -100,13 +135,18 @@ def load_positions(
 
 
 @jit
-def _store_tile(ptr, stride_block, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """Store encoded tokens at their positions in the blocks from ``ptr`` on."""
-    first = tl.min(position, 0)
-    in_order = (position == first + tl.arange(0, TOKENS)) & written
-    if OPERAND.block_tokens == TOKENS and (tl.min(in_order.to(tl.int32), 0) > 0) & (first % TOKENS < 1):
+def _store_tile(
+    ptr, stride_block, first_position, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Store encoded tokens at their positions, of which one is known to all threads, in the blocks from ``ptr`` on."""
+    in_order = (position == first_position + tl.arange(0, TOKENS)) & written
+    if (
+        OPERAND.block_tokens == TOKENS
+        and (tl.min(in_order.to(tl.int32), 0) > 0)
+        and (first_position % OPERAND.block_tokens < 1)
+    ):
         # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
-        block_ptr = ptr + first // TOKENS * stride_block
+        block_ptr = ptr + first_position // OPERAND.block_tokens * stride_block
         everywhere = tl.full([TOKENS], True, tl.int1)
         store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
     else:
@@ -136,7 +176,7 @@ def encode_tile(
     they are its own, scales of NaN.
     """
     x = to_stored_basis(x, matrix, OPERAND, PRECISION)
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
+    finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, as is any sum with it
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.takes_static_scale:
