@@ -228,12 +228,29 @@ def _store_high_bits(block_ptrs, slot, written, planes, K: tl.constexpr, OPERAND
     bits = (planes[0] >> (OPERAND.low_bits + K)) & 1
     for i in tl.static_range(OTHER_PLANES):
         bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (PIECES * (i + 1))
-    column = tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape)
-    high = bits
+    pieces = _pieces(bits, PIECES, HIGH_WIDTH)
+    high = pieces[0]
     for piece in tl.static_range(OTHER_PIECES):
-        index = tl.minimum(column + (piece + 1) * HIGH_WIDTH, bits.shape[1] - 1)
-        high |= tl.gather(bits, index, 1) << (piece + 1)
+        high |= pieces[piece + 1] << (piece + 1)
     _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+
+
+@jit
+def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """PIECES, 2 or 4, runs of WIDTH columns of a tile as a tuple of tiles, which may be padded."""
+    ROWS: tl.constexpr = x.shape[0]
+    if x.shape[1] == PIECES * WIDTH:
+        low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PIECES // 2, WIDTH]), (0, 3, 2, 1)))
+        if PIECES == 2:
+            pieces = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
+        else:
+            pieces = tl.split(low) + tl.split(high)
+    else:
+        column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+        pieces = (x,)
+        for i in tl.static_range(PIECES - 1):
+            pieces = pieces + (tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1),)  # noqa: RUF005
+    return pieces
 
 
 @jit

@@ -12,9 +12,15 @@ def has_fma():
 
 
 @constexpr_function
+def has_ptx():
+    """Whether kernels are compiled to PTX."""
+    return not INTERPRETED and triton.language.target_info.is_cuda()
+
+
+@constexpr_function
 def converts_fp8():
     """Whether the GPU that a kernel is compiled for converts float32 to both kinds of fp8."""
-    return triton.language.target_info.cuda_capability_geq(8, 9)
+    return has_ptx() and triton.language.target_info.cuda_capability_geq(8, 9)
 
 
 @jit
