@@ -7,13 +7,13 @@ from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import rotates_by_products, rotation_matrix, to_stored_basis
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
+@jit(do_not_specialize=["num_tokens", "num_slots", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
+    num_tokens, num_slots, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TOKENS tokens of one head. Grid (ceil(num_tiles / tiles_per_program),).
+    """A tile is TOKENS tokens of one head. Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
@@ -24,63 +24,60 @@ def store_kernel(
         static_scale: of the format, if OPERAND takes one.
     """
     _store_tiles(
-        data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-        num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS,
-        PRECISION,
+        tl.program_id(1), data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides,
+        valid_strides, num_tokens, num_slots, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "tiles_per_program"])
 def store_pair_kernel(
     k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
     k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, value_scale,
+    num_kv_heads, num_tokens, num_slots, tiles_per_program, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """:func:`store_kernel` for keys and values of the same positions. Grid (ceil(num_tiles / tiles_per_program), 2)."""
-    if tl.program_id(1) == 0:
+    """:func:`store_kernel` for keys and values of the same positions: the second dimension of the grid has the heads of
+    keys, and then those of values."""
+    head = tl.program_id(1)
+    if head < num_kv_heads:
         _store_tiles(
-            k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides, valid_strides,
-            num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS,
-            PRECISION,
+            head, k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides,
+            valid_strides, num_tokens, num_slots, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS, PRECISION,
         )  # fmt: skip
     else:
         _store_tiles(
-            v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides, position_strides,
-            valid_strides, num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, value_scale, VALUE,
-            HAS_VALID, TOKENS, PRECISION,
+            head - num_kv_heads, v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides,
+            position_strides, valid_strides, num_tokens, num_slots, tiles_per_program, value_scale, VALUE, HAS_VALID,
+            TOKENS, PRECISION,
         )  # fmt: skip
 
 
 @jit
 def _store_tiles(
-    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
+    head, data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_tokens, num_slots, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of this program."""
-    data_ptr = referred(data_ptr, OPERAND)
+    """The tiles of this program, which are of one head."""
+    batch = tl.program_id(2).to(tl.int64)
+    head = head.to(tl.int64)
+    head_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    x_ptr += batch * x_strides[0] + head * x_strides[1]
     matrix = rotation_matrix(OPERAND, TOKENS)
     in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
-    tiles_of_head = tl.cdiv(num_tokens, TOKENS)
     for i in range(tiles_per_program):
-        tile = tl.program_id(0) * tiles_per_program + i
-        if tile < num_tiles:
-            batch = (tile // tiles_of_head // num_kv_heads).to(tl.int64)
-            head = (tile // tiles_of_head % num_kv_heads).to(tl.int64)
-            first_token = (tile % tiles_of_head * TOKENS).to(tl.int64)
+        first_token = (tl.program_id(0).to(tl.int64) * tiles_per_program + i) * TOKENS
+        if first_token < num_tokens:
             token = first_token + tl.arange(0, TOKENS)
             # Also vectors that are not written: this need not wait for positions.
-            x_tile_ptr = x_ptr + batch * x_strides[0] + head * x_strides[1]
-            x = _load_vectors(x_tile_ptr, x_strides, token, num_tokens, OPERAND, TOKENS)
+            x = _load_vectors(x_ptr, x_strides, token, num_tokens, OPERAND, TOKENS)
             position, written = load_positions(
                 positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
                 HAS_VALID,
             )  # fmt: skip
             first_position = tl.load(positions_ptr + batch * position_strides[0] + first_token * position_strides[1])
             encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
-            block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
-            _store_tile(block_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
+            _store_tile(head_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
 
 
 @constexpr_function
