@@ -41,7 +41,7 @@ from kvcompile.kernels.attention_tile import (
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.held_blocks import block_ptr
 from kvcompile.kernels.packed_tiles import load_packed, prefetch
-from kvcompile.kernels.query_tiles import first_columns, load_query
+from kvcompile.kernels.query_tiles import first_columns, key_center, load_query
 from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import unrotate
 
@@ -142,8 +142,8 @@ def attention_kernel(
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         key_tile_ptr = block_ptr(key_ptr, key_strides[0], first_block, KEY)
         value_tile_ptr = block_ptr(value_ptr, value_strides[0], first_block, VALUE)
-        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS)
-        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS)
+        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS, key_center(KEY, ROWS))
+        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS, VALUE.center)
         scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < visible_len

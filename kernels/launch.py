@@ -97,7 +97,7 @@ def attention(
     if isinstance(key, LatentOperand) or is_long(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
-        value = packed_operand("bfloat16", "value", v_head_dim, False, False)  # dequantized: in no rotated basis
+        value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
     else:
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
@@ -119,8 +119,8 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
     layout = _layout(spec, role, head_dim)
     if not layout.format.has_levels:
         return operand_of(layout, data, float32), 1.0
-    _, _, has_ptx = launcher.facts_of(data.device)
-    return operand_and_scale(spec, role, head_dim, float32, has_ptx, is_reference(data))
+    capability, _, has_ptx = launcher.facts_of(data.device)
+    return operand_and_scale(spec, role, head_dim, float32, capability if has_ptx else 0, is_reference(data))
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
@@ -197,7 +197,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     if not layout.format.has_levels:
         store_latents(data, x, positions, written, has_valid, layout)
         return
-    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, 0, is_reference(data))
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     if operand.residual is None:
@@ -254,7 +254,7 @@ def store_pair(
     cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
     if cut_alike:
         (k_operand, k_scale), (v_operand, v_scale) = (
-            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, False, is_reference(data))
+            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, 0, is_reference(data))
             for layout, data in zip(layouts, (k_data, v_data), strict=True)
         )
         tiles = _store_tiles(k_operand, key)
