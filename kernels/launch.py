@@ -24,13 +24,13 @@ from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store import store_kernel, store_pair_kernel
-from kvcompile.kernels.store_configs import StoreTiles, store_tiles
 from kvcompile.kernels.store_blocks import (
     copy_tags_kernel,
     place_tokens_kernel,
     store_blocks_kernel,
     store_few_kernel,
 )
+from kvcompile.kernels.store_configs import StoreTiles, store_tiles
 from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
 _layout = PackedLayout.parse

@@ -89,7 +89,8 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
             # The first bit of the part, which sums and differences move to the end.
             halves = tl.reshape(x, [2, PARTS >> (stage + 1), (ROWS * SUMMED) << stage])
             first, second = tl.split(tl.permute(halves, (1, 2, 0)))
-            x = tl.reshape(tl.join(first + second, first - second), [PARTS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
+            x = tl.join(first + second, first - second)
+            x = tl.reshape(x, [PARTS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
     x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, PARTS]), (0, 2, 1)), [ROWS, CHANNELS])
     return x * rotation_norm(channel, OPERAND.head_dim)[None, :]
 
@@ -105,7 +106,7 @@ def rotation_norm(channel, HEAD_DIM: tl.constexpr):
 
 @jit
 def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Some rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1, -1, and 0 in padding."""
+    """Some rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1, -1, 0 in padding."""
     row = row[:, None]
     column = tl.arange(0, CHANNELS)[None, :]
     matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)

@@ -66,16 +66,18 @@ def _store_tiles(
     matrix = rotation_matrix(OPERAND, TOKENS)
     in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
     for i in range(tiles_per_program):
-        first_token = (tl.program_id(0).to(tl.int64) * tiles_per_program + i) * TOKENS
+        first_token = (tl.program_id(0) * tiles_per_program + i) * TOKENS
         if first_token < num_tokens:
-            token = first_token + tl.arange(0, TOKENS)
+            tokens_left = tl.minimum(num_tokens - first_token, TOKENS)
+            before = first_token.to(tl.int64)
             # Also vectors that are not written: this need not wait for positions.
-            x = _load_vectors(x_ptr, x_strides, token, num_tokens, OPERAND, TOKENS)
+            x = _load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
+            tile_positions_ptr = positions_ptr + before * position_strides[1]
             position, written = load_positions(
-                positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
-                HAS_VALID,
+                tile_positions_ptr, valid_ptr + before * valid_strides[1], batch, tl.arange(0, TOKENS).to(tl.int64),
+                position_strides, valid_strides, tokens_left, num_slots, HAS_VALID,
             )  # fmt: skip
-            first_position = tl.load(positions_ptr + batch * position_strides[0] + first_token * position_strides[1])
+            first_position = tl.load(tile_positions_ptr + batch * position_strides[0])
             encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
             _store_tile(head_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
 
@@ -88,8 +90,8 @@ def channels_at_once(operand, tokens):
 
 
 @jit
-def _load_vectors(x_ptr, x_strides, token, num_tokens, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """The vectors [TOKENS, padded_head_dim] of a head's tokens, 0 beyond them.
+def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The vectors [TOKENS, padded_head_dim] of the tokens from ``x_ptr`` on, of which those left repeat the last.
 
     Triton spreads a row of what is loaded over as many threads as it can. Loaded in runs of 32 channels, a bfloat16
     vector is in four threads: the planes of codes that share a byte are then in one, and what is computed once a
@@ -97,12 +99,17 @@ def _load_vectors(x_ptr, x_strides, token, num_tokens, OPERAND: tl.constexpr, TO
     """
     RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
     RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
+    token = tl.minimum(tl.arange(0, TOKENS), tokens_left - 1).to(tl.int64)
     x_ptrs = x_ptr + (token * x_strides[2])[:, None]
     runs = ()
     for i in tl.static_range(RUNS):
         channel = i * RUN + tl.arange(0, RUN)[None, :]
-        mask = (token < num_tokens)[:, None] & (channel < OPERAND.head_dim)
-        runs = runs + (tl.load(x_ptrs + channel * x_strides[3], mask=mask, other=0.0),)  # noqa: RUF005
+        # A mask, even if all is in it, would have the registers of what is loaded cleared before.
+        if OPERAND.head_dim == OPERAND.padded_head_dim:
+            run = tl.load(x_ptrs + channel * x_strides[3])
+        else:
+            run = tl.load(x_ptrs + channel * x_strides[3], mask=channel < OPERAND.head_dim, other=0.0)
+        runs = runs + (run,)  # noqa: RUF005
     for stage in tl.static_range(3):
         if RUNS >> stage > 1:
             # Run i beside that half of the runs behind it: the first bit of the run becomes the last dimension but one.

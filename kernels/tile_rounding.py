@@ -29,7 +29,7 @@ def quotient(x, divisor, SMALLEST: tl.constexpr):
     integer of 8 bits, or to few mantissa bits, it is what a correctly rounded division is rounded to.
 
     A product with the reciprocal, corrected once, takes a quarter of the instructions of a division. Near all such
-    numbers it has been compared with a division for every mantissa of the divisor. Reciprocal and remainder must be
+    numbers it has been compared with a division for every mantissa of the divisor. Reciprocal and excess must be
     normal numbers: divisors below 2**-64 are scaled up with ``x``, unless the caller knows a SMALLEST above that.
     Divisors are positive, and quotients less than 2**17 in magnitude.
     """
@@ -38,10 +38,11 @@ def quotient(x, divisor, SMALLEST: tl.constexpr):
             factor = tl.where(divisor < 2.0**-64, 2.0**64, 1.0)
             x = x * factor[:, None]
             divisor = divisor * factor
-        inverse = tl.broadcast_to(tl.div_rn(1.0, divisor)[:, None], x.shape)
-        estimate = x * inverse
-        remainder = tl.fma(-estimate, tl.broadcast_to(divisor[:, None], x.shape), x)
-        result = tl.fma(remainder, inverse, estimate)
+        inverse = tl.div_rn(1.0, divisor)
+        estimate = x * inverse[:, None]
+        # Signs are such that a zero keeps its own. (Triton computes -x as 0 - x.)
+        excess = tl.fma(estimate, tl.broadcast_to(divisor[:, None], x.shape), x * -1.0)
+        result = tl.fma(excess, tl.broadcast_to((inverse * -1.0)[:, None], x.shape), estimate)
     else:
         result = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     return result

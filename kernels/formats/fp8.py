@@ -121,21 +121,15 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     if OPERAND.has_scale:
         level = quotient(x, tl.where(scale > 0, scale, 1.0), 0.0)
     level = tl.clamp(level, -largest, largest)
-    if converts_fp8():
-        codes = _converted(level, OPERAND)
-    else:
-        codes = _rounded(level, OPERAND)
+    codes = _converted(level, OPERAND) if converts_fp8() else _rounded(level, OPERAND)
     return codes, scale, scale
 
 
 @jit
 def _converted(level, OPERAND: tl.constexpr):
     """The bytes of float32 levels by the conversion of the GPU."""
-    if OPERAND.codec.constants.mantissa_bits == 3:
-        level = level.to(tl.float8e4nv)
-    else:
-        level = level.to(tl.float8e5)
-    return level.to(tl.uint8, bitcast=True)
+    DTYPE: tl.constexpr = tl.float8e4nv if OPERAND.codec.constants.mantissa_bits == 3 else tl.float8e5
+    return level.to(DTYPE).to(tl.uint8, bitcast=True)
 
 
 @jit

@@ -102,8 +102,8 @@ def _magnitude(index, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 
 @jit
 def _encode(x, in_vector, OPERAND: tl.constexpr):
-    head_dim = tl.sum(in_vector.to(tl.float32), 1)
-    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), head_dim))
+    HEAD_DIM: tl.constexpr = float(OPERAND.head_dim)
+    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), HEAD_DIM))
     # Not a division: sums in another order leave larger errors in x.
     inverse = tl.broadcast_to(tl.div_rn(1.0, tl.where(rms > 0, rms, 1.0))[:, None], x.shape)
     nearest = _nearest(x, inverse, 0, OPERAND)
@@ -113,7 +113,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
         first_half = tl.arange(0, x.shape[1])[None, :] < OPERAND.head_dim // 2
         nearest = tl.where(first_half, nearest, _nearest(x, inverse, LAST, OPERAND))
     squares = tl.sum(tl.where(in_vector, nearest & 0x3FFFF0, 0), 1)  # exact as float32: 16 times less than 2**24
-    decoded_rms = tl.sqrt_rn(tl.div_rn(squares.to(tl.float32) / 64, head_dim)) * OPERAND.gain
+    decoded_rms = tl.sqrt_rn(tl.div_rn(squares.to(tl.float32) / 64, HEAD_DIM)) * OPERAND.gain
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
     return nearest & 15, scale, scale
 
@@ -151,18 +151,16 @@ def _nearest_ptx(bits: int, thresholds: list[float]) -> str:
         f"fma.rn.f32 sum, above, {_hex(step)}, sum;"
         for threshold, step in zip(thresholds, steps, strict=True)
     )
+    first = 1.5 * 2**23 + 16 * squares[0]
     return f"""{{
         .reg .f32 magnitude, above, sum;
         .reg .pred negative;
-        .reg .b32 sign, bits;
         abs.f32 magnitude, $1;
         mul.f32 magnitude, magnitude, $2;
-        mov.f32 sum, {_hex(1.5 * 2**23 + 16 * squares[0])};
-        {sums}
         setp.lt.f32 negative, $1, {_hex(0.0)};
-        selp.b32 sign, {2 ** (bits - 1)}, 0, negative;
-        mov.b32 bits, sum;
-        or.b32 $0, bits, sign;
+        selp.f32 sum, {_hex(first + 2 ** (bits - 1))}, {_hex(first)}, negative;
+        {sums}
+        mov.b32 $0, sum;
         }}"""
 
 

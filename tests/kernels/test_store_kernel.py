@@ -159,6 +159,7 @@ def vectors_next_to_ties(fmt, tokens, head_dim):
     off = torch.randint(-2, 3, x.shape, generator=generator, dtype=torch.int32)
     between = torch.where(between.abs() < 1e-43, between, (between.view(torch.int32) + off).view(torch.float32))
     x[..., 2:] = between.clamp(x[..., 1:2], x[..., :1])[..., 2:]
+    x[..., 2] = -0.0
     return x
 
 
