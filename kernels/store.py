@@ -110,15 +110,24 @@ def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: 
         else:
             run = tl.load(x_ptrs + channel * x_strides[3], mask=channel < OPERAND.head_dim, other=0.0)
         runs = runs + (run,)  # noqa: RUF005
+    return _side_by_side(runs)
+
+
+@jit
+def _side_by_side(runs):
+    """A tile of up to eight tiles [rows, columns], a power of two of them, one after the other."""
+    RUNS: tl.constexpr = len(runs)
+    ROWS: tl.constexpr = runs[0].shape[0]
+    COLUMNS: tl.constexpr = runs[0].shape[1]
     for stage in tl.static_range(3):
         if RUNS >> stage > 1:
-            # Run i beside that half of the runs behind it: the first bit of the run becomes the last dimension but one.
+            # Each with the one half of them further on: a new last dimension is the next bit of a run's number.
             pairs = ()
             for i in tl.static_range(RUNS >> (stage + 1)):
                 pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
             runs = pairs
-    x = tl.permute(tl.reshape(runs[0], [TOKENS, RUN, RUNS]), (0, 2, 1))
-    return tl.reshape(x, [TOKENS, OPERAND.padded_head_dim])
+    x = tl.permute(tl.reshape(runs[0], [ROWS, COLUMNS, RUNS]), (0, 2, 1))
+    return tl.reshape(x, [ROWS, RUNS * COLUMNS])
 
 
 @jit

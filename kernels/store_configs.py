@@ -36,8 +36,8 @@ def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_he
     tokens = operand.block_tokens
     num_warps = max(4, operand.padded_head_dim // 32)  # up to 64 elements a thread
     num_tiles = ceil_div(num_tokens, tokens)
-    # Programs of several tiles compute once what these share; enough programs to fill the device come first.
-    tiles_per_program = max(1, min(4, num_tiles * num_heads // (8 * num_sms)))
+    # Programs of several tiles compute once what these share; enough programs to fill the device evenly come first.
+    tiles_per_program = max(1, min(4, num_tiles * num_heads // (32 * num_sms)))
     max_registers = _hopper_registers(operand) if capability == 9 else None
     return StoreTiles(tokens, num_warps, tiles_per_program, ceil_div(num_tiles, tiles_per_program), max_registers)
 
