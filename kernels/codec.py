@@ -1,7 +1,8 @@
 """What the Triton kernels know about a packed cache at compile time, and the building blocks of codecs.
 
-This module is the one place that imports Triton. Where it is missing (a machine without Linux or a GPU), ``triton`` and
-``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch paths can run.
+This module is the one place that imports Triton (kernels in Gluon import Gluon). Where it is missing (a machine without
+Linux or a GPU), ``triton`` and ``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch
+paths can run.
 
 A codec is the part of a format that differs between formats, as functions that both kernels take as a parameter:
 
@@ -238,7 +239,7 @@ def operand_and_scale(
 
     layout = PackedLayout.parse(spec, role, head_dim)
     if not layout.format.has_levels:
-        raise ValueError(f"{spec} has no Triton kernels; it is for caches on a CPU")
+        raise ValueError(f"{spec} has no codec; kernels of its own read and write it")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
     return packed_operand(unscaled.spec, role, head_dim, float32, ptx, by_reference), layout.format.static_scale
 
