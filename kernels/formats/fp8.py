@@ -23,6 +23,7 @@ from torch import Tensor
 from kvcompile.kernels.bit_planes import Packing
 from kvcompile.kernels.codec import Codec, bytes_to_halves, constexpr_function, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, float32
+from kvcompile.kernels.tile_rounding import converts_fp8, quotient
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 
@@ -109,8 +110,23 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     scale = tl.div_rn(tl.max(tl.abs(x), 1), largest)
     level = x
     if OPERAND.has_scale:
-        level = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-    magnitude = tl.minimum(tl.abs(level), largest)
+        level = quotient(x, tl.where(scale > 0, scale, 1.0), 0.0)
+    level = tl.clamp(level, -largest, largest)
+    codes = _converted(level, OPERAND) if converts_fp8() else _rounded(level, OPERAND)
+    return codes, scale, scale
+
+
+@jit
+def _converted(level, OPERAND: tl.constexpr):
+    """The bytes of float32 levels by the conversion of the GPU."""
+    DTYPE: tl.constexpr = tl.float8e4nv if OPERAND.codec.constants.mantissa_bits == 3 else tl.float8e5
+    return level.to(DTYPE).to(tl.uint8, bitcast=True)
+
+
+@jit
+def _rounded(level, OPERAND: tl.constexpr):
+    """The bytes of float32 levels by arithmetic."""
+    magnitude = tl.abs(level)
     # Round the float32 pattern to the mantissa bits, ties to even, and rebase the exponent. Below the smallest normal
     # level all are multiples of one step; one that rounds up to that level gets its code, as the patterns continue.
     DROPPED: tl.constexpr = 23 - OPERAND.codec.constants.mantissa_bits
@@ -119,7 +135,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     normal = rounded - ((127 - OPERAND.codec.constants.bias) << OPERAND.codec.constants.mantissa_bits)
     subnormal = round_to_integer(magnitude * OPERAND.codec.constants.steps_per_unit).to(tl.int32)
     sign = (level.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return sign | tl.where(magnitude < OPERAND.codec.constants.smallest_normal, subnormal, normal), scale, scale
+    return sign | tl.where(magnitude < OPERAND.codec.constants.smallest_normal, subnormal, normal)
 
 
 class Fp8(Format):

@@ -185,8 +185,8 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
     ("key", "value", "tokens", "launches"),
     [
         ("int4_per_token_head", "turboquant_4bit", 1, {"store_pair": 1}),
-        (INT8, "int4_unrotated", 100, {"store_pair": 1}),
-        ("turboquant_4bit", "int4_unrotated", 100, {"store": 2}),  # in tiles of another size
+        ("turboquant_4bit", "int4_unrotated", 100, {"store_pair": 1}),
+        (INT8, "int4_unrotated", 100, {"store": 2}),  # with another number of registers
         ("int4_per_channel" + RESIDUAL, "int4_unrotated", 1, {"store_few": 1, "store": 1}),
     ],
 )
