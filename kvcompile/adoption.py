@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_stack import PackedParts, PackedStack
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
 
 
 class AdoptionError(KVCompileError):
@@ -24,9 +24,9 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
     set on the object are kept, and the plain storage is freed.
 
     Args:
-        plain: [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim].
+        plain: [batch, heads, tokens, head_dim], [batch, tokens, heads, head_dim] or [num_slots, heads, head_dim].
         layout: format and role of the packed cache.
-        token_dim: 2 or 1: the dimension of tokens.
+        token_dim: 2, 1 or 0: the dimension of tokens.
         growing: whether the cache grows by concatenation.
 
     Returns:
@@ -82,13 +82,16 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
     """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
+    axes = AXES_OF_WHOLE.get(token_dim, "")
     if (
-        plain.dim() != stack_dims + 4
-        or token_dim not in (1, 2)
+        plain.dim() != stack_dims + len(axes)
         or plain.shape[-1] != layout.head_dim
         or not plain.is_floating_point()
     ):
-        return f"it is not a 4-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along 1 or 2"
+        return (
+            f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along "
+            f"dimension {token_dim}"
+        )
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
     return None

@@ -165,9 +165,15 @@ class KeyGuard:
         for action, module in self._keys:
             keys = args[action.index]
             if not isinstance(keys, PackedTensor):
-                keys = keys if action.token_axis == 2 else keys.transpose(1, 2)
-                if found := examine(keys, action.layout.format_name, module):
+                if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
                     self._note(str(found))
+
+
+def _heads_first(keys: Tensor, token_axis: int) -> Tensor:
+    """[batch, heads, tokens, head_dim] of a plain cache."""
+    if token_axis == 0:
+        keys = keys.reshape(1, -1, *keys.shape[-2:])
+    return keys if token_axis == 2 else keys.transpose(1, 2)
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:
