@@ -20,6 +20,7 @@ from kvcompile.input_places import InputPlaces
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.packed_pool import slots_of
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
@@ -192,11 +193,12 @@ class _GraphCompiler:
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
         """The inputs that are packed caches, or views of some that still have all axes of one."""
+        caches = {index: slots_of(value) for index, value in self._arriving_packed().items()}
         return {
             index: PackedInput(
                 value.packed_layout, value.token_dim, value.growing, value.is_whole or value.can_be_copied_whole
             )
-            for index, value in self._arriving_packed().items()
+            for index, value in caches.items()
             if isinstance(value, PackedTensor) and value.axes in AXES_OF_WHOLE.values()
         }
 

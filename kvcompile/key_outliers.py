@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcompile.format_choice import Half
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.passes.rewrite_caches import InputAction
 from kvcompile.passes.site import Site
 from kvcompile.policy import Match, Policy, Rule
@@ -164,7 +164,7 @@ class KeyGuard:
     def look(self, args: Sequence[Any]) -> None:
         for action, module in self._keys:
             keys = args[action.index]
-            if not isinstance(keys, PackedTensor):
+            if not isinstance(keys, PackedSubclass):
                 if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
                     self._note(str(found))
 
