@@ -62,13 +62,13 @@ def slots_in(shape: torch.Size) -> Any:
 
 
 def read_pool(node: Node) -> Pool | None:
-    """Read what the graph of input ``node`` does with it, if anything gathers tokens from it.
+    """Read what the graph of input ``node`` does with it, if it is a pool.
 
     Returns:
-        None if nothing does, or if it has not the dimensions of a pool.
+        None if nothing gathers tokens from it, or if it has not the dimensions of a pool.
 
     Raises:
-        UsedAsWholeError: something does, and it is also used in another way than a pool is.
+        UsedAsWholeError: it has, and is used in another way than a pool is.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() not in (3, 4) or not _is_contiguous(value):
@@ -77,13 +77,11 @@ def read_pool(node: Node) -> Pool | None:
     others = []
     for state in pool.states:  # grows: a state comes behind the one that it is made of
         others += [user for user in state.users if not _read_use(pool, state, user)]
-    if not pool.gathers:
-        return None
     if pool.write_back is not None and pool.write_back.args[1] not in pool.states:
         others.append(pool.write_back)
     if others:
         raise UsedAsWholeError(others[0])
-    return pool
+    return pool if pool.gathers else None
 
 
 def _is_contiguous(value: Tensor) -> bool:
