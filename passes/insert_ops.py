@@ -32,7 +32,7 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
     (or its scatter lowering, on a CPU) do it in place.
     """
-    if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
+    if not uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
 
         def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
             return write_tokens(data, layout, x, positions, valid)
@@ -63,7 +63,7 @@ def insert_attention(
 ) -> Node:
     """Insert the attention of ``marker`` on packed caches at the graph's insertion point; returns its output."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
-    if not _uses_kernels(k_data):
+    if not uses_kernels(k_data):
 
         def attention(
             query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, sinks: Tensor | None, kv_len: Any
@@ -91,17 +91,18 @@ def insert_attention(
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
-    return _call(graph, torch.ops.kvcompile.attention.default, args)
+    return call_op(graph, torch.ops.kvcompile.attention.default, args)
 
 
 def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
     """What ``mask`` shows: one node for all layers, which come after the first that asks."""
     op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
     known = next((user for user in mask.users if user.target is op and user.args == args), None)
-    return known if known is not None else _call(graph, op, args)
+    return known if known is not None else call_op(graph, op, args)
 
 
-def _call(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
+def call_op(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
+    """Insert a call of an operator at the graph's insertion point."""
     node = graph.call_function(op, args)
     fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
     with fake_mode_of(graph):
@@ -109,5 +110,6 @@ def _call(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
     return node
 
 
-def _uses_kernels(data: Node) -> bool:
+def uses_kernels(data: Node) -> bool:
+    """Whether operators on packed data ``data`` run kernels of ours."""
     return data.meta["val"].device.type == "cuda"
