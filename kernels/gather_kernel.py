@@ -79,7 +79,7 @@ def gathered_sections(layout: PackedLayout, by_reference: bool) -> GatheredSecti
 
 
 def _largest_unit(nbytes: int) -> int:
-    """Bytes of the largest integers that a token's part of a row-major section is made of; its address is aligned so."""
+    """Bytes of the largest integers that make up what a token has in a row-major section, which is aligned to them."""
     return next(unit for unit in (8, 4, 2, 1) if nbytes % unit == 0)
 
 

@@ -141,7 +141,11 @@ class _Writer:
             parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
             return {"stack": name, "parts": parts, "shape": list(tensor.shape)}
         if isinstance(tensor, PackedPool):
-            return {"pool": name, "slots": self.describe(tensor.slots, _join(name, "slots")), "shape": list(tensor.shape)}
+            return {
+                "pool": name,
+                "slots": self.describe(tensor.slots, _join(name, "slots")),
+                "shape": list(tensor.shape),
+            }
         if isinstance(tensor, PackedTensor):
             meta = tensor.cache_meta
             description: dict[str, Any] = {

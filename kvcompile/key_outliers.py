@@ -164,9 +164,10 @@ class KeyGuard:
     def look(self, args: Sequence[Any]) -> None:
         for action, module in self._keys:
             keys = args[action.index]
-            if not isinstance(keys, PackedSubclass):
-                if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
-                    self._note(str(found))
+            if isinstance(keys, PackedSubclass):
+                continue
+            if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
+                self._note(str(found))
 
 
 def _heads_first(keys: Tensor, token_axis: int) -> Tensor:

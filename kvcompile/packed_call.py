@@ -242,9 +242,9 @@ def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
         )
 
 
-def _data_of(cache: PackedTensor | PackedPool) -> Tensor:
+def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
     """The packed data, in as many blocks as a graph that was compiled for this length takes."""
-    cache = slots_of(cache).whole()
+    cache: PackedTensor = slots_of(packed).whole()
     if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
         cache = cache.extended(0)
     return cache.packed

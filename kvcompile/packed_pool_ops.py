@@ -97,8 +97,9 @@ def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: An
 def _copy_(pool: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(pool, PackedPool):
         return NotImplemented
-    same = isinstance(source, PackedPool) and source.shape == pool.shape
-    pool.slots.copy_(source.slots if same else source.expand(pool.shape).reshape(pool.slots.shape), non_blocking)
+    same = source.shape == pool.shape
+    new = source.slots if isinstance(source, PackedPool) and same else source.expand(pool.shape).flatten(0, 1)
+    pool.slots.copy_(new, non_blocking)
     return pool
 
 
@@ -143,8 +144,8 @@ def _index_put_(
 
 def _are_slots(indices: Sequence[Tensor | None]) -> bool:
     """Whether the indices are of blocks and of slots within them, and of nothing else."""
-    dims = sum(index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1 for index in indices)
-    return dims <= 2
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return len(indices) - len(masks) + sum(mask.dim() for mask in masks) <= 2
 
 
 @handles_pool(aten.record_stream.default)

@@ -165,8 +165,10 @@ class PackedTensor(PackedSubclass):
         """A cache of zeros of logical ``shape``."""
         axes = AXES_OF_WHOLE.get(token_dim)
         if axes is None:
-            raise ValueError(f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2), [batch, "
-                             "tokens, heads, head_dim] (1) or a pool of slots [num_slots, heads, head_dim] (0)")  # fmt: skip
+            raise ValueError(
+                f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2), [batch, tokens, heads, "
+                "head_dim] (1) or a pool of slots [num_slots, heads, head_dim] (0)"
+            )
         if len(shape) != len(axes) or shape[-1] != layout.head_dim:
             raise ValueError(
                 f"shape {tuple(shape)} is not that of a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"

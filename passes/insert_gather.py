@@ -1,4 +1,4 @@
-"""Insert what attention reads of a packed pool: its tokens, gathered into a packed cache of the sequences it attends to.
+"""Insert what attention reads of a packed pool: tokens, gathered into a packed cache of the sequences it attends to.
 
 Models bring what they gather to [batch, heads, tokens, head_dim] by all kinds of views. What they do to the gathered
 vectors, they do to the slots that these come from: the same views of the slots are the slots of the operand's tokens.
@@ -35,11 +35,11 @@ def insert_gather(graph: Graph, data: Node, layout: PackedLayout, read: Read) ->
 
     def slots_of_operand(slots: Tensor, *values: Any) -> Tensor:
         known = dict(zip(symbols, values, strict=True))
-        x = slots[..., None, None].expand(*slots.shape, *vector_shape)
+        x = slots.unsqueeze(-1).unsqueeze(-1).expand(*slots.shape, *vector_shape)
         for view in views:
             arguments = torch.fx.node.map_arg(view.args[1:], known.__getitem__)
             x = x.reshape(arguments[0]) if view.target in RESHAPES else view.target(x, *arguments, **view.kwargs)
-        return wrapped(x[:, 0, :, 0], num_slots)
+        return wrapped(x.select(3, 0).select(1, 0), num_slots)
 
     slots = inline(graph, slots_of_operand, slots, *symbols)
     if uses_kernels(data):

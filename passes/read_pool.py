@@ -1,9 +1,9 @@
 """Read what a graph does with a *pool*: an input whose tokens lie in slots that any sequence may own.
 
 A pool is [num_slots, num_kv_heads, head_dim], or [num_blocks, block_size, num_kv_heads, head_dim], which is the same
-memory: slot ``i`` is token ``i % block_size`` of block ``i // block_size``, and a graph may view one as the other. It is
-written by indices of slots (a slot mapping) or of blocks and tokens in them, and attention reads what an index of slots
-or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its caches so.
+memory: slot ``i`` is token ``i % block_size`` of block ``i // block_size``, and a graph may view one as the other. It
+is written by indices of slots (a slot mapping) or of blocks and tokens in them, and attention reads what an index of
+slots or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its caches so.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _library.define("pool_view(Tensor pool, SymInt[] size) -> Tensor", tags=torch.Ta
 _library.define("gather_slots(Tensor cache, Tensor slots) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 POOL_VIEW = torch.ops.kvcompile.pool_view.default
-"""All slots of a pool as a cache [1, num_slots, num_kv_heads, head_dim], or of such a cache in the shape of the pool."""
+"""The slots of a pool as a cache [1, num_slots, num_kv_heads, head_dim], or those of such a cache as a pool."""
 
 GATHER_SLOTS = torch.ops.kvcompile.gather_slots.default
 """Tokens [*N, num_kv_heads, head_dim] of such a cache, by ``slots``, integers [*N]."""

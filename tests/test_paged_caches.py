@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from packed_caches import INT8, assert_same, quantized, values
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 import kvcompile
 import kvcompile.backend
@@ -20,6 +22,8 @@ from kvcompile.adoption import adopt
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_tensor import PackedTensor
+from kvcompile.passes.suit_cuda_graphs import can_replay
+from kvcompile.policy import Policy
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 64, 16, 37
 POLICY = "int8_per_token_head"
@@ -160,13 +164,14 @@ def inputs(q_len: int, num_blocks: int, device: str = "cpu") -> tuple[list[Tenso
     slots = table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
     table[0, 1 + (BLOCK_SIZE + 3 + q_len) // BLOCK_SIZE :] = 0
     mask = (torch.arange(num_blocks * BLOCK_SIZE) <= positions[:, :, None])[:, None]
-    tensors = [x.to(device) for x in (q, k, v)], [x.to(device) for x in (slots, table, mask)]
-    return tensors
+    return [x.to(device) for x in (q, k, v)], [x.to(device) for x in (slots, table, mask)]
 
 
-def compiled(fn: Step, policy: Any = POLICY, on_unsupported: str = "error", **kwargs: Any) -> Step:
+def compiled(
+    fn: Step, policy: Any = POLICY, on_unsupported: str = "error", options: dict[str, Any] | None = None, **kwargs: Any
+) -> Step:
     torch._dynamo.reset()
-    options = {"policy": policy, "on_unsupported": on_unsupported}
+    options = {"policy": policy, "on_unsupported": on_unsupported, **(options or {})}
     return torch.compile(fn, backend="kvquant", fullgraph=True, options=options, **kwargs)
 
 
@@ -259,6 +264,64 @@ def test_generated_code_serves_layers_that_hold_their_pools() -> None:
         assert torch.equal(layer.values.dequantize(), other.values.dequantize())
     plain = 2 * NUM_BLOCKS * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * 4
     assert kvcompile.cache_nbytes(layers) < 0.3 * plain
+
+
+def test_on_a_gpu_our_kernels_alone_touch_the_pools_so_that_cuda_graphs_take_them_by_reference(
+    without_code_generation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    rewrite = kvcompile.backend.quantize_kv_cache
+
+    def rewrite_as_if_on_a_gpu(gm: Any, example_inputs: list[Any], *args: Any) -> Any:
+        on_gpu = copy.deepcopy(gm)
+        for node in on_gpu.graph.nodes:
+            node.meta["val"] = _on_gpu(node.meta.get("val"))
+        _, rewritten = rewrite(on_gpu, _on_gpu(example_inputs), *args)
+        seen.append((on_gpu, rewritten))
+        return rewrite(gm, example_inputs, *args)
+
+    monkeypatch.setattr(kvcompile.backend, "quantize_kv_cache", rewrite_as_if_on_a_gpu)
+    new, places = inputs(1, 3)
+    fn = blocks_of_which_the_first_tokens_are_read
+    compiled(fn)(*new, *plain_pools(fn), *places)
+    ((gm, rewritten),) = seen
+    targets = [str(getattr(node.target, "_opname", node.target)) for node in gm.graph.nodes]
+    assert [targets.count(name) for name in ("auto_functionalized_v2", "gather", "attention")] == [1, 2, 1]
+    gathers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.gather.default)
+    assert gathers[0].args[1] is gathers[1].args[1]  # slots are computed once for keys and values
+    assert can_replay(gm, rewritten)
+
+
+def _on_gpu(values: Any) -> Any:
+    """Fake tensors as if they were on a GPU; no GPU is needed for that."""
+
+    def move(tensor: FakeTensor) -> Tensor:
+        with tensor.fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    return tree_map_only(FakeTensor, move, values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["", "cudagraphs"])
+@pytest.mark.parametrize("policy", [POLICY, "turboquant_4bit_nc"])
+@pytest.mark.parametrize("fn", [assignment_and_index_select, blocks_viewed_as_slots, blocks_and_offsets])
+def test_kernels_serve_paged_caches_on_a_gpu(fn: Step, policy: str, options: dict[str, Any]) -> None:
+    pools = plain_pools(fn, "cuda")
+    format_names = Policy.load(policy).formats_for("", 0, 1)
+    assert format_names is not None
+    reference = [
+        packed_pool(x.clone(), role, format_names.format_name(role))
+        for x, role in zip(pools, ("key", "value"), strict=True)
+    ]
+    step = compiled(fn, policy, options=options)
+    for _ in range(4):
+        new, places = inputs(1, 5, "cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        out, expected = step(*new, *pools, *places).clone(), fn(*new, *reference, *places)
+        assert (out - expected).norm() < 2e-3 * expected.norm()
+    for pool, other in zip(pools, reference, strict=True):
+        assert (pool.dequantize() - other.dequantize()).norm() < 1e-2 * other.dequantize().norm()
 
 
 def out_of_range_slot(places: list[Tensor]) -> None:
@@ -494,7 +557,7 @@ def test_a_write_of_vectors_quantizes_them(write: Callable[[Tensor, Tensor], Any
 def test_any_other_write_raises_and_loses_nothing() -> None:
     pool, plain = pair()
     for write in (lambda: pool.mul_(2), lambda: pool[..., 0].zero_(), lambda: pool[:, 1].zero_()):
-        with pytest.raises((NotImplementedError, RuntimeError), match="packed|read"):
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"packed|read"):
             write()
     assert torch.equal(pool.dequantize(), plain)
     with pytest.raises(IndexError):
@@ -507,7 +570,12 @@ def test_a_pool_is_copied_saved_and_loaded_packed(tmp_path: Path) -> None:
     torch.save(pool, file)
     file.seek(0)
     kvcompile.save_cache({"keys": pool}, tmp_path / "pool.safetensors")
-    copies = [copy.deepcopy(pool), pool.clone(), torch.load(file), kvcompile.load_cache(tmp_path / "pool.safetensors")["keys"]]
+    copies = [
+        copy.deepcopy(pool),
+        pool.clone(),
+        torch.load(file),
+        kvcompile.load_cache(tmp_path / "pool.safetensors")["keys"],
+    ]
     pool.zero_()
     for copied in copies:
         assert isinstance(copied, PackedPool)
