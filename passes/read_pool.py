@@ -131,5 +131,6 @@ def has_slots(state: Node, indices: list[Node | None]) -> bool:
     """Whether ``indices`` of a state are integers that name slots, blocks, or blocks and tokens in them."""
     given = [index for index in indices if index is not None]
     first = given == list(indices[: len(given)])
-    integers = all(index.meta["val"].dtype in (torch.int64, torch.int32) for index in given)
+    values, device = [index.meta["val"] for index in given], state.meta["val"].device
+    integers = all(value.dtype in (torch.int64, torch.int32) and value.device == device for value in values)
     return bool(given) and first and integers and len(given) <= len(shape_of(state)) - 2
