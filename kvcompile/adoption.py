@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_pool import PackedPool
+from kvcompile.packed_pool import packed_of
 from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
+from kvcompile.packed_tensor import AXES_OF_WHOLE
 
 
 class AdoptionError(KVCompileError):
@@ -40,10 +40,7 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
             something holds a weak reference to it), or the format cannot hold it.
     """
     check_adoptable(plain, {(): (layout, token_dim)})
-    if token_dim == 0 and plain.dim() == 4:
-        _swap(plain, PackedPool.from_dense(plain, layout))
-    else:
-        _swap(plain, PackedTensor.from_dense(plain, layout, token_dim, growing=growing))
+    _swap(plain, packed_of(plain, layout, token_dim, growing=growing))
     assert isinstance(plain, PackedSubclass)
     return plain
 
@@ -89,7 +86,7 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
     """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
     axes = AXES_OF_WHOLE.get(token_dim, "")
-    block_dims = int(token_dim == stack_dims == 0 and plain.dim() == 4)
+    block_dims = int(token_dim == 0 and plain.dim() == stack_dims + 4)
     if (
         plain.dim() != stack_dims + block_dims + len(axes)
         or plain.shape[-1] != layout.head_dim

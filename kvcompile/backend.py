@@ -166,7 +166,7 @@ class _GraphCompiler:
             self.stages.show(Stage.aten, gm, self.sites)
             return
         self.stacks = split_stacks(gm, example_inputs)
-        page_pools(gm, {place for stack in self.stacks for place in stack.places.values()})
+        page_pools(gm)
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(

@@ -226,7 +226,7 @@ def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
 
 
 def _all_data_of(cache: PackedTensor | PackedPool | PackedStack) -> list[Tensor]:
-    parts = cache.parts if isinstance(cache, PackedStack) else [slots_of(cache)]
+    parts = [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
     return [part.packed for part in parts if isinstance(part, PackedTensor)]
 
 

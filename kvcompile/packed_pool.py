@@ -83,6 +83,13 @@ class PackedPool(PackedSubclass):
         return rebuild_packed_pool, (self.slots, tuple(self.shape))
 
 
+def packed_of(x: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor | PackedPool:
+    """Quantizes a plain cache; ``token_dim`` is that of :meth:`PackedTensor.from_dense`, 0 for pools of blocks too."""
+    if token_dim == 0 and x.dim() == 4:
+        return PackedPool.from_dense(x, layout)
+    return PackedTensor.from_dense(x, layout, token_dim, growing=growing)
+
+
 def slots_of(cache: Any) -> Any:
     """The packed cache that a pool of blocks is made of; anything else as it is."""
     return cache.slots if isinstance(cache, PackedPool) else cache

@@ -8,7 +8,6 @@ behind this one treat a pool as any other cache; what they leave of the two ops 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,18 +25,13 @@ from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 aten = torch.ops.aten
 
 
-def page_pools(gm: GraphModule, parts: Collection[int] = ()) -> None:
-    """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place.
-
-    Args:
-        gm: functional ATen graph with markers.
-        parts: inputs, by position, that are parts of larger tensors, and no pools.
-    """
+def page_pools(gm: GraphModule) -> None:
+    """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place."""
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
-    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+    for placeholder in gm.graph.find_nodes(op="placeholder"):
         try:
-            pool = read_pool(placeholder) if placeholder in attended and index not in parts else None
+            pool = read_pool(placeholder) if placeholder in attended else None
         except UsedAsWholeError:
             continue  # the sites that read it are refused, and say so
         if pool is not None:

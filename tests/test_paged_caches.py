@@ -21,6 +21,7 @@ import kvcompile.backend
 from kvcompile.adoption import adopt
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
+from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.suit_cuda_graphs import can_replay
 from kvcompile.policy import Policy
@@ -230,6 +231,38 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols(fn: Step) -> None:
         assert_close(step(*new, *pools, *places), fn(*new, *reference, *places))
     for pool, expected in zip(pools, reference, strict=True):
         assert_close(pool.dequantize(), expected.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_one_tensor_may_hold_the_pools_of_keys_and_values() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:
+        return blocks_and_offsets(q, k, v, kv[0], kv[1], *places)
+
+    kv = torch.stack(plain_pools(blocks_and_offsets))
+    layouts = {(index,): (PackedLayout(POLICY, role, HEAD_DIM), 0) for index, role in enumerate(("key", "value"))}
+    reference = PackedStack.from_dense(kv, layouts)
+    run = compiled(step)
+    for _ in range(2):
+        new, places = inputs(1, 3)
+        assert_close(run(*new, kv, *places), step(*new, reference, *places))
+    assert isinstance(kv, PackedStack)
+    assert [type(pool) for pool in kv.parts] == [PackedPool, PackedPool]
+    assert torch.equal(kv.dequantize(), reference.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_layers_may_read_one_pool_by_tables_of_their_own() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
+        slots, table, mask = places
+        out = blocks_and_offsets(q, k, v, keys, values, slots, table, mask)
+        other = slots_of(table.flip(1))
+        read = (x.flatten(0, 1)[other].transpose(1, 2) for x in (keys, values))
+        return attend(out, *read, mask.flip(3))
+
+    pools = plain_pools(blocks_and_offsets)
+    reference = reference_pools(pools)
+    new, places = inputs(1, 3)
+    assert_close(compiled(step)(*new, *pools, *places), step(*new, *reference, *places))
 
 
 class PagedAttention(nn.Module):
