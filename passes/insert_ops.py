@@ -1,6 +1,6 @@
-"""Insert store and attention on packed caches into a graph, in the form that suits the device.
+"""Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
 
-On CUDA they are the ops ``kvcompile::store`` and ``kvcompile::attention``, which run Triton kernels. Elsewhere their
+On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
 plain-PyTorch meaning is traced into the graph and Inductor generates the code; but a store of many tokens to a cache
 with a residual is the op there too: it changes whole blocks, which ones is known when it runs, and code that is traced
 before would go through the whole cache.
@@ -17,6 +17,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.gather import gather_tokens
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
@@ -32,7 +33,7 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
     (or its scatter lowering, on a CPU) do it in place.
     """
-    if not uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
+    if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
 
         def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
             return write_tokens(data, layout, x, positions, valid)
@@ -58,12 +59,21 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     return result
 
 
+def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:
+    """Insert packed data of the tokens of a pool at ``slots``, int64 [batch, n], at the graph's insertion point."""
+    if _uses_kernels(data):
+        arguments = (data, slots, layout.spec, layout.role, layout.head_dim)
+        return _call(graph, torch.ops.kvcompile.gather.default, arguments)
+    gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
+    return gathered
+
+
 def insert_attention(
     graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
 ) -> Node:
     """Insert the attention of ``marker`` on packed caches at the graph's insertion point; returns its output."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
-    if not uses_kernels(k_data):
+    if not _uses_kernels(k_data):
 
         def attention(
             query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, sinks: Tensor | None, kv_len: Any
@@ -91,18 +101,17 @@ def insert_attention(
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
-    return call_op(graph, torch.ops.kvcompile.attention.default, args)
+    return _call(graph, torch.ops.kvcompile.attention.default, args)
 
 
 def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
     """What ``mask`` shows: one node for all layers, which come after the first that asks."""
     op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
     known = next((user for user in mask.users if user.target is op and user.args == args), None)
-    return known if known is not None else call_op(graph, op, args)
+    return known if known is not None else _call(graph, op, args)
 
 
-def call_op(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
-    """Insert a call of an operator at the graph's insertion point."""
+def _call(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
     node = graph.call_function(op, args)
     fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
     with fake_mode_of(graph):
@@ -110,6 +119,5 @@ def call_op(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
     return node
 
 
-def uses_kernels(data: Node) -> bool:
-    """Whether operators on packed data ``data`` run kernels of ours."""
+def _uses_kernels(data: Node) -> bool:
     return data.meta["val"].device.type == "cuda"

@@ -20,10 +20,10 @@ from kvcompile.kernels.packing import move_tokens
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
-from kvcompile.passes.insert_gather import insert_gather
-from kvcompile.passes.insert_ops import insert_attention, insert_store
+from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
+from kvcompile.passes.operand_slots import insert_operand_slots
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.split_stacks import SplitStack
 from kvcompile.passes.tiled_heads import group_heads, tile_heads
@@ -185,7 +185,9 @@ class CacheRewriter:
     def _read(self, read: Read, layout: PackedLayout) -> Node:
         """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""
         data = self.packed[read.root]
-        return insert_gather(self.graph, data, layout, read) if read.gathers else data
+        if not read.gathers:
+            return data
+        return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
 
     def erase_logical(self, caches: list[Cache]) -> None:
         """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""

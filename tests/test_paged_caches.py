@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from packed_caches import INT8, assert_same, quantized, values
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 import kvcompile
 import kvcompile.backend
@@ -23,7 +22,6 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.suit_cuda_graphs import can_replay
 from kvcompile.policy import Policy
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 64, 16, 37
@@ -299,46 +297,46 @@ def test_generated_code_serves_layers_that_hold_their_pools() -> None:
     assert kvcompile.cache_nbytes(layers) < 0.3 * plain
 
 
-def test_on_a_gpu_our_kernels_alone_touch_the_pools_so_that_cuda_graphs_take_them_by_reference(
-    without_code_generation: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    rewrite = kvcompile.backend.quantize_kv_cache
-
-    def rewrite_as_if_on_a_gpu(gm: Any, example_inputs: list[Any], *args: Any) -> Any:
-        on_gpu = copy.deepcopy(gm)
-        for node in on_gpu.graph.nodes:
-            node.meta["val"] = _on_gpu(node.meta.get("val"))
-        _, rewritten = rewrite(on_gpu, _on_gpu(example_inputs), *args)
-        seen.append((on_gpu, rewritten))
-        return rewrite(gm, example_inputs, *args)
-
-    monkeypatch.setattr(kvcompile.backend, "quantize_kv_cache", rewrite_as_if_on_a_gpu)
-    new, places = inputs(1, 3)
+def test_operators_serve_gpus(rewritten_graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run their specifications on a CPU."""
+    monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
     fn = blocks_of_which_the_first_tokens_are_read
-    compiled(fn)(*new, *plain_pools(fn), *places)
-    ((gm, rewritten),) = seen
-    targets = [str(getattr(node.target, "_opname", node.target)) for node in gm.graph.nodes]
-    assert [targets.count(name) for name in ("auto_functionalized_v2", "gather", "attention")] == [1, 2, 1]
-    gathers = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.gather.default)
+    pools = plain_pools(fn)
+    reference = reference_pools(pools)
+    new, places = inputs(1, 3)
+    assert_close(compiled(fn)(*new, *pools, *places), fn(*new, *reference, *places))
+    assert torch.equal(pools[0].dequantize(), reference[0].dequantize())
+    (graph,) = rewritten_graphs
+    gathers = graph.find_nodes(op="call_function", target=torch.ops.kvcompile.gather.default)
+    assert len(gathers) == 2
     assert gathers[0].args[1] is gathers[1].args[1]  # slots are computed once for keys and values
-    assert can_replay(gm, rewritten)
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)) == 1
+    assert len(graph.find_nodes(op="call_function", target=auto_functionalized_v2)) == 1  # one store for both
 
 
-def _on_gpu(values: Any) -> Any:
-    """Fake tensors as if they were on a GPU; no GPU is needed for that."""
+def test_cuda_graphs_take_pools_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    call: dict[str, Any] = {}
 
-    def move(tensor: FakeTensor) -> Tensor:
-        with tensor.fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+    def compile_fx_inner(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        call.update(kwargs, references=[value for value in example_inputs if value.dtype == torch.uint8])
+        raise InterruptedError
 
-    return tree_map_only(FakeTensor, move, values)
+    monkeypatch.setattr("kvcompile.backend.compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
+    monkeypatch.setattr("kvcompile.passes.rewrite_caches.Rewritten.on_cuda", True)
+    new, places = inputs(1, 3)
+    step = compiled(blocks_and_offsets, options={"triton.cudagraphs": True})
+    with pytest.raises(Exception, match="InterruptedError"):
+        step(*new, *plain_pools(blocks_and_offsets), *places)
+    assert call["cudagraphs"]
+    assert [set(reference.stride()) for reference in call["references"]] == [{0}, {0}]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["", "cudagraphs"])
-@pytest.mark.parametrize("policy", [POLICY, "turboquant_4bit_nc"])
-@pytest.mark.parametrize("fn", [assignment_and_index_select, blocks_viewed_as_slots, blocks_and_offsets])
+@pytest.mark.parametrize(
+    ("fn", "policy"), [(assignment_and_index_select, POLICY), (blocks_and_offsets, "turboquant_4bit_nc")]
+)
 def test_kernels_serve_paged_caches_on_a_gpu(fn: Step, policy: str, options: dict[str, Any]) -> None:
     pools = plain_pools(fn, "cuda")
     format_names = Policy.load(policy).formats_for("", 0, 1)
