@@ -29,8 +29,8 @@ from kvcompile.benching.workloads import (
     Caches,
     Shape,
     check,
-    default_formats,
-    parse_formats,
+    fully_packed_formats,
+    parse_fully_packed,
     relative_error,
     sdpa,
 )
@@ -145,7 +145,7 @@ def main() -> int:
     )
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a fresh prefill (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a continued chunk (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", type=argument(parse_formats), default=default_formats())
+    parser.add_argument("--formats", nargs="+", type=argument(parse_fully_packed), default=fully_packed_formats())
     args = parse_arguments(parser, needs_backend=True)
     recorder = Recorder(args, Chart("shape", ("case", "format"), ("speedup",)))
     fresh = dataclasses.replace(args.shape, context=args.prompt)

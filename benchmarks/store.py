@@ -17,7 +17,7 @@ from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
 
 from kvcompile.benching.measuring import num_sets, time_graph
-from kvcompile.benching.workloads import DEVICE, DTYPE, check, default_formats, parse_formats, relative_error
+from kvcompile.benching.workloads import DEVICE, DTYPE, check, fully_packed_formats, parse_fully_packed, relative_error
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import pack_tokens, read_tokens
 
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--formats", nargs="+", type=argument(parse_formats), default=default_formats())
+    parser.add_argument("--formats", nargs="+", type=argument(parse_fully_packed), default=fully_packed_formats())
     args = parse_arguments(parser)
     recorder = Recorder(args, Chart("case", ("shape", "format", "part"), ("of_read_ceiling",)))
     for num_tokens in (args.context, 1):

@@ -25,7 +25,7 @@ Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-t
 part is visible still occupies all of them.
 
 Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
-scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
+scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte of a value has a finite level.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from kvcompile.kernels.attention_tile import (
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.held_blocks import block_ptr
 from kvcompile.kernels.packed_tiles import load_packed, prefetch
-from kvcompile.kernels.query_tiles import first_columns, load_query
+from kvcompile.kernels.query_tiles import first_columns, key_center, load_query
 from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import unrotate
+from kvcompile.kernels.visible_range import visible_tokens
 
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
@@ -54,7 +55,7 @@ def attention_kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
 
@@ -70,7 +71,11 @@ def attention_kernel(
         softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
         key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
+        STARTS_EARLY: whether the kernel may start before the one before it has ended.
     """
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()  # what that one writes is there now
+        tl.extra.cuda.gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
@@ -91,27 +96,13 @@ def attention_kernel(
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
 
-    # Tiles [first_tile, end_tile) are visited.
-    visible_len = kv_len
-    if IS_CAUSAL:
-        visible_len = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
-    first_tile, end_tile = 0, tl.cdiv(visible_len, TOKENS)
-    # All rows see the tokens [all_begin, all_end).
-    all_begin, all_end = 0, visible_len
-    if IS_CAUSAL:
-        all_end = min(visible_len, first_row // GROUP_SIZE + 1)
-    row_begin, row_end, holes = 0, 0, 0
-    if MASK == "bool":
-        range_ptrs = range_ptr + (batch * q_len + position) * 3
-        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
-        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
-        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
-        first_tile = tl.min(row_begin, 0) // TOKENS
-        end_tile = tl.minimum(end_tile, tl.cdiv(tl.max(row_end, 0), TOKENS))
-        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
-        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
-        all_end = tl.where(holes != 0, 0, all_end)
-    visibility = (position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, mask_strides[3])
+    tokens, ranges = visible_tokens(
+        first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
+        ROWS,
+    )  # fmt: skip
+    begin, end, all_begin, all_end = tokens
+    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # of those that are visited
+    visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
     if own_tiles > 0:
         # Memory is not idle while the query is made ready.
@@ -142,11 +133,11 @@ def attention_kernel(
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         key_tile_ptr = block_ptr(key_ptr, key_strides[0], first_block, KEY)
         value_tile_ptr = block_ptr(value_ptr, value_strides[0], first_block, VALUE)
-        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS)
-        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS)
+        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS, key_center(KEY, ROWS))
+        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS, VALUE.center)
         scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
         token = tile * TOKENS + tl.arange(0, TOKENS)
-        in_cache = token < visible_len
+        in_cache = token < end
         all_visible = (tile * TOKENS >= all_begin) & (tile * TOKENS + TOKENS <= all_end)
         if HAS_SLOTS:
             may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
@@ -162,7 +153,7 @@ def attention_kernel(
         )
     if HAS_SLOTS:
         state = attend_to_held_blocks(
-            state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], visible_len, softcap, visibility, split,
+            state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], end, softcap, visibility, split,
             num_splits, key_scale, value_scale, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
             NUM_WARPS,
         )  # fmt: skip
@@ -201,6 +192,7 @@ def _store_output(
 def combine_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_rows, num_splits, num_heads, q_len,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
 
@@ -211,7 +203,10 @@ def combine_kernel(
             its splits. Rows are [batch, num_heads, q_len].
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
         SPLITS: splits that are read at once.
+        STARTS_EARLY: whether the kernel may start before the one that computes the splits has ended.
     """
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, VALUE.padded_head_dim)
     in_head = (channel < VALUE.head_dim)[None, :]

@@ -45,8 +45,8 @@ class AttentionConfig:
 # tokens for each warp a thread has one 16-bit scale, too little to copy asynchronously.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
-    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=6),
-    (9, 8, 4): AttentionConfig(8, 256, num_stages=3),
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
+    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=4),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
     (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
     (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
@@ -59,6 +59,8 @@ DECODE = {
 # The same for keys that are multiplied as integers by a query in digits, of up to 4 rows.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
 }
 PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
@@ -95,14 +97,21 @@ LATENTS = {
     (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
+# The kernel in Gluon, which has its own warps beyond four: a multiprocessor has room for one program.
+WARP_SPECIALIZED_LATENTS = AttentionConfig(64, 64, programs_per_sm=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
-def latent_config(capability: int, rows: int, float32: bool) -> AttentionConfig:
-    """The configuration of attention to latents for ``rows`` query rows a sequence."""
+def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) -> AttentionConfig:
+    """The configuration of attention to latents for ``rows`` query rows a sequence.
+
+    ``has_gluon`` says whether :mod:`kvcompile.kernels.hopper_latent_attention` can be compiled.
+    """
     if float32:
         return FLOAT32_LATENTS
+    if capability == 9 and has_gluon:
+        return WARP_SPECIALIZED_LATENTS
     return LATENTS.get((capability, 16 if rows <= 16 else 64), PORTABLE_LATENTS)
 
 

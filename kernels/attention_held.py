@@ -10,6 +10,7 @@ from kvcompile.kernels.attention_tile import (
     accumulate,
     packed_scores,
     products_of,
+    token_metadata,
     value_levels,
     visible_scores,
     weigh,
@@ -134,7 +135,7 @@ def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.
 def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constexpr, PRECISION: tl.constexpr):
     TOKENS: tl.constexpr = KEY.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, KEY)
-    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS)
+    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS, KEY.center)
     return packed_scores(keys, query, KEY, PRECISION, TOKENS)
 
 
@@ -157,12 +158,9 @@ def _values(block, held, header_ptr, stride_block, static_scale, VALUE: tl.const
 def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
     TOKENS: tl.constexpr = VALUE.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, VALUE)
-    packed, scale, zero = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
-    levels = value_levels(packed, scale, zero, VALUE)
-    if VALUE.granularity != "token":
-        scale = tl.full([TOKENS], 1.0, tl.float32)
-        zero = scale
-    return levels, scale, zero
+    values = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS, VALUE.center)
+    scale, zero = token_metadata(values, VALUE, TOKENS)
+    return value_levels(values[0], values[1], values[2], VALUE), scale, zero
 
 
 @jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.codec import constexpr_function, jit, log2, tl, transposed
 from kvcompile.kernels.packed_tiles import unpack
-from kvcompile.kernels.query_tiles import columns_of, first_columns, in_digits, products_of_digits
+from kvcompile.kernels.query_tiles import columns_of, first_columns, in_digits, scores_of_digits
 
 
 @jit
@@ -12,16 +12,16 @@ def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKEN
     """Scores of a tile of packed keys in units of log2, float32 [tokens, rows]."""
     packed, scale, zero = keys
     q_planes, factor, q_sum = query
-    if KEY.granularity == "channel":
-        if KEY.block_tokens < TOKENS:
+    if in_digits(KEY, factor.shape[0]):
+        scores = scores_of_digits(KEY.codec.integers(packed, KEY), query, KEY)
+    else:
+        if KEY.granularity != "channel":
+            products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
+        elif KEY.block_tokens < TOKENS:
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
         else:
             products = _scores_of_block(packed, scale, zero, q_planes, KEY, PRECISION)
-    elif in_digits(KEY, factor.shape[0]):
-        products = products_of_digits(KEY.codec.integers(packed, KEY), q_planes, factor.shape[0])
-    else:
-        products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
-    scores = first_columns(products, factor.shape[0]) * factor[None, :]
+        scores = first_columns(products, factor.shape[0]) * factor[None, :]
     if KEY.granularity == "token":
         if KEY.has_scale:
             scores = scale[:, None] * scores

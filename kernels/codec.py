@@ -1,7 +1,8 @@
 """What the Triton kernels know about a packed cache at compile time, and the building blocks of codecs.
 
-This module is the one place that imports Triton. Where it is missing (a machine without Linux or a GPU), ``triton`` and
-``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch paths can run.
+This module is the one place that imports Triton (kernels in Gluon import Gluon). Where it is missing (a machine without
+Linux or a GPU), ``triton`` and ``tl`` are None, :func:`jit` returns the plain function, and only the plain-PyTorch
+paths can run.
 
 A codec is the part of a format that differs between formats, as functions that both kernels take as a parameter:
 
@@ -19,8 +20,9 @@ A codec is the part of a format that differs between formats, as functions that 
         Optional and with inline PTX: ``packed`` is a tuple of tiles of any shape, the code sections; the levels are a
         tuple of fp16 tiles of that shape. The bytes of a thread come four at a time.
 
-    integers(packed, OPERAND) -> levels of every plane
-        Optional, for codes that are integers: as ``unpack``, and the levels are int8 tiles.
+    integers(packed, OPERAND) -> integers of every plane
+        Optional, for levels that are integers but for the same offset: as ``unpack``, and the integers are int8 tiles,
+        in the order of their planes or in that of :func:`kvcompile.kernels.query_tiles.interleaved`.
 
 OPERAND is the :class:`PackedOperand`; ``OPERAND.codec.constants`` holds the numbers of the spec class.
 """
@@ -73,7 +75,9 @@ class Codec:
         encode: vectors -> codes, scales and zeros.
         levels: codes -> levels.
         unpack: packed bytes -> levels, or None.
-        integers: packed bytes -> integer codes, or None.
+        integers: packed bytes -> integers, or None.
+        integer_offset: what levels are above those.
+        interleaved: whether those come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
         center: not 0 only in formats that keep a zero point.
         constants: numbers of the spec class that the functions use.
     """
@@ -82,6 +86,8 @@ class Codec:
     levels: Any
     unpack: Any = None
     integers: Any = None
+    integer_offset: float = 0.0
+    interleaved: bool = False
     center: float = 0.0
     constants: SimpleNamespace = field(default_factory=SimpleNamespace)
 
@@ -148,7 +154,7 @@ class PackedOperand:
         gain: factor between the levels of the codec and those of the spec.
         center: of the codec's levels.
         codec: the codec of the format.
-        has_ptx: whether inline PTX can run.
+        ptx: the major compute capability whose inline PTX can run, or 0.
         fast: whether to use the codec's ``unpack``.
         multiplies_integers: whether to use the codec's ``integers`` where the query has two columns a row.
         query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
@@ -187,7 +193,7 @@ class PackedOperand:
     gain: float
     center: float
     codec: Codec
-    has_ptx: bool
+    ptx: int
     fast: bool
     multiplies_integers: bool
     query_exponent: int
@@ -214,11 +220,6 @@ class PackedOperand:
         """Lines of 128 bytes of a block, rounded up to a power of two."""
         return triton.next_power_of_2(-(-self.block_bytes // 128))
 
-    @property
-    def integer_center(self) -> int:
-        """The center, for products of integers."""
-        return int(self.center)
-
     def __repr__(self) -> str:
         return self.name  # Triton makes it part of the names of functions
 
@@ -231,26 +232,26 @@ class PackedOperand:
 
 @functools.cache
 def operand_and_scale(
-    spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool, by_reference: bool = False
+    spec: str, role: Role, head_dim: int, float32: bool, ptx: int, by_reference: bool = False
 ) -> tuple[PackedOperand, float]:
     """:func:`packed_operand`, the same for all static scales, so that layers share kernels; and the static scale."""
     from kvcompile.kernels.layout import PackedLayout  # the formats import this module
 
     layout = PackedLayout.parse(spec, role, head_dim)
     if not layout.format.has_levels:
-        raise ValueError(f"{spec} has no Triton kernels; it is for caches on a CPU")
+        raise ValueError(f"{spec} has no codec; kernels of its own read and write it")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
-    return packed_operand(unscaled.spec, role, head_dim, float32, has_ptx, by_reference), layout.format.static_scale
+    return packed_operand(unscaled.spec, role, head_dim, float32, ptx, by_reference), layout.format.static_scale
 
 
 @functools.cache
 def packed_operand(
-    spec: str, role: Role, head_dim: int, float32: bool, has_ptx: bool, by_reference: bool = False
+    spec: str, role: Role, head_dim: int, float32: bool, ptx: int, by_reference: bool = False
 ) -> PackedOperand:
     """The compile-time description of a packed cache of layout ``spec`` for ``role`` and ``head_dim``.
 
-    ``float32`` asks for products in float32, ``has_ptx`` says whether inline PTX can run, ``by_reference`` whether the
-    data is a reference.
+    ``float32`` asks for products in float32, ``ptx`` is the major compute capability whose inline PTX can run or 0,
+    ``by_reference`` says whether the data is a reference.
     """
     from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout  # the formats import this module
 
@@ -263,7 +264,7 @@ def packed_operand(
     if code_dtype == tl.bfloat16:
         products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bits of bfloat16
     scale, zero = sections.get("scale"), sections.get("zero")
-    suffix = ("_ptx" if has_ptx else "") + ("_reference" if by_reference else "")
+    suffix = (f"_ptx{ptx}" if ptx else "") + ("_reference" if by_reference else "")
     return PackedOperand(
         name=re.sub(r"\W", "_", f"{spec}_{role}_{head_dim}_{products}{suffix}"),
         dtype=products,
@@ -296,9 +297,9 @@ def packed_operand(
         gain=fmt.gain,
         center=fmt.codec.center,
         codec=fmt.codec,
-        has_ptx=has_ptx,
-        fast=has_ptx and not float32 and fmt.codec.unpack is not None,
-        multiplies_integers=has_ptx and not float32 and _multiplies_integers(layout),
+        ptx=ptx,
+        fast=ptx > 0 and not float32 and fmt.codec.unpack is not None,
+        multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_held_blocks(layout),
         by_reference=by_reference,
@@ -369,9 +370,23 @@ def bytes_to_half_pairs(packed, PTX: tl.constexpr):
 
 
 @jit
-def bytes_to_integer_pairs(packed, PTX: tl.constexpr):
-    """A tile of bytes -> two tiles of int8 by PTX, of four bytes at a time: $0 and $1 from $2."""
-    return tl.inline_asm_elementwise(PTX, "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+def bytes_to_integers(packed, NUM_PLANES: tl.constexpr, HAS_HIGH: tl.constexpr, PTX: tl.constexpr):
+    """Tiles of bytes -> a tile of int8 for each of 2 or 4 planes by PTX, of four bytes at a time: a register each, and
+    then those of the bytes, as in :func:`bytes_to_four_planes`."""
+    if NUM_PLANES == 2:
+        planes = tl.inline_asm_elementwise(
+            PTX, "=r,=r,r", [packed[0]], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )  # fmt: skip
+    elif HAS_HIGH:
+        planes = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,r,r,r", [packed[0], packed[1], packed[2]],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        planes = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,r", [packed[0]], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
+        )  # fmt: skip
+    return planes
 
 
 @jit

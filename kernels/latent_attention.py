@@ -7,7 +7,8 @@ read it:
     S = sum over parts of q x^T   [rows, tokens]         O += P x   [rows, channels], a part at a time
 
 Queries are the first operand: with a hundred of them it is the tensor cores that limit. Masks, ranges of visible tokens
-and the softmax are those of :mod:`kvcompile.kernels.long_attention`.
+and the softmax are those of :mod:`kvcompile.kernels.long_attention`. On Hopper
+:mod:`kvcompile.kernels.hopper_latent_attention` takes its place, but for products in float32.
 
 Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-2, arXiv:2307.08691.
 """

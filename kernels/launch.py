@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvcompile.kernels import launcher
 from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.attention_configs import attention_config, latent_config, num_splits
+from kvcompile.kernels.attention_configs import attention_config, num_splits
 from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
 from kvcompile.kernels.latent_tiles import LatentOperand
-from kvcompile.kernels.launch_latent import attend_latents, operand_of, store_latents
+from kvcompile.kernels.launch_latent import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
 from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
 from kvcompile.kernels.layout import PackedLayout, Role
@@ -96,19 +96,19 @@ def attention(
     if isinstance(key, LatentOperand) or is_long(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
-        value = packed_operand("bfloat16", "value", v_head_dim, False, False)  # dequantized: in no rotated basis
+        value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
     else:
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
-        num_rows = batch * num_heads * q_len
+        num_rows, early = batch * num_heads * q_len, launcher.early_start(query.device)
         rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
         launch_combine(
             (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
             (num_rows, splits, num_heads, q_len),
-            (value, sinks is not None, rows_at_once, splits_at_once),
-            {"num_warps": 4 if splits > 1 else 1},
+            (value, sinks is not None, rows_at_once, splits_at_once, bool(early)),
+            {"num_warps": 4 if splits > 1 else 1, **early},
         )
     return out
 
@@ -118,15 +118,15 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
     layout = _layout(spec, role, head_dim)
     if not layout.format.has_levels:
         return operand_of(layout, data, float32), 1.0
-    _, _, has_ptx = launcher.facts_of(data.device)
-    return operand_and_scale(spec, role, head_dim, float32, has_ptx, is_reference(data))
+    capability, _, has_ptx = launcher.facts_of(data.device)
+    return operand_and_scale(spec, role, head_dim, float32, capability if has_ptx else 0, is_reference(data))
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
     """Attention on latents; arguments and results are those of :func:`attend_long`."""
-    capability, num_sms, _ = launcher.facts_of(call.query.device)
+    _, num_sms, _ = launcher.facts_of(call.query.device)
+    config = config_of(call)
     rows = call.group_size * call.query.shape[2]
-    config = latent_config(capability, rows, call.query.dtype == torch.float32)
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
     splits = num_splits(config, programs, call.kv_len, num_sms)
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
@@ -145,6 +145,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
     is_partial = splits > 1 or call.value.rotated or with_lse
+    early = launcher.early_start(call.query.device)
     partial = lse = out
     if is_partial:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
@@ -162,8 +163,9 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
+            bool(early),
         ),
-        config.options,
+        {**config.options, **early},
     )  # fmt: skip
     return partial, lse, splits
 
@@ -196,7 +198,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     if not layout.format.has_levels:
         store_latents(data, x, positions, written, has_valid, layout)
         return
-    operand, static_scale = operand_and_scale(spec, role, head_dim, True, False, is_reference(data))
+    operand, static_scale = operand_and_scale(spec, role, head_dim, True, 0, is_reference(data))
     if operand.granularity == "channel" and operand.residual is None:
         raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
     if operand.residual is None:
@@ -277,7 +279,7 @@ def store_pair(
     cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
     if cut_alike:
         (k_operand, k_scale), (v_operand, v_scale) = (
-            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, False, is_reference(data))
+            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, 0, is_reference(data))
             for layout, data in zip(layouts, (k_data, v_data), strict=True)
         )
         tiles = _store_tiles(k_operand, key)

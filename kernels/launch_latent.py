@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import launcher
+from kvcompile.kernels.attention_configs import WARP_SPECIALIZED_LATENTS, AttentionConfig, latent_config
 from kvcompile.kernels.codec import triton
 from kvcompile.kernels.latent_attention import latent_attention_kernel
 from kvcompile.kernels.latent_store import store_latents_kernel
@@ -17,8 +18,12 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import is_reference, strides_of
 
 if TYPE_CHECKING:
-    from kvcompile.kernels.attention_configs import AttentionConfig
     from kvcompile.kernels.launch_long import AttentionCall
+
+try:
+    from kvcompile.kernels.hopper_latent_attention import hopper_latent_attention_kernel
+except (ImportError, AttributeError):  # Gluon is experimental: without it, or with another one, all else works
+    hopper_latent_attention_kernel = None
 
 STORE_TOKENS = 16
 """Most tokens of a program that stores: 4 a warp, as in :mod:`kvcompile.kernels.deepseek_v4_kernels`."""
@@ -30,6 +35,14 @@ def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOpera
         raise ValueError(f"{layout.spec}: on a GPU, no tokens of a cache of latents are kept as they are")
     capability, _, has_ptx = launcher.facts_of(data.device)
     return latent_operand(float32, has_ptx and capability >= 9, is_reference(data))
+
+
+def config_of(call: AttentionCall) -> AttentionConfig:
+    """How to run :func:`attend_latents`, and by which kernel."""
+    capability, _, has_ptx = launcher.facts_of(call.query.device)
+    rows = call.group_size * call.query.shape[2]
+    has_gluon = has_ptx and launch_hopper_latent_attention is not None
+    return latent_config(capability, rows, call.query.dtype == torch.float32, has_gluon)
 
 
 def attend_latents(
@@ -44,7 +57,10 @@ def attend_latents(
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, num_rows, head_dim), dtype=torch.float32)
         lse = call.query.new_empty((splits, num_rows), dtype=torch.float32)
-    launch_latent_attention(
+    launch = launch_latent_attention
+    if config is WARP_SPECIALIZED_LATENTS:
+        launch = launch_hopper_latent_attention
+    launch(
         (ceil_div(call.group_size * q_len, config.rows), batch * num_kv_heads, splits),
         (call.query, call.k_data, call.mask, call.query if call.ranges is None else call.ranges, partial, lse),
         (call.query.stride(), strides_of(call.k_data), call.mask_strides),
@@ -77,4 +93,5 @@ def store_latents(
 
 
 launch_latent_attention = Launcher(latent_attention_kernel)
+launch_hopper_latent_attention = hopper_latent_attention_kernel and Launcher(hopper_latent_attention_kernel)
 launch_store_latents = Launcher(store_latents_kernel)

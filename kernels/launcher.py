@@ -34,7 +34,7 @@ class Launcher:
         strides: tuple[tuple[int, ...], ...],
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         """Run the kernel; its parameters are ``tensors``, ``strides``, ``numbers`` and ``constants``, in this order."""
         device = tensors[0].device
@@ -71,6 +71,13 @@ def facts_of(device: torch.device) -> tuple[int, int, bool]:
         return 0, 2, False
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count, torch.version.hip is None
+
+
+def early_start(device: torch.device) -> dict[str, Any]:
+    """The launch options of a kernel that may start before the one before it has ended, and waits for that itself;
+    empty before Hopper (programmatic dependent launch, which CUDA graphs keep)."""
+    capability, _, has_ptx = facts_of(device)
+    return {"launch_pdl": True} if has_ptx and capability >= 9 else {}
 
 
 def precision(has_ptx: bool) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.attention_tile import log2_bias, tanh
 from kvcompile.kernels.codec import jit, tl
+from kvcompile.kernels.visible_range import visible_tokens
 
 
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "q_len", "kv_len", "padded_len", "num_splits", "num_rows"])
@@ -102,41 +103,22 @@ def visible_tiles(
 ):  # fmt: skip
     """The tiles of TOKENS tokens of one split, and what a bool mask shows.
 
-    Args:
-        first_row: of the ROWS query rows of a program, GROUP_SIZE to a position.
-        in_query: bool [ROWS].
-        range_ptrs: [ROWS], with a bool mask the ranges of the rows' positions.
+    Args are those of :func:`kvcompile.kernels.visible_range.visible_tokens`.
 
     Returns:
-        (first_tile, first_full, end_full, end_tile): some row sees a token in every tile from ``first_tile`` to
-        ``end_tile``, and all rows see all tokens of those from ``first_full`` to ``end_full``;
-        (row_begin, row_end, holes): [ROWS], [ROWS] and a scalar, of a bool mask.
+        (first_tile, first_full, end_full, end_tile): no row sees a token in a tile outside [first_tile, end_tile), and
+        all rows see all tokens of those from ``first_full`` to ``end_full``;
+        what a bool mask shows, as from there.
     """
-    # Some row sees a token of [begin, end), all rows see [all_begin, all_end).
-    begin, end = 0, kv_len
-    all_begin, all_end = 0, kv_len
-    row_begin, row_end, holes = 0, 0, 0
-    if IS_CAUSAL:
-        end = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
-        all_end = min(kv_len, first_row // GROUP_SIZE + 1)
-    if MASK == "bool":
-        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
-        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
-        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
-        begin = tl.min(row_begin, 0)
-        end = tl.minimum(end, tl.max(row_end, 0))
-        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
-        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
-        all_end = tl.where(holes != 0, 0, all_end)
-    elif MASK == "float":
-        all_end = 0
+    tokens, ranges = visible_tokens(first_row, in_query, range_ptrs, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
+    begin, end, all_begin, all_end = tokens
     first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)
     tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), num_splits)
     first_tile += split * tiles_per_split
     end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
     first_full = tl.minimum(tl.maximum(tl.cdiv(all_begin, TOKENS), first_tile), tl.maximum(end_tile, first_tile))
     end_full = tl.maximum(tl.minimum(all_end // TOKENS, end_tile), first_full)
-    return (first_tile, first_full, end_full, end_tile), (row_begin, row_end, holes)
+    return (first_tile, first_full, end_full, end_tile), ranges
 
 
 @jit

@@ -8,13 +8,15 @@ from kvcompile.kernels.rotation_tiles import unrotate
 
 
 @jit
-def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+def load_packed(
+    ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr, CENTER: tl.constexpr
+):  # fmt: skip
     """A tile of packed tokens: code sections, and scales and zeros (the scales, where there are none).
 
     Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value; those of high bits come
     as :func:`_load_high_bits` says. Scales and zeros are float32 [tokens] if they are per token; per group one float32
     tile for each plane that broadcasts to the codes; per channel one for each plane, [blocks, width], of the section's
-    dtype. The center of the codec's levels is part of the zeros.
+    dtype. CENTER, by which the levels that will be multiplied are less than those of the format, is part of the zeros.
 
     Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
     """
@@ -47,23 +49,24 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         zero = _load_metadata(
             ptr + OPERAND.zero_offset, stride_block, block, slot, exists, column, OPERAND.zero_dtype, OPERAND
         )
-        if OPERAND.granularity == "token":
-            zero += OPERAND.center * scale
-        elif OPERAND.granularity == "group":
+        if CENTER == 0.0:
+            pass
+        elif OPERAND.granularity == "token":
+            zero += CENTER * scale
+        else:
+            tl.static_assert(OPERAND.granularity == "group")
             centered = ()
             NUM_PLANES: tl.constexpr = OPERAND.num_planes
             for plane in tl.static_range(NUM_PLANES):
-                centered = centered + (zero[plane] + OPERAND.center * scale[plane],)  # noqa: RUF005
+                centered = centered + (zero[plane] + CENTER * scale[plane],)  # noqa: RUF005
             zero = centered
-        else:
-            tl.static_assert(OPERAND.center == 0.0)
     return packed, scale, zero
 
 
 @jit
 def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
     """Ask for the bytes of a tile to come to the L2 cache, where a later :func:`load_packed` finds them."""
-    if OPERAND.has_ptx:
+    if OPERAND.ptx > 0:
         BLOCKS: tl.constexpr = TOKENS // OPERAND.block_tokens
         LINES: tl.constexpr = OPERAND.prefetched_lines
         last_block = tl.maximum((tokens_left - 1) // OPERAND.block_tokens, 0)

@@ -21,14 +21,21 @@ def in_digits(key, rows):
     return key.multiplies_integers and rows < 8
 
 
+@constexpr_function
+def key_center(key, rows):
+    """By how much the levels that such a query is multiplied with are less than those of the format: integers need no
+    center, as they are exact."""
+    return 0.0 if in_digits(key, rows) else key.center
+
+
 @jit
 def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
     """The query as the second operand of the scores: (operand, factor, q_sum).
 
     ``operand`` are planes [padded_width, columns], one for each plane of the key, with rows scaled to what the products
-    can hold; in digits the planes, and the products [columns] to which theirs are added. ``factor`` [rows] takes the
-    scaling back and includes the scale of the scores; ``q_sum`` [rows] is the sum over channels as the products see
-    them, in the units of the scores.
+    can hold; in digits the planes, and the product [rows] of the offset of all levels, in the units of the scores.
+    ``factor`` [rows] takes the scaling back and includes the scale of the scores; ``q_sum`` [rows] is the sum over
+    channels as the products see them, in the units of the scores.
     """
     channel = tl.arange(0, KEY.padded_head_dim)[None, :]
     in_bounds = in_query[:, None] & (channel < KEY.head_dim)
@@ -61,16 +68,35 @@ def _query_in_digits(q, score_scale, KEY: tl.constexpr):
     """:func:`load_query` of rows in digits."""
     high, low, factor = _digits(q)
     factor = factor * score_scale
-    high_sum, low_sum = tl.sum(high.to(tl.int32), 1), tl.sum(low.to(tl.int32), 1)
-    q_sum = (high_sum * 128 + low_sum).to(tl.float32) * factor
-    # Codes are multiplied, of which levels are less the center: zero points contain it.
-    first_products = _side_by_side(high_sum[None, :], low_sum[None, :]) * (0 - KEY.integer_center)
-    high, low = transposed(planes_of(high, KEY), KEY), transposed(planes_of(low, KEY), KEY)
+    q_sum = tl.sum(high.to(tl.int32) * 128 + low.to(tl.int32), 1).to(tl.float32) * factor
+    high, low = planes_of(high, KEY), planes_of(low, KEY)
+    if KEY.codec.interleaved:
+        high, low = interleaved(high), interleaved(low)
+    high, low = transposed(high, KEY), transposed(low, KEY)
     planes = ()
     NUM_PLANES: tl.constexpr = KEY.num_planes
     for plane in tl.static_range(NUM_PLANES):
         planes = planes + (_side_by_side(high[plane], low[plane]),)  # noqa: RUF005
-    return (planes, first_products), factor * KEY.gain, q_sum
+    return (planes, q_sum * (KEY.codec.integer_offset * KEY.gain)), factor * KEY.gain, q_sum
+
+
+@jit
+def interleaved(planes):
+    """The planes [rows, width] of a query in the order of integers that are looked up by nibbles, of two planes of
+    codes a byte: the first and the middle plane, then the next of each half.
+
+    Of four columns ``j`` to ``j + 3`` of two planes, the first result has ``j`` and ``j + 1`` of both, each plane in
+    turn, and the second has the others.
+    """
+    PAIRS: tl.constexpr = len(planes) // 2
+    ROWS: tl.constexpr = planes[0].shape[0]
+    WIDTH: tl.constexpr = planes[0].shape[1]
+    result = ()
+    for i in tl.static_range(PAIRS):
+        pairs = tl.reshape(tl.join(planes[i], planes[i + PAIRS]), [ROWS, WIDTH // 4, 2, 4])
+        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        result = result + (tl.reshape(first, [ROWS, WIDTH]), tl.reshape(second, [ROWS, WIDTH]))  # noqa: RUF005
+    return result
 
 
 @jit
@@ -84,15 +110,22 @@ def _digits(q):
 
 
 @jit
-def products_of_digits(levels, operand, ROWS: tl.constexpr):
-    """``level . q`` for integer levels [tokens, width] of each plane and a query in digits, float32 [tokens, rows]."""
-    planes, products = operand
-    products = tl.broadcast_to(products, [levels[0].shape[0], products.shape[1]])
-    NUM_PLANES: tl.constexpr = len(planes)
+def scores_of_digits(integers, query, KEY: tl.constexpr):
+    """``level . q`` in the units of the scores, float32 [tokens, rows], for the integers [tokens, width] of each plane
+    and a query in digits."""
+    operand, factor, _ = query
+    planes, offset_product = operand
+    TOKENS: tl.constexpr = integers[0].shape[0]
+    ROWS: tl.constexpr = factor.shape[0]
+    products = tl.full([TOKENS, 2 * ROWS], 0, tl.int32)
+    NUM_PLANES: tl.constexpr = KEY.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        products = tl.dot(levels[plane], planes[plane], products, out_dtype=tl.int32)
-    high, low = tl.split(tl.reshape(products, [products.shape[0], ROWS, 2]))
-    return (high * 128 + low).to(tl.float32)
+        products = tl.dot(integers[plane], planes[plane], products, out_dtype=tl.int32)
+    high, low = tl.split(tl.reshape(products, [TOKENS, ROWS, 2]))
+    scores = (high * 128 + low).to(tl.float32) * factor[None, :]
+    if KEY.codec.integer_offset != 0.0:
+        scores += offset_product[None, :]
+    return scores
 
 
 @jit

@@ -69,3 +69,40 @@ def visible_range_kernel(mask_ptr, out_ptr, mask_strides, q_len, kv_len, num_hea
     tl.store(out_ptr, first)
     tl.store(out_ptr + 1, last)
     tl.store(out_ptr + 2, ((last > 0) & (tl.sum(count, 0) < (last - first) * num_heads)).to(tl.int32))
+
+
+@jit
+def visible_tokens(
+    first_row, in_query, range_ptrs, q_len, kv_len,
+    GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What the rows of a program see.
+
+    Args:
+        first_row: of the ROWS query rows, GROUP_SIZE to a position.
+        in_query: bool [ROWS].
+        range_ptrs: [ROWS], with a bool mask the ranges of the rows' positions.
+
+    Returns:
+        (begin, end, all_begin, all_end): no row sees a token outside [begin, end), and all rows see those of
+        [all_begin, all_end), of which nothing is known under a float mask;
+        (row_begin, row_end, holes): [ROWS], [ROWS] and a scalar, of a bool mask.
+    """
+    begin, end = 0, kv_len
+    all_begin, all_end = 0, kv_len
+    row_begin, row_end, holes = 0, 0, 0
+    if IS_CAUSAL:
+        end = min(kv_len, min((first_row + ROWS - 1) // GROUP_SIZE, q_len - 1) + 1)
+        all_end = min(kv_len, first_row // GROUP_SIZE + 1)
+    if MASK == "bool":
+        row_begin = tl.load(range_ptrs, mask=in_query, other=1 << 30)
+        row_end = tl.load(range_ptrs + 1, mask=in_query, other=0)
+        holes = tl.max(tl.load(range_ptrs + 2, mask=in_query, other=0), 0)
+        begin = tl.min(row_begin, 0)
+        end = tl.minimum(end, tl.max(row_end, 0))
+        all_begin = tl.max(tl.where(in_query, row_begin, 0), 0)
+        all_end = tl.minimum(all_end, tl.min(tl.where(in_query, row_end, 1 << 30), 0))
+        all_end = tl.where(holes != 0, 0, all_end)
+    elif MASK == "float":
+        all_end = 0
+    return (begin, end, all_begin, all_end), (row_begin, row_end, holes)

@@ -22,7 +22,7 @@ from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import CacheMeta, PackedTensor
 
 FORMAT = "kvcompile.cache"
-VERSION = 1
+VERSION = 2
 """Of the description below and of the layout of packed bytes. A file of another version is not read."""
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -5,8 +5,9 @@ largest channel lands on the largest finite value of the format, 448 or 57344. I
 and in ``fp8_e4m3_scale0.0123`` it is the number in the name, for keys or values of one layer: from a calibration, or
 ``k_scale`` and ``v_scale`` of a checkpoint. It takes no bytes and, as a factor of queries or outputs, no time to read.
 Channels beyond ``scale * largest`` saturate there; ``x`` is multiplied by the inverse scale, rounded to float32.
-Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480; those of e5m2 as +-57344
-for infinity and 57344 for NaN, so that no byte has a level that is not finite.
+Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as +-57344
+for infinity and 57344 for NaN, so that no byte has a level that is not finite. (On GPUs that convert e4m3 themselves
+its NaN is NaN in keys, whose scores are masked there, and 480 in values, which have no weight.)
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -20,38 +21,66 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, round_to_integer, tl
+from kvcompile.kernels.codec import Codec, bytes_to_halves, constexpr_function, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, float32
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 
 
+# A byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8, subnormals
+# included.
+SHIFT_E4M3_PTX = """{
+    .reg .b32 low, high, low_bits, high_bits, gain;
+    mov.b32 gain, 0x5c005c00;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    shr.u32 low_bits, low, 1;
+    shr.u32 high_bits, high, 1;
+    and.b32 low_bits, low_bits, 0x3f803f80;
+    and.b32 high_bits, high_bits, 0x3f803f80;
+    lop3.b32 low, low, 0x80008000, low_bits, 0xea;
+    lop3.b32 high, high, 0x80008000, high_bits, 0xea;
+    mul.rn.f16x2 $0, low, gain;
+    mul.rn.f16x2 $1, high, gain;
+    }"""
+
+CONVERT_E4M3_PTX = """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+
+# min returns the number where the other operand is NaN.
+CONVERT_E4M3_TO_FINITE_PTX = """{
+    .reg .b16 low, high;
+    .reg .b32 first, second, most;
+    mov.b32 most, 0x5f805f80;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    min.f16x2 $0, first, most;
+    min.f16x2 $1, second, most;
+    }"""
+
+
+@constexpr_function
+def _e4m3_ptx(operand):
+    if operand.ptx < 9:
+        return SHIFT_E4M3_PTX
+    return CONVERT_E4M3_TO_FINITE_PTX if operand.column_major else CONVERT_E4M3_PTX
+
+
 @jit
 def _unpack_e4m3(packed, OPERAND: tl.constexpr):
-    # The byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8,
-    # subnormals included, and finite for the NaN patterns 0x7f and 0xff.
-    return (
-        bytes_to_halves(
-            packed[0],
-            """{
-            .reg .b32 low, high, low_bits, high_bits;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            shr.u32 low_bits, low, 1;
-            shr.u32 high_bits, high, 1;
-            and.b32 low_bits, low_bits, 0x3f803f80;
-            and.b32 high_bits, high_bits, 0x3f803f80;
-            lop3.b32 $0, low, 0x80008000, low_bits, 0xea;
-            lop3.b32 $1, high, 0x80008000, high_bits, 0xea;
-            }""",
-        ),
-    )
+    PTX: tl.constexpr = _e4m3_ptx(OPERAND)
+    return (bytes_to_halves(packed[0], PTX),)
 
 
 @jit
 def _levels_e4m3(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     bits = codes.to(tl.int16)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
 @jit
@@ -120,7 +149,6 @@ class Fp8(Format):
             steps_per_unit=2.0 ** (bias - 1 + mantissa_bits),
         )  # fmt: skip
         if dtype is torch.float8_e4m3fn:
-            self.gain = 256.0
             self.codec = Codec(_encode, _levels_e4m3, _unpack_e4m3, constants=constants)
         else:
             self.codec = Codec(_encode, _levels_e5m2, _unpack_e5m2, constants=constants)

@@ -31,14 +31,15 @@ from kvcompile.kernels.codec import (
     Codec,
     bytes_to_four_planes,
     bytes_to_half_pairs,
-    bytes_to_integer_pairs,
+    bytes_to_integers,
     jit,
     round_to_integer,
     tl,
 )
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
-from kvcompile.kernels.formats.ptx import half_pair, unpack_four_planes
+from kvcompile.kernels.formats.lookup_ptx import lookup_halves
+from kvcompile.kernels.formats.ptx import half_pair
 
 
 @jit
@@ -60,7 +61,7 @@ NIBBLES_PTX = """{
 def _integers_4bit(packed, OPERAND: tl.constexpr):
     """The codes themselves."""
     PTX: tl.constexpr = OPERAND.codec.constants.integers_ptx
-    return bytes_to_integer_pairs(packed[0], PTX)
+    return bytes_to_integers(packed, OPERAND.num_planes, OPERAND.num_high > 0, PTX)
 
 
 def _unpack_4bit_ptx(center: float) -> str:
@@ -125,11 +126,10 @@ class AsymmetricInt(Format):
         center = 0.0 if granularity == "channel" else float(2 ** (bits - 1))
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
         if bits == 4:
-            constants.unpack_ptx = _unpack_4bit_ptx(center)
+            constants.unpack_ptx, constants.integers_ptx = _unpack_4bit_ptx(center), NIBBLES_PTX
         else:
-            constants.unpack_ptx = unpack_four_planes(bits == 3, 1.0, center, "mov.b32 {out}, v;")
+            constants.unpack_ptx = lookup_halves([code - center for code in range(2**bits)], has_high=bits == 3)
         unpack = _unpack_4bit if bits == 4 else _unpack_four_planes
-        constants.integers_ptx = NIBBLES_PTX
         integers = _integers_4bit if bits == 4 else None
         self.codec = Codec(_encode, _levels, unpack, integers, center=center, constants=constants)
 

@@ -20,10 +20,11 @@ import kvcompile.kernels.ops  # noqa: F401
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, time_graph
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import pack_tokens
+from kvcompile.kernels.packing import pack_blocks, pack_tokens
 from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.residual import header_of
 from kvcompile.passes.site import FormatPair
-from kvcompile.presets import PRESETS, preset_names, resolve
+from kvcompile.presets import preset_names, resolve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
@@ -82,24 +83,39 @@ def parse_formats(name: str) -> tuple[str, FormatPair]:
 
     Raises:
         PolicyError: there is no such name.
-        BenchError: caches of these formats cannot be timed.
+        BenchError: it stands for none.
     """
     pair = resolve(name)
     if pair is None:
         raise BenchError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
-    if _keeps_tokens(pair):
+    return name, pair
+
+
+def parse_fully_packed(name: str) -> tuple[str, FormatPair]:
+    """:func:`parse_formats` of formats whose caches keep no tokens as they are.
+
+    Raises:
+        PolicyError, BenchError: as there, or because they do.
+    """
+    _, pair = parse_formats(name)
+    if keeps_tokens(pair):
         raise BenchError(f"{name!r} keeps recent tokens as they are: the caches timed here have none")
     return name, pair
 
 
-def _keeps_tokens(pair: FormatPair) -> bool:
+def keeps_tokens(pair: FormatPair) -> bool:
+    """Whether caches keep some tokens as they are."""
     return pair.residual("key", DTYPE) is not None or pair.residual("value", DTYPE) is not None
 
 
 def default_formats() -> list[tuple[str, FormatPair]]:
-    """A cache that keeps its dtype, and all presets whose caches are packed throughout."""
-    presets = (name for name in preset_names() if not _keeps_tokens(PRESETS[name]))
-    return [parse_formats(name) for name in ("bfloat16", *presets)]
+    """A cache that keeps its dtype, and all presets."""
+    return [parse_formats(name) for name in ("bfloat16", *preset_names())]
+
+
+def fully_packed_formats() -> list[tuple[str, FormatPair]]:
+    """Those of :func:`default_formats` whose caches keep no tokens as they are."""
+    return [(name, pair) for name, pair in default_formats() if not keeps_tokens(pair)]
 
 
 @dataclass(frozen=True)
@@ -109,10 +125,10 @@ class Caches:
     shape: Shape
     pair: FormatPair
 
-    @property
+    @functools.cached_property
     def layouts(self) -> tuple[PackedLayout, PackedLayout]:
         head_dim = self.shape.head_dim
-        return PackedLayout(self.pair.key, "key", head_dim), PackedLayout(self.pair.value, "value", head_dim)
+        return self.pair.layout("key", head_dim, DTYPE), self.pair.layout("value", head_dim, DTYPE)
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of the blocks of K and V that hold ``num_tokens`` tokens of all sequences, metadata included."""
@@ -123,8 +139,12 @@ class Caches:
         """``count`` caches of ``shape.context`` random tokens, (k_data, v_data) each.
 
         They are windows of one large cache, which lie ``step`` tokens apart; side by side by default. Blocks are
-        outermost in packed data, so that a window has the strides and the alignment of a cache of its own.
+        outermost in packed data, so that a window has the strides and the alignment of a cache of its own. Caches that
+        keep tokens as they are have a header, and stand alone.
         """
+        if keeps_tokens(self.pair):
+            assert step is None
+            return [(self._random_cache(keys), self._random_cache(values)) for keys, values in [self.layouts] * count]
         length = num_blocks(self.shape.context)
         step = length if step is None else num_blocks(step)
         blocks = (count - 1) * step + length
@@ -140,6 +160,14 @@ class Caches:
             x = torch.randn(batch, heads, len(chunk) * BLOCK_TOKENS, layout.head_dim, dtype=DTYPE, device=DEVICE)
             chunk.copy_(pack_tokens(layout, x))
         return data
+
+    def _random_cache(self, layout: PackedLayout) -> Tensor:
+        """Packed data of ``shape.context`` normally distributed tokens, some of which may be kept as they are."""
+        shape = self.shape
+        x = torch.randn(shape.batch, shape.num_kv_heads, shape.context, shape.head_dim, dtype=DTYPE, device=DEVICE)
+        num_tokens = max(1, _CHUNK_VALUES // (x[:, :, :BLOCK_TOKENS].numel())) * BLOCK_TOKENS
+        blocks = [pack_blocks(layout, chunk) for chunk in x.split(num_tokens, 2)]
+        return torch.cat([header_of(layout, x), *blocks] if layout.residual else blocks)
 
     def attention(
         self,
@@ -164,8 +192,8 @@ class Caches:
             is_causal=False,
             scale=self.shape.head_dim**-0.5,
             softcap=0.0,
-            k_format=self.pair.key,
-            v_format=self.pair.value,
+            k_format=self.layouts[0].spec,
+            v_format=self.layouts[1].spec,
             v_head_dim=self.shape.head_dim,
             ranges=ranges,
         )

@@ -71,7 +71,7 @@ def compiled(capability, monkeypatch):
     for module, names in (
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
         (launch_long, "dequantize long_attention"),
-        (launch_latent, "latent_attention store_latents"),
+        (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
     ):
         for name in names.split():
@@ -289,19 +289,44 @@ def test_dequantizing_compiles(format_name, compiled):
     assert len(compiled["dequantize"]) == 2
 
 
+def attend_to_latents(num_heads, mask=None, **query_options):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 1000, 1, 1, CPU)
+    query = torch.zeros(1, num_heads, 1, 512, **{"dtype": torch.bfloat16, **query_options})
+    launch.attention(query, data, None, mask, None, 1000, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "capability", "programs", "shared_kilobytes"),
     [(16, 90, 2, 228), (128, 90, 1, 228), (128, 80, 1, 100)],
     indirect=["capability"],
 )
-def test_programs_that_attend_to_latents_fit_a_multiprocessor(num_heads, programs, shared_kilobytes, compiled):
-    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 1000, 1, 1, CPU)
-    query, mask = torch.zeros(1, num_heads, 1, 512, dtype=torch.bfloat16), torch.zeros(1000)
-    launch.attention(query, data, None, mask, None, 1000, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
+def test_programs_that_attend_to_latents_fit_a_multiprocessor(
+    num_heads, programs, shared_kilobytes, compiled, monkeypatch
+):
+    monkeypatch.setattr(launch_latent, "launch_hopper_latent_attention", None)
+    attend_to_latents(num_heads, torch.zeros(1000))
     (kernel,) = compiled["latent_attention"]
     assert programs * (kernel.metadata.shared + 1024) <= shared_kilobytes * 1024  # a program reserves a kilobyte
     loop = main_loop(kernel)
     assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1000, dtype=torch.bool)])
+def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
+    attend_to_latents(128, mask)
+    (kernel,) = compiled["hopper_latent_attention"]
+    assert kernel.metadata.num_warps == 12
+    assert kernel.metadata.shared <= 227 * 1024
+    loop = main_loop(kernel)
+    assert count(loop, "HGMMA") == 512 // 16 + 2 * 64 // 16  # weighs one tile, accumulates two
+    if mask is None:
+        assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
+
+
+def test_products_of_latents_in_float32_are_left_to_the_portable_kernel(compiled):
+    attend_to_latents(16, dtype=torch.float32)
+    assert len(compiled["latent_attention"]) == 1
+    assert not compiled["hopper_latent_attention"]
 
 
 def test_storing_latents_compiles_without_spills(compiled):

@@ -245,6 +245,8 @@ def test_every_code_has_the_level_of_the_specification(format_name, device):
     codes = case.layouts[1].split(case.data[1])["codes"]
     generator = torch.Generator().manual_seed(3)
     codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=generator))
+    if format_name == "fp8_e4m3":
+        codes[codes & 0x7F == 0x7F] = 0  # NaN is never written, and its level depends on the GPU
     for token in (0, 5, 40, 63):
         case.check((torch.arange(64) == token).expand(1, 1, 1, -1))
 
@@ -363,7 +365,7 @@ def test_data_with_a_residual_may_have_any_strides(device):
 
 
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
-    key, value = (packed_operand(INT8, role, 128, False, False) for role in ("key", "value"))
+    key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
     config = attention_config(9, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):
         for kv_len in (1, 64, 1000, 32768, 131072):

@@ -11,7 +11,7 @@ from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.formats import FORMATS, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM
 from kvcompile.kernels.formats.half import nearest_half
-from kvcompile.kernels.formats.turboquant import centroid
+from kvcompile.kernels.formats.turboquant import CENTROIDS, STEP, codebook
 from kvcompile.kernels.rotation import random_signs, rotate
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -23,7 +23,7 @@ DISTORTION = {  # mean squared error of N(0, 1) channels at head_dim 64 to 256
     "int2": 0.4,
     "fp8_e4m3": 8e-4,
     "fp8_e5m2": 3.2e-3,
-    "turboquant_2bit": 0.1198,
+    "turboquant_2bit": 0.121,
     "turboquant_2.5bit": 0.077,
     "turboquant_3bit": 0.0353,
     "turboquant_3.5bit": 0.0225,
@@ -437,13 +437,25 @@ def test_turboquant_encodes_to_the_nearest_centroid(name):
 
 
 @pytest.mark.parametrize("bits", LLOYD_MAX)
-def test_a_turboquant_codebook_is_odd_rising_and_within_a_quarter_percent_of_lloyd_max(bits):
-    centroids = centroid(torch.arange(2**bits, dtype=torch.uint8), bits).double()
-    torch.testing.assert_close(centroids, -centroids.flip(0))
-    assert torch.all(centroids.diff() > 0)
+def test_the_distortion_of_a_turboquant_codebook_is_that_of_lloyd_max(bits):
+    centroids = torch.tensor(sorted(codebook(bits)), dtype=torch.float64) * STEP
     x = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
     density = torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
     thresholds = (centroids[1:] + centroids[:-1]) / 2
     error = (x - centroids[torch.bucketize(x, thresholds)]).square()
     distortion = torch.trapezoid(error * density, x).item()
-    assert LLOYD_MAX[bits] * 0.9995 < distortion < LLOYD_MAX[bits] * 1.0025
+    assert LLOYD_MAX[bits] * 0.9995 < distortion < LLOYD_MAX[bits] * 1.001
+
+
+@every_turboquant
+def test_turboquant_levels_are_its_codebook(name):
+    fmt = get_format(name)
+    for i, bits in enumerate(fmt.plane_bits):
+        levels = fmt.levels(torch.arange(2**bits, dtype=torch.uint8), i)
+        torch.testing.assert_close(levels, torch.tensor(codebook(bits)) * STEP, rtol=0, atol=0)
+
+
+def test_centroids_are_such_that_a_gpu_can_look_them_up_as_integers_of_eight_bits():
+    for centroids in CENTROIDS.values():
+        assert list(centroids) == sorted(centroids)
+        assert all(centroid % 1 == 0.5 and 0 < centroid < 128 for centroid in centroids)

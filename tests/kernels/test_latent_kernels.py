@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kinds import BY_TOKEN
 from test_attention_kernel import BOTH, MASKS, NAN_BYTES, hide_packed_form
 
-from kvcompile.kernels import launch, launch_long, launcher
+from kvcompile.kernels import launch, launch_latent, launch_long, launcher
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend
@@ -72,9 +72,20 @@ class Case:
         assert (out.float() - expected).norm() < tolerance * expected.norm()
 
 
+@pytest.fixture(params=["as configured", pytest.param("portable", marks=pytest.mark.gpu)])
+def kernel(request, device, monkeypatch):
+    """The kernel that a device is configured for; and where that is one for Hopper, the portable kernel."""
+    if request.param == "portable":
+        if launcher.facts_of(device)[0] != 9:
+            pytest.skip("the portable kernel is the one that is configured")
+        monkeypatch.setattr(launch_latent, "launch_hopper_latent_attention", None)
+
+
+BOTH_KERNELS = pytest.mark.usefixtures("kernel")
 ON_GPUS_ONLY = [pytest.param(64, 3, marks=pytest.mark.gpu), pytest.param(128, 17, marks=pytest.mark.gpu)]
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize(
     ("num_heads", "q_len"), [(1, 1), (3, 17), (16, 1), (16, 3), (17, 1), (64, 1), (128, 1), *ON_GPUS_ONLY]
 )
@@ -88,17 +99,20 @@ def test_queries_of_latents_may_be_of_any_float_dtype(num_heads, dtype, device):
     Case(device, num_heads=num_heads, dtype=dtype).check()
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 63, 64, 65, 129, 600])
 def test_every_length_of_a_cache_of_latents_agrees_and_nothing_beyond_it_is_seen(kv_len, device):
     Case(device, kv_len=kv_len, batch=1, num_heads=4).check()
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_latents_mean_what_they_mean_to_the_specification(mask, device):
     case = Case(device, num_heads=5, q_len=3, kv_len=150)
     case.check(MASKS[mask](case.batch, 5, 3, case.kv_len))
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 70), (17, 17), (40, 100), (70, 65)])
 def test_a_causal_query_sees_the_latents_up_to_its_own_position(q_len, kv_len, device):
     Case(device, num_heads=3, q_len=q_len, kv_len=kv_len, batch=1).check(is_causal=True)
@@ -117,12 +131,14 @@ def test_a_query_that_sees_no_latent_gets_zeros(hidden, device):
     assert case.kernel().eq(0).all()
 
 
+@BOTH_KERNELS
 def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
     case = Case(device, num_heads=4, q_len=3)
     case.check(sinks=torch.tensor([0.5, -20.0, 8.0, float("-inf")]), softcap=5.0)
     case.check(torch.arange(case.kv_len) > 99, sinks=torch.zeros(4, dtype=torch.bfloat16))
 
 
+@BOTH_KERNELS
 @pytest.mark.parametrize("num_sms", [1, 3, 64])
 def test_the_number_of_splits_of_latents_does_not_matter(num_sms, device, monkeypatch):
     capability, _, has_ptx = launcher.facts_of(device)
@@ -140,6 +156,7 @@ def test_latents_and_queries_may_have_any_strides(device):
     assert torch.equal(case.kernel(data=wide), expected)
 
 
+@BOTH_KERNELS
 def test_a_latent_that_is_not_finite_spoils_its_own_sequence_only(device):
     case = Case(device)
     x = torch.zeros(2, 1, 1, 512)
@@ -148,6 +165,23 @@ def test_a_latent_that_is_not_finite_spoils_its_own_sequence_only(device):
     out = case.kernel()
     assert out[1].isnan().any()
     assert not out[0].isnan().any()
+
+
+@BOTH_KERNELS
+def test_every_code_and_every_scale_of_a_latent_is_dequantized_exactly(device):
+    """Attention to a single token is its latent; bytes that no latent of moderate size is stored as mean something."""
+    case = Case(device, batch=18, kv_len=1, num_heads=3)
+    codes, scales = case.data[0, :, 0, :448], case.data[0, :, 0, 64 * 576 : 64 * 576 + 7]
+    codes[:] = (torch.arange(448) + 64 * torch.arange(18)[:, None]).remainder(256).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    scales[:] = torch.arange(18 * 7).view(18, 7) * 2 % 247  # to the largest that keeps 448 finite
+    case.query[:] = 0
+    codes[16, 70], scales[17, 3] = 0xFF, 255
+    out, expected = case.kernel().float(), case.expected()
+    torch.testing.assert_close(out[:16], expected[:16], rtol=0, atol=2e-38)  # subnormal numbers may be zeros
+    for sequence in (16, 17):
+        assert expected[sequence].isnan().any()
+        assert out[sequence].isnan().any()
 
 
 # Storing

@@ -56,8 +56,14 @@ def assert_same_sections(layout, data, expected, device):
             tolerance = torch.finfo(written[name].dtype).eps if device.type == "cpu" else 0
             torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=0, equal_nan=True)
         elif name == "codes":
-            planes = zip(layout.format.packing.planes(written), layout.format.packing.planes(expected), strict=True)
-            distance = torch.stack([(a.int() - b.int()).abs() for a, b in planes])
+            distance = torch.stack(
+                [
+                    (ranks(layout.format, a, i) - ranks(layout.format, b, i)).abs()
+                    for i, (a, b) in enumerate(
+                        zip(*map(layout.format.packing.planes, (written, expected)), strict=True)
+                    )
+                ]
+            )
             if layout.format.rotated:  # another order of summation, so that ties may round the other way
                 assert distance.max() <= 1
                 # A constant vector, one in nine, rotates to one large channel and otherwise nothing but ties.
@@ -67,6 +73,12 @@ def assert_same_sections(layout, data, expected, device):
         elif name in ("scale", "zero"):
             tolerance = 2e-3 if layout.format.rotated else 0
             torch.testing.assert_close(written[name], expected[name], rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def ranks(fmt, codes, plane):
+    """The places of levels in the order of their size, as those of a TurboQuant format do not rise with its codes."""
+    levels = fmt.levels(torch.arange(2 ** fmt.packing.plane_bits(plane), dtype=torch.uint8), plane)
+    return levels.argsort(stable=True).argsort()[codes.long()]
 
 
 def vectors(batch, heads, tokens, head_dim, dtype=torch.bfloat16, seed=0):

@@ -1,0 +1,118 @@
+"""PTX text that looks up small numbers by packed codes: four bytes of each code section at once.
+
+``PRMT`` picks four of eight bytes by the low 16 bits of a register, three bits of each nibble: one of it looks up four
+codes, which stand in nibbles, in a table of eight bytes. The highest of four bits is a sign. The nibbles of a byte are
+codes of two planes, so that the bytes of a looked-up register come from those planes in turn: byte ``j`` of the first
+plane, ``j`` of the second, ``j + 1`` of the first, ``j + 1`` of the second.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+
+def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
+    """PTX from registers of four bytes to int8, a register for each plane, in the order of
+    :func:`kvcompile.kernels.query_tiles.interleaved`: $0 and $1 for codes of four bits, else $0 to $3.
+
+    What comes out is ``floor(level)``; levels are odd multiples of a half, so that this is ``level - 0.5``.
+
+    Args:
+        levels: the numbers of codes 0, 1, ...: 4, 8 or 16. Of 16 the second half are the negatives of the first.
+        has_high: whether a section of high bits follows the low ones. The operands are then the low bits, the high
+            bits where the first piece is meant (bits 0, 2, 4, 6 of a byte) and the second (bits 1, 3, 5, 7), 0 where
+            the other one is.
+    """
+    num_planes = _num_planes(levels)
+    lines, nibbles = _nibbles(levels, has_high, num_outputs=num_planes)
+    tables = _tables("integer", [math.floor(level) for level in levels])
+    for i, register in enumerate(nibbles):
+        lines += _index(register, levels)
+        for half in range(2):
+            lines.append(_lookup(f"${2 * i + half}", "integer", half, levels))
+            if num_planes == 2:
+                lines.append(f"xor.b32 ${half}, ${half}, sign{half};")  # floor(-x) is the complement of floor(x)
+    return _function(lines, tables)
+
+
+def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
+    """PTX from registers of four bytes to fp16, two registers for each plane: $0 to $3 for codes of four bits, else $0
+    to $7. Arguments are those of :func:`lookup_integers`; levels are any that are exact in fp16."""
+    num_planes = _num_planes(levels)
+    lines, nibbles = _nibbles(levels, has_high, num_outputs=2 * num_planes)
+    bits = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
+    tables = _tables("high", [n >> 8 for n in bits])
+    has_low = any(n & 0xFF for n in bits)
+    if has_low:
+        tables |= _tables("low", [n & 0xFF for n in bits])
+    else:
+        lines.append("mov.b32 low, 0;")
+    for i, register in enumerate(nibbles):
+        lines += _index(register, levels)
+        for half in range(2):
+            lines.append(_lookup("high", "high", half, levels))
+            if has_low:
+                lines.append(_lookup("low", "low", half, levels))
+            if num_planes == 2:
+                lines.append(f"lop3.b32 high, high, sign{half}, 0x80808080, 0x78;")  # high ^ (sign & 0x80...)
+            for plane, selector in ((i, "0x6240"), (i + num_planes // 2, "0x7351")):
+                lines.append(f"prmt.b32 ${2 * plane + half}, low, high, {selector};")
+    return _function(lines, tables)
+
+
+def _num_planes(levels: Sequence[float]) -> int:
+    return 2 if len(levels) == 16 else 4
+
+
+def _nibbles(levels: Sequence[float], has_high: bool, num_outputs: int) -> tuple[list[str], list[str]]:
+    """PTX that puts codes into the nibbles of registers, and those: one for two planes."""
+    codes = f"${num_outputs}"
+    if len(levels) == 16:
+        return [], [codes]
+    names = ["nibbles0", "nibbles1"]
+    if not has_high:
+        shift = f"shr.u32 nibbles1, {codes}, 2;"
+        return [f"and.b32 nibbles0, {codes}, 0x33333333;", shift, "and.b32 nibbles1, nibbles1, 0x33333333;"], names
+    first, second = f"${num_outputs + 1}", f"${num_outputs + 2}"
+    return [
+        # The bit of plane p at 2 * p, from whichever piece is there, and nothing else: a nibble's fourth bit stays 0.
+        f"shr.u32 bits, {second}, 1;",
+        f"lop3.b32 bits, {first}, bits, 0x55555555, 0xa8;",  # (first | bits) & 0x55...
+        "shl.b32 shifted, bits, 2;",
+        f"lop3.b32 nibbles0, {codes}, shifted, 0x33333333, 0xe4;",  # codes & 0x33... | shifted & ~0x33...
+        f"shr.u32 shifted, {codes}, 2;",
+        "lop3.b32 nibbles1, shifted, bits, 0x33333333, 0xe4;",
+    ], names
+
+
+def _index(nibbles: str, levels: Sequence[float]) -> list[str]:
+    """PTX that makes selectors of the low and the high four nibbles, and of their fourth bits signs of bytes."""
+    if len(levels) < 16:
+        return [f"mov.b32 index0, {nibbles};", f"shr.u32 index1, {nibbles}, 16;"]
+    return [
+        f"and.b32 index0, {nibbles}, 0x77777777;",
+        "shr.u32 index1, index0, 16;",
+        f"shl.b32 shifted, {nibbles}, 4;",
+        # The highest bits of bytes, each all over its byte: those of low nibbles in ``shifted``.
+        f"prmt.b32 sign0, {nibbles}, shifted, 0x9d8c;",
+        f"prmt.b32 sign1, {nibbles}, shifted, 0xbfae;",
+    ]
+
+
+def _lookup(output: str, table: str, half: int, levels: Sequence[float]) -> str:
+    """PTX that looks up four nibbles."""
+    return f"prmt.b32 {output}, {table}0, {table}{0 if len(levels) == 4 else 1}, index{half};"
+
+
+def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
+    """Up to eight bytes, four a register."""
+    words = [numbers[i : i + 4] for i in range(0, min(8, len(numbers)), 4)]
+    return {f"{name}{i}": "0x" + bytes(n & 0xFF for n in reversed(word)).hex() for i, word in enumerate(words)}
+
+
+def _function(lines: list[str], tables: dict[str, str]) -> str:
+    names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high", *tables]
+    moves = [f"mov.b32 {name}, {word};" for name, word in tables.items()]
+    return "\n".join(["{", f".reg .b32 {', '.join(names)};", *moves, *lines, "}"])

@@ -1,0 +1,55 @@
+"""Runs the few PTX instructions that unpack codes, so that their text is tested without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+
+def run(text: str, num_outputs: int, *inputs: int) -> list[int]:
+    """The 32-bit registers ``$0`` to ``$num_outputs - 1`` after PTX text that reads the inputs as the next ones."""
+    registers = {f"${num_outputs + i}": value for i, value in enumerate(inputs)}
+    for statement in text.strip().strip("{}").split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if name and name != ".reg":
+            output, *sources = (operand.strip() for operand in operands.split(","))
+            values = [registers[s] if s in registers else int(s, 0) for s in sources]
+            registers[output] = _INSTRUCTIONS[re.sub(r"\.(u32|b32)$", "", name)](*values) & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def _prmt(a: int, b: int, selectors: int) -> int:
+    choices = (b << 32 | a).to_bytes(8, "little")
+    result = []
+    for i in range(4):
+        selector = selectors >> 4 * i & 15
+        byte = choices[selector & 7]
+        result.append((0xFF if byte & 0x80 else 0) if selector & 8 else byte)
+    return int.from_bytes(result, "little")
+
+
+def _lop3(a: int, b: int, c: int, table: int) -> int:
+    return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def _halves(operation):
+    def apply(*words: int) -> int:
+        pairs = [np.array([word], np.uint32).view(np.float16).astype(np.float32) for word in words]
+        return int(operation(*pairs).astype(np.float16).view(np.uint32)[0])
+
+    return apply
+
+
+_INSTRUCTIONS = {
+    "mov": lambda a: a,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": lambda a, n: a << n,
+    "shr": lambda a, n: a >> n,
+    "prmt": _prmt,
+    "lop3": _lop3,
+    "add.rn.f16x2": _halves(lambda a, b: a + b),
+    "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c),
+}

@@ -1,0 +1,67 @@
+"""What the PTX of the formats makes of packed codes, without a GPU to run it."""
+
+import numpy as np
+import pytest
+import torch
+from ptx_machine import run
+
+from kvcompile.kernels.formats import get_format
+
+WIDTH = 32  # bytes of a vector, of which the PTX takes four at a time
+FORMATS = [
+    "turboquant_4bit",
+    "turboquant_3bit",
+    "turboquant_2bit",
+    "int4_unrotated",
+    "int3_unrotated",
+    "int2_unrotated",
+]
+
+
+def packed_codes(fmt):
+    """Random codes of each plane [WIDTH], and the registers of four bytes that hold them: (codes, high bits...)."""
+    planes = torch.randint(2 ** int(fmt.bits), (fmt.num_planes, WIDTH), dtype=torch.uint8)
+    parts = fmt.packing.pack(planes.flatten())
+    sections = [parts["codes"].numpy()]
+    if "high" in parts:
+        # As the kernels load it: once for each piece, and 0 where the other one is meant.
+        high = parts["high"].numpy()
+        nothing = np.zeros_like(high)
+        sections += [np.concatenate([high, nothing]), np.concatenate([nothing, high])]
+    return planes, [section.view(np.uint32).tolist() for section in sections]
+
+
+def interleaved(planes):
+    """The order of :func:`kvcompile.kernels.query_tiles.interleaved`, written out."""
+    result = [torch.empty_like(plane) for plane in planes]
+    for i in range(len(planes) // 2):
+        for j in range(0, WIDTH, 4):
+            both = torch.stack([planes[i][j : j + 4], planes[i + len(planes) // 2][j : j + 4]], 1).flatten()
+            result[2 * i][j : j + 4], result[2 * i + 1][j : j + 4] = both[:4], both[4:]
+    return result
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_become_the_levels_of_the_specification_in_halves(name):
+    fmt = get_format(name)
+    planes, registers = packed_codes(fmt)
+    ptx = fmt.codec.constants.halves_ptx if fmt.rotated else fmt.codec.constants.unpack_ptx
+    outputs = [run(ptx, 2 * fmt.num_planes, *words) for words in zip(*registers, strict=True)]
+    words = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
+    levels = torch.from_numpy(
+        np.ascontiguousarray(words).view(np.float16).reshape(fmt.num_planes, WIDTH).copy()
+    ).float()
+    expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
+    torch.testing.assert_close((levels + fmt.codec.center) * fmt.gain, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head"])
+def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification(name):
+    fmt = get_format(name)
+    planes, registers = packed_codes(fmt)
+    outputs = [run(fmt.codec.constants.integers_ptx, fmt.num_planes, *words) for words in zip(*registers, strict=True)]
+    words = np.ascontiguousarray(np.array(outputs, np.uint32).T)
+    integers = torch.from_numpy(words.view(np.int8).reshape(fmt.num_planes, WIDTH).copy()).float()
+    expected = [fmt.levels(plane, i) for i, plane in enumerate(planes)]
+    expected = torch.stack(interleaved(expected) if fmt.codec.interleaved else expected)
+    torch.testing.assert_close((integers + fmt.codec.integer_offset) * fmt.gain, expected, rtol=1e-6, atol=0)
