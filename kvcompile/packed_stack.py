@@ -50,8 +50,7 @@ class PackedStack(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, packed: PackedParts) -> PackedStack:
-        """Quantizes parts of a plain stack of caches [B, H, S, D] or [B, S, H, D], or of pools of blocks; the others are
-        copied."""
+        """Quantizes parts of a plain stack of caches or of pools of blocks; the others are copied."""
         stack_shape = x.shape[:-CACHE_RANK]
         parts = [
             packed_of(x[index], *packed[index]) if index in packed else x.detach()[index].clone()
@@ -92,7 +91,9 @@ class PackedStack(PackedSubclass):
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
         parts = [
-            part._stable_hash_for_caching() if isinstance(part, (PackedTensor, PackedPool)) else (part.shape, part.stride())
+            part._stable_hash_for_caching()
+            if isinstance(part, (PackedTensor, PackedPool))
+            else (part.shape, part.stride())
             for part in self.parts
         ]
         return str((self.stack_shape, self.dtype, self.device, parts))
