@@ -25,7 +25,7 @@ Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-t
 part is visible still occupies all of them.
 
 Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
-scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte of a value has a finite level.
+scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attention_kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
 
@@ -71,10 +71,10 @@ def attention_kernel(
         softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
         key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
-        STARTS_EARLY: whether the kernel may start before the one before it has ended.
+        MERGES_EARLY: whether the kernel that merges the splits is launched to start early. This one is not: programs of
+            a kernel before it that are still there would leave no room for the last of its own, which are one wave.
     """
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_wait()  # what that one writes is there now
+    if MERGES_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)

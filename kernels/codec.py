@@ -9,8 +9,8 @@ A codec is the part of a format that differs between formats, as functions that 
     encode(x, in_vector, OPERAND) -> codes, scale, zero
         ``x`` is float32 [vectors, channels] in the stored basis and finite; the channels of a row share a scale.
         ``in_vector`` is bool [1, channels]; channels that are not in it only pad to a power of two, and hold 0.
-        ``codes`` has the shape of ``x`` (int32, or what is stored as it is), ``scale`` and ``zero`` are float32
-        [vectors] (ignored when the format has no section for them).
+        ``codes`` has the shape of ``x`` (int32, of which the lowest byte counts, or what is stored as it is), ``scale``
+        and ``zero`` are float32 [vectors] (ignored when the format has no section for them).
 
     levels(codes, PLANE, OPERAND) -> level
         The codes of a plane as float32 levels. The level of the spec is ``gain * level + center``. Every code, also one

@@ -65,7 +65,7 @@ def _rotation_of_planes(OPERAND: tl.constexpr):
         column = tl.arange(0, OPERAND.padded_width)
         for plane in tl.static_range(NUM_PLANES):
             row = tl.where(column < OPERAND.width, plane * OPERAND.width + column, OPERAND.padded_head_dim)
-            rotation = rotation + (hadamard_rows(row, OPERAND),)  # noqa: RUF005
+            rotation = rotation + (hadamard_rows(row, OPERAND.head_dim, OPERAND.padded_head_dim),)  # noqa: RUF005
     return rotation
 
 

@@ -7,7 +7,7 @@ is computed once and cached.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from kvcompile.kernels.store_blocks import (
     store_blocks_kernel,
     store_few_kernel,
 )
+from kvcompile.kernels.store_configs import StoreTiles, store_tiles
 from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
 
 _layout = PackedLayout.parse
@@ -145,7 +146,6 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
     is_partial = splits > 1 or call.value.rotated or with_lse
-    early = launcher.early_start(call.query.device)
     partial = lse = out
     if is_partial:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
@@ -163,9 +163,9 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
-            bool(early),
+            is_partial and bool(launcher.early_start(call.query.device)),
         ),
-        {**config.options, **early},
+        config.options,
     )  # fmt: skip
     return partial, lse, splits
 
@@ -221,47 +221,23 @@ def _store_tokens(
     operand: PackedOperand,
     static_scale: float,
 ) -> None:
-    num_kv_heads, num_tokens = x.shape[1:3]
+    batch, num_kv_heads, num_tokens, _ = x.shape
     _, _, has_ptx = launcher.facts_of(data.device)
     tiles = _store_tiles(operand, x)
     launch_store(
-        (tiles.programs, 1, 1),
+        (tiles.programs, num_kv_heads, batch),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (
-            num_kv_heads,
-            num_tokens,
-            data.shape[0] * operand.block_tokens,
-            tiles.num_tiles,
-            tiles.tiles_per_program,
-            static_scale,
-        ),
+        (num_tokens, data.shape[0] * operand.block_tokens, tiles.tiles_per_program, static_scale),
         (operand, has_valid, tiles.tokens, precision(has_ptx)),
-        {"num_warps": tiles.num_warps, **ASSERTING},
+        {**tiles.options, **ASSERTING},
     )
-
-
-class StoreTiles(NamedTuple):
-    """How tokens are shared out: ``num_tiles`` tiles of ``tokens`` tokens, ``tiles_per_program`` to a program."""
-
-    tokens: int
-    num_warps: int
-    num_tiles: int
-    tiles_per_program: int
-
-    @property
-    def programs(self) -> int:
-        return ceil_div(self.num_tiles, self.tiles_per_program)
 
 
 def _store_tiles(operand: PackedOperand, x: Tensor) -> StoreTiles:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, num_sms, _ = launcher.facts_of(x.device)
-    tokens, num_warps = (1, 1) if num_tokens == 1 else (operand.block_tokens if operand.rotated else 32, 4)
-    num_tiles = ceil_div(num_tokens, tokens) * batch * num_kv_heads
-    # Programs of several tiles make their rotation matrix once; enough programs to fill the device come first.
-    tiles_per_program = max(1, min(16, num_tiles // (8 * num_sms))) if operand.rotated else 1
-    return StoreTiles(tokens, num_warps, num_tiles, tiles_per_program)
+    capability, num_sms, _ = launcher.facts_of(x.device)
+    return store_tiles(capability, operand, num_tokens, batch * num_kv_heads, num_sms)
 
 
 def store_pair(
@@ -293,17 +269,17 @@ def store_pair(
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
     _, _, has_ptx = launcher.facts_of(key.device)
     launch_store_pair(
-        (tiles.programs, 2, 1),
+        (tiles.programs, 2 * num_kv_heads, batch),
         (k_data, v_data, key, value, positions, written),
         (
             strides_of(k_data), strides_of(v_data), key.stride(), value.stride(), positions.stride(), written.stride(),
         ),
         (
-            num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.num_tiles,
-            tiles.tiles_per_program, k_scale, v_scale,
+            num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.tiles_per_program, k_scale,
+            v_scale,
         ),
         (k_operand, v_operand, valid is not None, tiles.tokens, precision(has_ptx)),
-        {"num_warps": tiles.num_warps, **ASSERTING},
+        {**tiles.options, **ASSERTING},
     )  # fmt: skip
 
 

@@ -33,12 +33,24 @@ def rotates_by_products(operand, rows):
     return operand.rotated and rows >= 16 and operand.padded_head_dim <= 128
 
 
+@constexpr_function
+def product_channels(operand):
+    """Channels that a product on tensor cores sums over.
+
+    The Hadamard matrix of ``16 * n`` channels, a power of two, is the Kronecker product of those of ``n`` and of 16.
+    The product with the latter has a matrix of two elements a thread; what remains are sums and differences of numbers
+    that a thread has. A block-diagonal matrix is multiplied as a whole.
+    """
+    return 16 if operand.head_dim == operand.padded_head_dim else operand.padded_head_dim
+
+
 @jit
 def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
     """What :func:`to_stored_basis` multiplies tiles of ROWS rows by, if it does."""
     matrix = 0
     if rotates_by_products(OPERAND, ROWS):
-        matrix = hadamard_matrix(OPERAND)
+        SUMMED: tl.constexpr = product_channels(OPERAND)
+        matrix = hadamard_rows(tl.arange(0, SUMMED), min(OPERAND.head_dim, SUMMED), SUMMED)
     return matrix
 
 
@@ -56,21 +68,36 @@ def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`rotate` for at least 16 rows of any float dtype, as a product with :func:`hadamard_matrix`.
+    """:func:`rotate` for at least 16 rows of any float dtype, by products with :func:`rotation_matrix`.
 
     Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
     """
-    channel = tl.arange(0, OPERAND.padded_head_dim)
+    ROWS: tl.constexpr = x.shape[0]
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    SUMMED: tl.constexpr = product_channels(OPERAND)
+    PARTS: tl.constexpr = CHANNELS // SUMMED
+    channel = tl.arange(0, CHANNELS)
     if PRECISION == "ieee":
         x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
     if OPERAND.rotation_seed != 0:
         x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
-    return tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION) * rotation_norm(channel, OPERAND.head_dim)[None, :]
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PARTS, SUMMED]), (1, 0, 2)), [PARTS * ROWS, SUMMED])
+    x = tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION)
+    x = tl.reshape(x, [PARTS, ROWS * SUMMED])
+    for stage in tl.static_range(3):
+        if PARTS >> stage > 1:
+            # The first bit of the part, which sums and differences move to the end.
+            halves = tl.reshape(x, [2, PARTS >> (stage + 1), (ROWS * SUMMED) << stage])
+            first, second = tl.split(tl.permute(halves, (1, 2, 0)))
+            x = tl.join(first + second, first - second)
+            x = tl.reshape(x, [PARTS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, PARTS]), (0, 2, 1)), [ROWS, CHANNELS])
+    return x * rotation_norm(channel, OPERAND.head_dim)[None, :]
 
 
 @jit
 def rotation_norm(channel, HEAD_DIM: tl.constexpr):
-    """What scales the columns of :func:`hadamard_matrix` to length 1; 0 in padding."""
+    """What scales the columns of :func:`hadamard_rows` to length 1; 0 in padding."""
     norm = tl.zeros(channel.shape, tl.float32)
     for bit in tl.static_range(4, 9):
         norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
@@ -78,15 +105,8 @@ def rotation_norm(channel, HEAD_DIM: tl.constexpr):
 
 
 @jit
-def hadamard_matrix(OPERAND: tl.constexpr):
-    """The Hadamard matrix of :func:`hadamard` without its norm: 1, -1 and 0, float32 [channels, channels]."""
-    return hadamard_rows(tl.arange(0, OPERAND.padded_head_dim), OPERAND)
-
-
-@jit
-def hadamard_rows(row, OPERAND: tl.constexpr):
-    """Some rows of :func:`hadamard_matrix`; those beyond head_dim are 0."""
-    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Some rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1, -1, 0 in padding."""
     row = row[:, None]
     column = tl.arange(0, CHANNELS)[None, :]
     matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)
@@ -95,7 +115,7 @@ def hadamard_rows(row, OPERAND: tl.constexpr):
         odd = odd ^ (odd >> 4)
         odd = odd ^ (odd >> 2)
         odd = (odd ^ (odd >> 1)) & 1
-        in_block = _in_rotation_block(row, bit, OPERAND.head_dim) & _in_rotation_block(column, bit, OPERAND.head_dim)
+        in_block = _in_rotation_block(row, bit, HEAD_DIM) & _in_rotation_block(column, bit, HEAD_DIM)
         matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
     return matrix
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import jit, planes_of, tl
+from kvcompile.kernels.codec import constexpr_function, jit, planes_of, tl
 from kvcompile.kernels.references import referred
-from kvcompile.kernels.rotation_tiles import rotation_matrix, to_stored_basis
+from kvcompile.kernels.rotation_tiles import rotates_by_products, rotation_matrix, to_stored_basis
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
+@jit(do_not_specialize=["num_tokens", "num_slots", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
+    num_tokens, num_slots, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TOKENS tokens of one head. Grid (ceil(num_tiles / tiles_per_program),).
+    """A tile is TOKENS tokens of one head. Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
@@ -24,62 +24,110 @@ def store_kernel(
         static_scale: of the format, if OPERAND takes one.
     """
     _store_tiles(
-        data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-        num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS,
-        PRECISION,
+        tl.program_id(1), data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides,
+        valid_strides, num_tokens, num_slots, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "num_tiles", "tiles_per_program"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "tiles_per_program"])
 def store_pair_kernel(
     k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
     k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, value_scale,
+    num_kv_heads, num_tokens, num_slots, tiles_per_program, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """:func:`store_kernel` for keys and values of the same positions. Grid (ceil(num_tiles / tiles_per_program), 2)."""
-    if tl.program_id(1) == 0:
+    """:func:`store_kernel` for keys and values of the same positions: the second dimension of the grid has the heads of
+    keys, and then those of values."""
+    head = tl.program_id(1)
+    if head < num_kv_heads:
         _store_tiles(
-            k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides, valid_strides,
-            num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS,
-            PRECISION,
+            head, k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides,
+            valid_strides, num_tokens, num_slots, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS, PRECISION,
         )  # fmt: skip
     else:
         _store_tiles(
-            v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides, position_strides,
-            valid_strides, num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, value_scale, VALUE,
-            HAS_VALID, TOKENS, PRECISION,
+            head - num_kv_heads, v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides,
+            position_strides, valid_strides, num_tokens, num_slots, tiles_per_program, value_scale, VALUE, HAS_VALID,
+            TOKENS, PRECISION,
         )  # fmt: skip
 
 
 @jit
 def _store_tiles(
-    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, num_tiles, tiles_per_program, static_scale,
+    head, data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_tokens, num_slots, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of this program."""
-    data_ptr = referred(data_ptr, OPERAND)
+    """The tiles of this program, which are of one head."""
+    batch = tl.program_id(2).to(tl.int64)
+    head = head.to(tl.int64)
+    head_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    x_ptr += batch * x_strides[0] + head * x_strides[1]
     matrix = rotation_matrix(OPERAND, TOKENS)
+    in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
     for i in range(tiles_per_program):
-        tile = tl.program_id(0) * tiles_per_program + i
-        if tile < num_tiles:
-            tiles_of_head = tl.cdiv(num_tokens, TOKENS)
-            batch = (tile // tiles_of_head // num_kv_heads).to(tl.int64)
-            head = (tile // tiles_of_head % num_kv_heads).to(tl.int64)
-            token = (tile % tiles_of_head * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        first_token = (tl.program_id(0) * tiles_per_program + i) * TOKENS
+        if first_token < num_tokens:
+            tokens_left = tl.minimum(num_tokens - first_token, TOKENS)
+            before = first_token.to(tl.int64)
+            # Also vectors that are not written: this need not wait for positions.
+            x = _load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
+            tile_positions_ptr = positions_ptr + before * position_strides[1]
             position, written = load_positions(
-                positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
-                HAS_VALID,
+                tile_positions_ptr, valid_ptr + before * valid_strides[1], batch, tl.arange(0, TOKENS).to(tl.int64),
+                position_strides, valid_strides, tokens_left, num_slots, HAS_VALID,
             )  # fmt: skip
-
-            channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
-            in_head = channel < OPERAND.head_dim
-            x_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + (token * x_strides[2])[:, None]
-            x = tl.load(x_ptrs + channel * x_strides[3], mask=written[:, None] & in_head, other=0.0)
+            first_position = tl.load(tile_positions_ptr + batch * position_strides[0])
             encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
-            block_ptr = data_ptr + batch * data_strides[1] + head * data_strides[2]
-            _store_tile(block_ptr, data_strides[0], position, written, encoded, OPERAND, TOKENS)
+            _store_tile(head_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
+
+
+@constexpr_function
+def channels_at_once(operand, tokens):
+    """Channels of the runs that vectors are loaded in, see :func:`_load_vectors`."""
+    all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
+    return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
+
+
+@jit
+def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The vectors [TOKENS, padded_head_dim] of the tokens from ``x_ptr`` on, of which those left repeat the last.
+
+    Triton spreads a row of what is loaded over as many threads as it can. Loaded in runs of 32 channels, a bfloat16
+    vector is in four threads: the planes of codes that share a byte are then in one, and what is computed once a
+    vector is computed by few. (A product on tensor cores, and one token, have layouts of their own.)
+    """
+    RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
+    RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
+    token = tl.minimum(tl.arange(0, TOKENS), tokens_left - 1).to(tl.int64)
+    x_ptrs = x_ptr + (token * x_strides[2])[:, None]
+    runs = ()
+    for i in tl.static_range(RUNS):
+        channel = i * RUN + tl.arange(0, RUN)[None, :]
+        # A mask, even if all is in it, would have the registers of what is loaded cleared before.
+        if OPERAND.head_dim == OPERAND.padded_head_dim:
+            run = tl.load(x_ptrs + channel * x_strides[3])
+        else:
+            run = tl.load(x_ptrs + channel * x_strides[3], mask=channel < OPERAND.head_dim, other=0.0)
+        runs = runs + (run,)  # noqa: RUF005
+    return _side_by_side(runs)
+
+
+@jit
+def _side_by_side(runs):
+    """A tile of up to eight tiles [rows, columns], a power of two of them, one after the other."""
+    RUNS: tl.constexpr = len(runs)
+    ROWS: tl.constexpr = runs[0].shape[0]
+    COLUMNS: tl.constexpr = runs[0].shape[1]
+    for stage in tl.static_range(3):
+        if RUNS >> stage > 1:
+            # Each with the one half of them further on: a new last dimension is the next bit of a run's number.
+            pairs = ()
+            for i in tl.static_range(RUNS >> (stage + 1)):
+                pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
+            runs = pairs
+    x = tl.permute(tl.reshape(runs[0], [ROWS, COLUMNS, RUNS]), (0, 2, 1))
+    return tl.reshape(x, [ROWS, RUNS * COLUMNS])
 
 
 @jit
@@ -100,13 +148,18 @@ def load_positions(
 
 
 @jit
-def _store_tile(ptr, stride_block, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """Store encoded tokens at their positions in the blocks from ``ptr`` on."""
-    first = tl.min(position, 0)
-    in_order = (position == first + tl.arange(0, TOKENS)) & written
-    if OPERAND.block_tokens == TOKENS and (tl.min(in_order.to(tl.int32), 0) > 0) & (first % TOKENS < 1):
+def _store_tile(
+    ptr, stride_block, first_position, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Store encoded tokens at their positions, of which one is known to all threads, in the blocks from ``ptr`` on."""
+    in_order = (position == first_position + tl.arange(0, TOKENS)) & written
+    if (
+        OPERAND.block_tokens == TOKENS
+        and (tl.min(in_order.to(tl.int32), 0) > 0)
+        and (first_position % OPERAND.block_tokens < 1)
+    ):
         # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
-        block_ptr = ptr + first // TOKENS * stride_block
+        block_ptr = ptr + first_position // OPERAND.block_tokens * stride_block
         everywhere = tl.full([TOKENS], True, tl.int1)
         store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
     else:
@@ -136,7 +189,7 @@ def encode_tile(
     they are its own, scales of NaN.
     """
     x = to_stored_basis(x, matrix, OPERAND, PRECISION)
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
+    finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, as is any sum with it
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.takes_static_scale:
@@ -188,12 +241,29 @@ def _store_high_bits(block_ptrs, slot, written, planes, K: tl.constexpr, OPERAND
     bits = (planes[0] >> (OPERAND.low_bits + K)) & 1
     for i in tl.static_range(OTHER_PLANES):
         bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (PIECES * (i + 1))
-    column = tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape)
-    high = bits
+    pieces = _pieces(bits, PIECES, HIGH_WIDTH)
+    high = pieces[0]
     for piece in tl.static_range(OTHER_PIECES):
-        index = tl.minimum(column + (piece + 1) * HIGH_WIDTH, bits.shape[1] - 1)
-        high |= tl.gather(bits, index, 1) << (piece + 1)
+        high |= pieces[piece + 1] << (piece + 1)
     _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+
+
+@jit
+def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """PIECES, 2 or 4, runs of WIDTH columns of a tile as a tuple of tiles, which may be padded."""
+    ROWS: tl.constexpr = x.shape[0]
+    if x.shape[1] == PIECES * WIDTH:
+        low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PIECES // 2, WIDTH]), (0, 3, 2, 1)))
+        if PIECES == 2:
+            pieces = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
+        else:
+            pieces = tl.split(low) + tl.split(high)
+    else:
+        column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+        pieces = (x,)
+        for i in tl.static_range(PIECES - 1):
+            pieces = pieces + (tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1),)  # noqa: RUF005
+    return pieces
 
 
 @jit

@@ -6,8 +6,8 @@ and in ``fp8_e4m3_scale0.0123`` it is the number in the name, for keys or values
 ``k_scale`` and ``v_scale`` of a checkpoint. It takes no bytes and, as a factor of queries or outputs, no time to read.
 Channels beyond ``scale * largest`` saturate there; ``x`` is multiplied by the inverse scale, rounded to float32.
 Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as +-57344
-for infinity and 57344 for NaN, so that no byte has a level that is not finite. (On GPUs that convert e4m3 themselves
-its NaN is NaN in keys, whose scores are masked there, and 480 in values, which have no weight.)
+for infinity and 57344 for NaN, so that no byte has a level that is not finite. (GPUs that convert e4m3 themselves read
+both of its NaN as 480.)
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from kvcompile.kernels.bit_planes import Packing
 from kvcompile.kernels.codec import Codec, bytes_to_halves, constexpr_function, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, float32
+from kvcompile.kernels.tile_rounding import converts_fp8, quotient
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 
@@ -44,15 +45,8 @@ SHIFT_E4M3_PTX = """{
     mul.rn.f16x2 $1, high, gain;
     }"""
 
+# The patterns of NaN become 480: min returns the number where the other operand is NaN.
 CONVERT_E4M3_PTX = """{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-
-# min returns the number where the other operand is NaN.
-CONVERT_E4M3_TO_FINITE_PTX = """{
     .reg .b16 low, high;
     .reg .b32 first, second, most;
     mov.b32 most, 0x5f805f80;
@@ -66,9 +60,7 @@ CONVERT_E4M3_TO_FINITE_PTX = """{
 
 @constexpr_function
 def _e4m3_ptx(operand):
-    if operand.ptx < 9:
-        return SHIFT_E4M3_PTX
-    return CONVERT_E4M3_TO_FINITE_PTX if operand.column_major else CONVERT_E4M3_PTX
+    return SHIFT_E4M3_PTX if operand.ptx < 9 else CONVERT_E4M3_PTX
 
 
 @jit
@@ -118,8 +110,23 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     scale = tl.div_rn(tl.max(tl.abs(x), 1), largest)
     level = x
     if OPERAND.has_scale:
-        level = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-    magnitude = tl.minimum(tl.abs(level), largest)
+        level = quotient(x, tl.where(scale > 0, scale, 1.0), 0.0)
+    level = tl.clamp(level, -largest, largest)
+    codes = _converted(level, OPERAND) if converts_fp8() else _rounded(level, OPERAND)
+    return codes, scale, scale
+
+
+@jit
+def _converted(level, OPERAND: tl.constexpr):
+    """The bytes of float32 levels by the conversion of the GPU."""
+    DTYPE: tl.constexpr = tl.float8e4nv if OPERAND.codec.constants.mantissa_bits == 3 else tl.float8e5
+    return level.to(DTYPE).to(tl.uint8, bitcast=True)
+
+
+@jit
+def _rounded(level, OPERAND: tl.constexpr):
+    """The bytes of float32 levels by arithmetic."""
+    magnitude = tl.abs(level)
     # Round the float32 pattern to the mantissa bits, ties to even, and rebase the exponent. Below the smallest normal
     # level all are multiples of one step; one that rounds up to that level gets its code, as the patterns continue.
     DROPPED: tl.constexpr = 23 - OPERAND.codec.constants.mantissa_bits
@@ -128,7 +135,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     normal = rounded - ((127 - OPERAND.codec.constants.bias) << OPERAND.codec.constants.mantissa_bits)
     subnormal = round_to_integer(magnitude * OPERAND.codec.constants.steps_per_unit).to(tl.int32)
     sign = (level.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return sign | tl.where(magnitude < OPERAND.codec.constants.smallest_normal, subnormal, normal), scale, scale
+    return sign | tl.where(magnitude < OPERAND.codec.constants.smallest_normal, subnormal, normal)
 
 
 class Fp8(Format):

@@ -33,13 +33,13 @@ from kvcompile.kernels.codec import (
     bytes_to_half_pairs,
     bytes_to_integers,
     jit,
-    round_to_integer,
     tl,
 )
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves
 from kvcompile.kernels.formats.ptx import half_pair
+from kvcompile.kernels.tile_rounding import quotient, round_to_byte
 
 
 @jit
@@ -103,8 +103,9 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     largest = tl.max(tl.where(in_vector, x, float("-inf")), 1)
     zero = 0.0 - half_above_tile(0.0 - smallest)  # never -0, as in the specification
     scale = half_above_tile(tl.div_rn(largest - zero, OPERAND.codec.constants.max_code))
-    code = round_to_integer(tl.div_rn(x - zero[:, None], tl.where(scale > 0, scale, 1.0)[:, None]))
-    return tl.clamp(code, 0.0, OPERAND.codec.constants.max_code).to(tl.int32), scale, zero
+    # Both were rounded outwards: codes are between 0 and the largest without a clamp.
+    level = quotient(x - zero[:, None], tl.where(scale > 0, scale, 1.0), 2.0**-24)
+    return round_to_byte(level, 0), scale, zero
 
 
 class AsymmetricInt(Format):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, round_to_integer, tl
+from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
+from kvcompile.kernels.tile_rounding import quotient, round_to_byte
 
 
 @jit
@@ -47,8 +48,11 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
     if OPERAND.scale_dtype == tl.float16:
         scale = half_above_tile(scale)
-    code = round_to_integer(tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None]))
-    return tl.clamp(code, -127.0, 127.0).to(tl.int32) + 128, scale, scale
+    SMALLEST: tl.constexpr = 2.0**-24 if OPERAND.scale_dtype == tl.float16 else 0.0
+    level = quotient(x, tl.where(scale > 0, scale, 1.0), SMALLEST)
+    if OPERAND.scale_dtype != tl.float16:
+        level = tl.clamp(level, -127.0, 127.0)  # a subnormal scale may have been rounded down a lot
+    return round_to_byte(level, 128), scale, scale
 
 
 class Int8(Format):

@@ -24,6 +24,7 @@ The scale, close to the root mean square of the channels, is fp16: it saturates 
 from __future__ import annotations
 
 import itertools
+import struct
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -41,6 +42,7 @@ from kvcompile.kernels.codec import (
 )
 from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_integers
+from kvcompile.kernels.tile_rounding import has_ptx
 
 HALF_MAX = 65504.0
 
@@ -100,32 +102,71 @@ def _magnitude(index, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 
 @jit
 def _encode(x, in_vector, OPERAND: tl.constexpr):
-    head_dim = tl.sum(in_vector.to(tl.float32), 1)
-    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), head_dim))
-    direction = tl.div_rn(x, tl.where(rms > 0, rms, 1.0)[:, None])
-    codes, levels = _nearest(direction, 0, OPERAND)
+    HEAD_DIM: tl.constexpr = float(OPERAND.head_dim)
+    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), HEAD_DIM))
+    # Not a division: sums in another order leave larger errors in x.
+    inverse = tl.broadcast_to(tl.div_rn(1.0, tl.where(rms > 0, rms, 1.0))[:, None], x.shape)
+    nearest = _nearest(x, inverse, 0, OPERAND)
     LAST: tl.constexpr = OPERAND.num_planes - 1
     if OPERAND.codec.constants.coefficients[0] != OPERAND.codec.constants.coefficients[LAST]:
         # Half of the channels have a bit less.
-        other_codes, other_levels = _nearest(direction, LAST, OPERAND)
         first_half = tl.arange(0, x.shape[1])[None, :] < OPERAND.head_dim // 2
-        codes = tl.where(first_half, codes, other_codes)
-        levels = tl.where(first_half, levels, other_levels)
-    levels = tl.where(in_vector, levels, 0.0)
-    decoded_rms = tl.sqrt_rn(tl.div_rn(tl.sum(levels * levels, 1), head_dim)) * OPERAND.gain
+        nearest = tl.where(first_half, nearest, _nearest(x, inverse, LAST, OPERAND))
+    squares = tl.sum(tl.where(in_vector, nearest & 0x3FFFF0, 0), 1)  # exact as float32: 16 times less than 2**24
+    decoded_rms = tl.sqrt_rn(tl.div_rn(squares.to(tl.float32) / 64, HEAD_DIM)) * OPERAND.gain
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
-    return codes, scale, scale
+    return nearest & 15, scale, scale
 
 
 @jit
-def _nearest(direction, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """Codes of the nearest centroids of a plane's codebook, and the magnitudes of those over the gain."""
-    index = tl.zeros(direction.shape, tl.int32)
-    NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
-    for i in tl.static_range(NUM_THRESHOLDS):
-        index += (tl.abs(direction) > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
-    codes = tl.where(direction < 0, index + OPERAND.codec.constants.sign[PLANE], index)
-    return codes, _magnitude(index, PLANE, OPERAND)
+def _nearest(x, inverse, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The centroids of a plane that are nearest to ``x * inverse``, int32: their codes in the lowest four bits, and
+    above them, in 18 bits, the squares of twice the centroids over the gain, which are integers."""
+    SIGN: tl.constexpr = OPERAND.codec.constants.sign[PLANE]
+    PTX: tl.constexpr = OPERAND.codec.constants.nearest_ptx[PLANE]
+    if has_ptx():
+        nearest = tl.inline_asm_elementwise(PTX, "=r,f,f", [x, inverse], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
+        index = tl.zeros(x.shape, tl.int32)
+        for i in tl.static_range(NUM_THRESHOLDS):
+            index += (tl.abs(x) * inverse > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+        level = _magnitude(index, PLANE, OPERAND) * 2
+        nearest = (level * level).to(tl.int32) * 16 + tl.where(x < 0, index + SIGN, index)
+    return nearest
+
+
+def _nearest_ptx(bits: int, thresholds: list[float]) -> str:
+    """PTX of :func:`_nearest`: $0 from $1 and $2.
+
+    The difference from a threshold, times so much that it is 0 or less, or 1 or more, and cut off there, is whether a
+    magnitude is above it: one instruction of the units for products, of which a GPU has twice as many as of those that
+    compare. These are summed in the mantissa of 1.5 * 2**23, and 16 times the differences of squares from centroid to
+    centroid.
+    """
+    squares = [4 * level**2 for level in CENTROIDS[bits]]
+    steps = [16 * (high - low) + 1 for low, high in itertools.pairwise(squares)]
+    sums = "".join(
+        f"fma.rn.sat.f32 above, magnitude, {_hex(2.0**64)}, {_hex(-(2.0**64) * threshold)};"
+        f"fma.rn.f32 sum, above, {_hex(step)}, sum;"
+        for threshold, step in zip(thresholds, steps, strict=True)
+    )
+    first = 1.5 * 2**23 + 16 * squares[0]
+    return f"""{{
+        .reg .f32 magnitude, above, sum;
+        .reg .pred negative;
+        abs.f32 magnitude, $1;
+        mul.f32 magnitude, magnitude, $2;
+        setp.lt.f32 negative, $1, {_hex(0.0)};
+        selp.f32 sum, {_hex(first + 2 ** (bits - 1))}, {_hex(first)}, negative;
+        {sums}
+        mov.b32 $0, sum;
+        }}"""
+
+
+def _hex(number: float) -> str:
+    """A float32 literal of PTX."""
+    return "0f" + struct.pack(">f", number).hex()
 
 
 class TurboQuant(Format):
@@ -149,6 +190,7 @@ class TurboQuant(Format):
             sign=tuple(2 ** (bits - 1) for bits in self.plane_bits),
             thresholds=tuple(tuple(self.thresholds[bits]) for bits in self.plane_bits),
             half_max=HALF_MAX,
+            nearest_ptx=tuple(_nearest_ptx(bits, self.thresholds[bits]) for bits in self.plane_bits),
         )
         if bits not in (2, 3, 4):
             self.codec = Codec(_encode, _levels, constants=constants)

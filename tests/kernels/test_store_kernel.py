@@ -144,6 +144,32 @@ def test_vectors_may_have_any_strides(format_name, restride, device):
     assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=64, restride=restride)
 
 
+def vectors_next_to_ties(fmt, tokens, head_dim):
+    """float32 vectors with channels that are, within two units in the last place, between two levels."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 2, tokens, head_dim, generator=generator)
+    x[..., 0], x[..., 1] = 4 + x[..., 0].abs(), -4 - x[..., 1].abs()  # scales and zero points depend on no other
+    if fmt.scale_dtype == torch.float32:
+        x *= 10.0 ** torch.randint(-42, 36, (tokens, 1), generator=generator)
+    parts = fmt.encode(x)
+    levels = fmt.levels(torch.arange(2 ** int(fmt.bits), dtype=torch.uint8)).unique()
+    levels = levels[levels.abs() < 100]
+    ties = (levels[1:] + levels[:-1]) / 2
+    between = ties[torch.randint(0, len(ties), x.shape, generator=generator)] * parts["scale"] + parts.get("zero", 0)
+    off = torch.randint(-2, 3, x.shape, generator=generator, dtype=torch.int32)
+    between = torch.where(between.abs() < 1e-43, between, (between.view(torch.int32) + off).view(torch.float32))
+    x[..., 2:] = between.clamp(x[..., 1:2], x[..., :1])[..., 2:]
+    x[..., 2] = -0.0
+    return x
+
+
+@pytest.mark.parametrize("format_name", ["int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_unrotated"])
+def test_channels_next_to_ties_are_rounded_as_by_a_division(format_name, device):
+    layout = PackedLayout(format_name, "key", 128)
+    x = vectors_next_to_ties(layout.format, 300, 128)
+    assert_stores_like_the_specification(layout, x, torch.arange(300), device=device, num_slots=300)
+
+
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_vectors_may_have_any_float_dtype(format_name, dtype, device):
