@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines its ops beside those below
+from kvcompile.kernels import deepseek_v4_ops, gather_ops  # noqa: F401 - define their ops beside those below
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.packing import write_tokens_
 from kvcompile.kernels.reference_attention import attend

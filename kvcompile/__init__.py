@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.tuning import tune as tune
     from kvcompile.explaining import explain as explain
     from kvcompile.memory import cache_nbytes as cache_nbytes
+    from kvcompile.packed_pool import PackedPool as PackedPool
     from kvcompile.packed_stack import PackedStack as PackedStack
     from kvcompile.packed_static_cache import static_cache as static_cache
     from kvcompile.packed_tensor import PackedTensor as PackedTensor
@@ -37,6 +38,7 @@ _HOME = {
     "Comparison": "evaluation.comparison",
     "KVCompileError": "errors",
     "OptionsError": "errors",
+    "PackedPool": "packed_pool",
     "PackedStack": "packed_stack",
     "PackedTensor": "packed_tensor",
     "Policy": "policy",

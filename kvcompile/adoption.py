@@ -9,36 +9,39 @@ from torch import Tensor
 
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_pool import packed_of
 from kvcompile.packed_stack import PackedParts, PackedStack
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_subclass import PackedSubclass
+from kvcompile.packed_tensor import AXES_OF_WHOLE
 
 
 class AdoptionError(KVCompileError):
     """A plain cache cannot be adopted; the message says why. The cache is as it was."""
 
 
-def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor:
+def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedSubclass:
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
     Every name, list or module attribute that holds ``plain`` holds the packed cache afterwards, attributes that were
     set on the object are kept, and the plain storage is freed.
 
     Args:
-        plain: [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim].
+        plain: [batch, heads, tokens, head_dim], [batch, tokens, heads, head_dim], or a pool: [num_slots, heads,
+            head_dim] or [num_blocks, block_size, heads, head_dim].
         layout: format and role of the packed cache.
-        token_dim: 2 or 1: the dimension of tokens.
+        token_dim: 2 or 1: the dimension of tokens; 0 for a pool.
         growing: whether the cache grows by concatenation.
 
     Returns:
-        ``plain`` itself, which is a PackedTensor now.
+        ``plain`` itself, which is a PackedTensor now, or a PackedPool if it has blocks.
 
     Raises:
         AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
             something holds a weak reference to it), or the format cannot hold it.
     """
     check_adoptable(plain, {(): (layout, token_dim)})
-    _swap(plain, PackedTensor.from_dense(plain, layout, token_dim, growing=growing))
-    assert isinstance(plain, PackedTensor)
+    _swap(plain, packed_of(plain, layout, token_dim, growing=growing))
+    assert isinstance(plain, PackedSubclass)
     return plain
 
 
@@ -82,13 +85,17 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
     """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
+    axes = AXES_OF_WHOLE.get(token_dim, "")
+    block_dims = int(token_dim == 0 and plain.dim() == stack_dims + 4)
     if (
-        plain.dim() != stack_dims + 4
-        or token_dim not in (1, 2)
+        plain.dim() != stack_dims + block_dims + len(axes)
         or plain.shape[-1] != layout.head_dim
         or not plain.is_floating_point()
     ):
-        return f"it is not a 4-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along 1 or 2"
+        return (
+            f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along "
+            f"dimension {token_dim}"
+        )
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
     return None

@@ -20,12 +20,14 @@ from kvcompile.input_places import InputPlaces
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.packed_pool import slots_of
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
+from kvcompile.passes.page_pools import page_pools
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
@@ -164,6 +166,7 @@ class _GraphCompiler:
             self.stages.show(Stage.aten, gm, self.sites)
             return
         self.stacks = split_stacks(gm, example_inputs)
+        page_pools(gm)
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(
@@ -190,12 +193,13 @@ class _GraphCompiler:
 
     def _packed_inputs(self) -> dict[int, PackedInput]:
         """The inputs that are packed caches, or views of some that still have all axes of one."""
+        caches = {index: slots_of(value) for index, value in self._arriving_packed().items()}
         return {
             index: PackedInput(
                 value.packed_layout, value.token_dim, value.growing, value.is_whole or value.can_be_copied_whole
             )
-            for index, value in self._arriving_packed().items()
-            if isinstance(value, PackedTensor) and len(value.axes) == 4
+            for index, value in caches.items()
+            if isinstance(value, PackedTensor) and value.axes in AXES_OF_WHOLE.values()
         }
 
     def _dequantized_inputs(self, gm: GraphModule) -> list[DequantizedInput]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcompile import cache_objects
 from kvcompile.errors import CacheFileError
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_tensor import CacheMeta, PackedTensor
 
@@ -139,6 +140,12 @@ class _Writer:
         if isinstance(tensor, PackedStack):
             parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
             return {"stack": name, "parts": parts, "shape": list(tensor.shape)}
+        if isinstance(tensor, PackedPool):
+            return {
+                "pool": name,
+                "slots": self.describe(tensor.slots, _join(name, "slots")),
+                "shape": list(tensor.shape),
+            }
         if isinstance(tensor, PackedTensor):
             meta = tensor.cache_meta
             description: dict[str, Any] = {
@@ -173,7 +180,7 @@ class _Reader:
         if isinstance(content, _PLAIN):
             return content
         kind = next(iter(content))
-        if kind in ("tensor", "packed", "stack"):
+        if kind in ("tensor", "packed", "stack", "pool"):
             name = content[kind]
             if name not in self._made:
                 self._made[name] = self._tensor(kind, name, content)
@@ -196,6 +203,8 @@ class _Reader:
     def _tensor(self, kind: str, name: str, content: Mapping[str, Any]) -> Tensor:
         if kind == "stack":
             return PackedStack([self.make(part) for part in content["parts"]], content["shape"])
+        if kind == "pool":
+            return PackedPool(self.make(content["slots"]), content["shape"])
         data = self._file.get_tensor(name)
         return data if kind == "tensor" else self._packed(data, content)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcompile.format_choice import Half
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.passes.rewrite_caches import InputAction
 from kvcompile.passes.site import Site
 from kvcompile.policy import Match, Policy, Rule
@@ -164,10 +164,17 @@ class KeyGuard:
     def look(self, args: Sequence[Any]) -> None:
         for action, module in self._keys:
             keys = args[action.index]
-            if not isinstance(keys, PackedTensor):
-                keys = keys if action.token_axis == 2 else keys.transpose(1, 2)
-                if found := examine(keys, action.layout.format_name, module):
-                    self._note(str(found))
+            if isinstance(keys, PackedSubclass):
+                continue
+            if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
+                self._note(str(found))
+
+
+def _heads_first(keys: Tensor, token_axis: int) -> Tensor:
+    """[batch, heads, tokens, head_dim] of a plain cache."""
+    if token_axis == 0:
+        keys = keys.reshape(1, -1, *keys.shape[-2:])
+    return keys if token_axis == 2 else keys.transpose(1, 2)
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:

@@ -29,6 +29,7 @@ from kvcompile.input_places import Concealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
+from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
@@ -210,7 +211,7 @@ def _plain(tensor: Tensor, parts: PackedParts) -> list[tuple[Tensor, PackedParts
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
         return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how})]
-    return [] if isinstance(tensor, PackedTensor) else [(tensor, parts)]
+    return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts)]
 
 
 def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
@@ -224,8 +225,8 @@ def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
             adopt_stack(tensor, parts)
 
 
-def _all_data_of(cache: PackedTensor | PackedStack) -> list[Tensor]:
-    parts = cache.parts if isinstance(cache, PackedStack) else [cache]
+def _all_data_of(cache: PackedTensor | PackedPool | PackedStack) -> list[Tensor]:
+    parts = [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
     return [part.packed for part in parts if isinstance(part, PackedTensor)]
 
 
@@ -241,9 +242,9 @@ def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
         )
 
 
-def _data_of(cache: PackedTensor) -> Tensor:
+def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
     """The packed data, in as many blocks as a graph that was compiled for this length takes."""
-    cache = cache.whole()
+    cache: PackedTensor = slots_of(packed).whole()
     if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
         cache = cache.extended(0)
     return cache.packed

@@ -17,6 +17,9 @@ HANDLERS: dict[Any, Handler] = {}
 STACK_HANDLERS: dict[Any, Handler] = {}
 """For stacks of packed caches."""
 
+POOL_HANDLERS: dict[Any, Handler] = {}
+"""For packed pools of blocks."""
+
 
 def handles(*ops: Any, table: dict[Any, Handler] = HANDLERS) -> Callable[[_H], _H]:
     """Registers a handler for operators (overloads).
@@ -35,6 +38,11 @@ def handles(*ops: Any, table: dict[Any, Handler] = HANDLERS) -> Callable[[_H], _
 def handles_stack(*ops: Any) -> Callable[[_H], _H]:
     """As :func:`handles`, for calls with a stack of packed caches among the arguments."""
     return handles(*ops, table=STACK_HANDLERS)
+
+
+def handles_pool(*ops: Any) -> Callable[[_H], _H]:
+    """As :func:`handles`, for calls with a packed pool among the arguments."""
+    return handles(*ops, table=POOL_HANDLERS)
 
 
 def is_view_op(func: Any) -> bool:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout import PackedLayout
+from kvcompile.packed_pool import PackedPool, packed_of, slots_of
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.read_stack import CACHE_RANK, PartIndex
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, int]]
-"""The parts of a stack that are packed: how, and along which of their dimensions (1 or 2) tokens are.
+"""The parts of a stack that are packed: how, and along which of their dimensions tokens are (0: they are pools).
 
 A cache that is no stack is the only part of itself, ``()``."""
 
@@ -49,10 +50,10 @@ class PackedStack(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, packed: PackedParts) -> PackedStack:
-        """Quantizes parts of a plain stack [..., B, H, S, D] or [..., B, S, H, D]; the others are copied."""
+        """Quantizes parts of a plain stack of caches or of pools of blocks; the others are copied."""
         stack_shape = x.shape[:-CACHE_RANK]
         parts = [
-            PackedTensor.from_dense(x[index], *packed[index]) if index in packed else x.detach()[index].clone()
+            packed_of(x[index], *packed[index]) if index in packed else x.detach()[index].clone()
             for index in itertools.product(*map(range, stack_shape))
         ]
         return cls(parts, x.shape)
@@ -74,12 +75,13 @@ class PackedStack(PackedSubclass):
         return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
 
     def dequantize(self) -> Tensor:
-        values = [part.dequantize() if isinstance(part, PackedTensor) else part for part in self.parts]
+        values = [part.dequantize() if isinstance(part, PackedSubclass) else part for part in self.parts]
         return torch.stack(values).reshape(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # Of what they are made is part of the context for Dynamo to guard on.
-        metas = tuple(part.cache_meta if isinstance(part, PackedTensor) else None for part in self.parts)
+        caches = [slots_of(part) for part in self.parts]
+        metas = tuple(cache.cache_meta if isinstance(cache, PackedTensor) else None for cache in caches)
         return self._names, (self.stack_shape, metas)
 
     @staticmethod
@@ -89,7 +91,9 @@ class PackedStack(PackedSubclass):
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
         parts = [
-            part._stable_hash_for_caching() if isinstance(part, PackedTensor) else (part.shape, part.stride())
+            part._stable_hash_for_caching()
+            if isinstance(part, (PackedTensor, PackedPool))
+            else (part.shape, part.stride())
             for part in self.parts
         ]
         return str((self.stack_shape, self.dtype, self.device, parts))

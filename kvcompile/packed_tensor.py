@@ -31,6 +31,10 @@ from kvcompile.kernels.residual import header_of
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
+AXES_OF_WHOLE = {2: "bhtd", 1: "bthd", 0: "thd"}
+"""Axes of a cache of its own, by the dimension of its tokens: [batch, heads, tokens, head_dim], [batch, tokens, heads,
+head_dim], or a pool of slots [num_slots, heads, head_dim], which is one sequence."""
+
 STORED_AXES = "bhtd"
 """Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
 
@@ -128,9 +132,10 @@ class PackedTensor(PackedSubclass):
         """Quantizes a plain cache.
 
         Args:
-            x: [batch, heads, tokens, head_dim] if ``token_dim`` is 2, [batch, tokens, heads, head_dim] if it is 1.
+            x: [batch, heads, tokens, head_dim] if ``token_dim`` is 2, [batch, tokens, heads, head_dim] if it is 1, a
+                pool of slots [num_slots, heads, head_dim] if it is 0.
             layout: format and role; its ``head_dim`` must be that of ``x``.
-            token_dim: 1 or 2.
+            token_dim: 0, 1 or 2.
             growing: whether the cache grows by concatenation.
         """
         result = cls.zeros(x.shape, x.dtype, layout, token_dim, x.device, growing=growing)
@@ -158,15 +163,19 @@ class PackedTensor(PackedSubclass):
         growing: bool = False,
     ) -> PackedTensor:
         """A cache of zeros of logical ``shape``."""
-        if token_dim not in (1, 2):
-            raise ValueError(f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2) or "
-                             "[batch, tokens, heads, head_dim] (1)")  # fmt: skip
-        if len(shape) != 4 or shape[3] != layout.head_dim:
-            raise ValueError(f"shape {tuple(shape)} is not that of a 4-dimensional cache of head_dim {layout.head_dim}")
+        axes = AXES_OF_WHOLE.get(token_dim)
+        if axes is None:
+            raise ValueError(
+                f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2), [batch, tokens, heads, "
+                "head_dim] (1) or a pool of slots [num_slots, heads, head_dim] (0)"
+            )
+        if len(shape) != len(axes) or shape[-1] != layout.head_dim:
+            raise ValueError(
+                f"shape {tuple(shape)} is not that of a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
+            )
         if (reason := layout.unsupported(dtype)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
-        axes = "bhtd" if token_dim == 2 else "bthd"
-        batch, heads, tokens = (shape[axes.index(axis)] for axis in "bht")
+        batch, heads, tokens = (shape[axes.index(axis)] if axis in axes else 1 for axis in "bht")
         blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
         data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
@@ -248,11 +257,11 @@ class PackedTensor(PackedSubclass):
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``packed`` is laid out as a cache of its own: four axes, from a first token on, contiguous.
+        """Whether ``packed`` is laid out as a cache of its own: all its axes, from a first token on, contiguous.
 
         Kernels that know only the layout may use ``packed`` of such a tensor; of another view they may not.
         """
-        return self.axes in ("bhtd", "bthd") and self.start == 0 and self.packed.is_contiguous()
+        return self.axes in AXES_OF_WHOLE.values() and self.start == 0 and self.packed.is_contiguous()
 
     @property
     def can_be_copied_whole(self) -> bool:

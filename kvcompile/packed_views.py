@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,25 @@ def _alias(cache: PackedTensor) -> PackedTensor:
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 def _view(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
+    if cache.axes == "thd":
+        return pool_or_slots(cache, size, cache.shape)
     same = len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
     return _alias(cache) if same else NotImplemented
+
+
+def pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int]) -> Any:
+    """A pool of slots and of ``shape``, seen in ``size``: as its slots, as blocks of them, or else not packed."""
+    from kvcompile.packed_pool import PackedPool  # which is made of what is here
+
+    if len(size) == len(shape):
+        size = [old if new == -1 else new for new, old in zip(size, shape, strict=True)]
+    elif -1 in size:
+        numel = math.prod(shape)
+        size = [new if new != -1 else numel // -math.prod(size) for new in size]
+    if len(size) not in (3, 4) or list(size[-2:]) != list(slots.shape[1:]) or math.prod(size) != math.prod(shape):
+        return NotImplemented
+    own = _alias(slots)
+    return own if len(size) == 3 else PackedPool(own, size)
 
 
 @handles(aten.slice.Tensor)

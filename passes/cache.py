@@ -34,6 +34,8 @@ class Cache:
         returned: the output that it is, for ``allocated``, ``growing`` and ``fresh``.
         reads: how each site reads it.
         readers: the markers of those sites.
+        is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks; its
+            later states are a cache [1, num_slots, num_kv_heads, head_dim].
         serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
     """
 
@@ -47,6 +49,7 @@ class Cache:
     in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
+    is_pool: bool = False
     serves_both: bool = False
     kept: CacheWrite | None = None
     returned: Node | None = None
@@ -62,8 +65,18 @@ class Cache:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Logical shape after the writes, in the layout of ``base``."""
-        return tuple(shape_of(self.base if self.kind == "static" else self.root))
+        """Logical shape after the writes, in the layout of ``base``; of a pool as the cache of one sequence."""
+        return tuple(shape_of(self.base if self.kind == "static" and not self.is_pool else self.root))
+
+    @property
+    def input_shape(self) -> tuple[Any, ...]:
+        """Logical shape after the writes, as the caller knows it."""
+        return tuple(shape_of(self.base)) if self.is_pool else self.shape
+
+    @property
+    def input_token_axis(self) -> int:
+        """``token_axis``, or 0 for the slots of a pool."""
+        return 0 if self.is_pool else self.token_axis
 
     @property
     def dtype(self) -> torch.dtype:

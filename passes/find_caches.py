@@ -26,8 +26,10 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
+from kvcompile.passes.read_pool import read_pool
 from kvcompile.passes.read_stack import UsedAsWholeError, read_stack
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, windows_of
 
@@ -42,7 +44,7 @@ class PackedInput:
 
     Attributes:
         layout: of its packed data.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool.
         growing: whether it grows by concatenation.
         is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
     """
@@ -109,6 +111,8 @@ class CacheFinder:
     def _read(self, operand: Node, role: Role) -> Read:
         """How the operand reads a cache that exists, or else rows that the graph returns."""
         root, _ = view_chain(operand, self.dropping)
+        if root.target is GATHER_SLOTS:
+            return trace_read(operand, self.dropping, role)
         _check_whole(root, role)
         if _holds_tokens(root) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
@@ -138,6 +142,7 @@ class CacheFinder:
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
         cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
+        cache.is_pool = any(state.target is POOL_VIEW for state in states)
         cache.kept, cache.returned = self._returned(read, kind)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
@@ -179,7 +184,7 @@ class CacheFinder:
             raise _no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
-                if base in self.packed_inputs or base in self.held_inputs:
+                if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=base.name)
             write_back = _find_write_back(root, base, swapped)
@@ -253,7 +258,7 @@ class CacheFinder:
             operands = (call.key, call.value) if cache.serves_both else (getattr(call, cache.role),)
             uses = sum(node is operand for operand in operands)
             return user in cache.readers and uses > 0 and user.args.count(node) == uses
-        return user.target in VIEW_OPS and all(
+        return user.target in (*VIEW_OPS, POOL_VIEW) and all(
             self._is_understood(cache, user, further, understood) for further in user.users
         )
 
@@ -280,7 +285,16 @@ def _check_whole(root: Node, role: Role) -> None:
     if root.target is not aten.index.Tensor:
         raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first))
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        raise Refusal(Reason.gathered, role=role)
+        raise Refusal(Reason.gathered, role=role, source=first.name, detail=_why_no_pool(first))
+
+
+def _why_no_pool(node: Node) -> str:
+    """Why input ``node``, of which an index gathers tokens for attention, was not taken for a pool."""
+    try:
+        read_pool(node)
+    except UsedAsWholeError as error:
+        return f"which is also used by {error}"
+    return "which is not a tensor of slots or blocks of its own"
 
 
 def _why_whole(node: Node) -> str:
@@ -294,7 +308,7 @@ def _why_whole(node: Node) -> str:
 
 def first_state(node: Node) -> Node:
     """The tensor that ``node`` is a later state of, or a part or view of one."""
-    inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem}
+    inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem, POOL_VIEW}
     while node.op == "call_function" and node.target in inner:
         operand = node.args[2] if node.target is aten.where.self else node.args[0]
         node = operand[0] if node.target is aten.cat.default else operand
@@ -346,7 +360,7 @@ def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or _swaps_axes(node)
+    return node.target in SAME_OPS or node.target is POOL_VIEW or _swaps_axes(node)
 
 
 def _swaps_axes(node: Node) -> bool:
@@ -376,10 +390,11 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     Comparing symbolic sizes here guards on the answer. That is wanted: head counts and head_dim are constants of a
     model even under ``dynamic=True``, and a key and a value cache of distinct symbolic lengths grow together.
     """
-    query = shape_of(Marker.of(marker).query)
+    call = Marker.of(marker)
+    query = shape_of(call.query)
     key, value = attention.key, attention.value
-    for cache in (key, value):
-        fits = len(query) == 4 and bool(query[0] == cache.shape[0])
+    for cache, operand in ((key, call.key), (value, call.value)):
+        fits = len(query) == 4 and bool(query[0] == shape_of(operand)[0])
         fits = fits and int(query[1]) % cache.num_kv_heads == 0 and (cache is value or int(query[3]) == cache.head_dim)
         if not fits:
             raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))

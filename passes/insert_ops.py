@@ -1,6 +1,6 @@
-"""Insert store and attention on packed caches into a graph, in the form that suits the device.
+"""Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
 
-On CUDA they are the ops ``kvcompile::store`` and ``kvcompile::attention``, which run Triton kernels. Elsewhere their
+On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
 plain-PyTorch meaning is traced into the graph and Inductor generates the code; but a store of many tokens to a cache
 with a residual is the op there too: it changes whole blocks, which ones is known when it runs, and code that is traced
 before would go through the whole cache.
@@ -17,6 +17,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.gather import gather_tokens
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
@@ -56,6 +57,15 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     result = graph.call_function(operator.getitem, (call, 1))
     result.meta["val"] = data.meta["val"]
     return result
+
+
+def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:
+    """Insert packed data of the tokens of a pool at ``slots``, int64 [batch, n], at the graph's insertion point."""
+    if _uses_kernels(data):
+        arguments = (data, slots, layout.spec, layout.role, layout.head_dim)
+        return _call(graph, torch.ops.kvcompile.gather.default, arguments)
+    gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
+    return gathered
 
 
 def insert_attention(

@@ -144,7 +144,7 @@ def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
     return [size_node(graph, arg) if isinstance(arg, torch.SymInt) else arg for arg in args]
 
 
-def _wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
+def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
     """Positions with Python's meaning of negative ones; those outside the cache point behind its packed data.
 
     The last block may have room for tokens that the model's cache has not. A write there must not go unnoticed, so it
@@ -176,7 +176,7 @@ def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
         def shared(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
             x = x if rank else x.unsqueeze(token_axis)
             x = x.expand(_whole(node, token_axis, n))
-            return heads_first(x, token_axis), _wrapped(pos.reshape(-1), num_tokens), None
+            return heads_first(x, token_axis), wrapped(pos.reshape(-1), num_tokens), None
 
         return _write(node, base, "index_put", token_axis, shared, value, index)
 
@@ -187,7 +187,7 @@ def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
             pos = pos[:, None] if pos.dim() == 1 else pos.expand(batch, pos.shape[1])
             x = x.expand(batch, *([pos.shape[1]] if rank == 2 else []), num_heads, head_dim)
             x = x if rank == 2 else x.unsqueeze(1)
-            return x.transpose(1, 2), _wrapped(pos, num_tokens), None
+            return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
         if rank <= 2 and indices[0].meta["val"].dim() == max(rank, 1):
             return _write(node, base, "index_put per sequence", token_axis, per_sequence, value, index)
@@ -227,7 +227,7 @@ def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
 
     def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(_whole(node, token_axis, n))
-        return heads_first(x, token_axis), _wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
+        return heads_first(x, token_axis), wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
     first = _first_of_slice(start, num_tokens)
     return _write(node, base, "slice_scatter", token_axis, normalise, value, first, n, own=own)
@@ -250,7 +250,7 @@ def _match_select_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
     def normalise(x: Tensor, position: Any) -> tuple[Tensor, Tensor, None]:
         x = x.expand(shape).unsqueeze(token_axis)
         positions = torch.zeros(1, dtype=torch.int64, device=x.device) + position
-        return heads_first(x, token_axis), _wrapped(positions, num_tokens), None
+        return heads_first(x, token_axis), wrapped(positions, num_tokens), None
 
     return _write(node, base, "select_scatter", token_axis, normalise, value, index, own=own)
 
@@ -274,7 +274,7 @@ def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
         pos = pos.reshape(-1) if batch == 1 else pos.reshape(batch, -1)
-        return heads_first(x, token_axis), _wrapped(pos, num_tokens), None
+        return heads_first(x, token_axis), wrapped(pos, num_tokens), None
 
     if not all(statically_known_true(a == b) for a, b in zip(shape_of(value), whole, strict=True)):
         raise _refuse(node, role, "its source has another shape than its index")
@@ -328,7 +328,7 @@ def _match_index(node: Node, token_axis: int, role: str) -> CacheWrite | None:
         return None
 
     def normalise(source: Tensor) -> tuple[None, Tensor, None]:
-        return None, _wrapped(source, num_tokens), None
+        return None, wrapped(source, num_tokens), None
 
     write = _write(node, base, "index", token_axis, normalise, index)
     return replace(write, moves=True)
@@ -353,7 +353,7 @@ def _match_slice(node: Node, token_axis: int) -> CacheWrite | None:
     device = node.meta["val"].device
 
     def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
-        return None, _wrapped(torch.arange(n, device=device) + first, num_tokens), None
+        return None, wrapped(torch.arange(n, device=device) + first, num_tokens), None
 
     first = _first_of_slice(start, num_tokens)
     return replace(_write(node, base, "slice", token_axis, normalise, first, n, own=chain[1:]), moves=True)

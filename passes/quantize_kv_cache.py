@@ -24,6 +24,7 @@ from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.merge_stores import has_stores, merge_stores
+from kvcompile.passes.page_pools import expand_pools
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
@@ -94,6 +95,7 @@ def quantize_kv_cache(
             rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
     rewriter.erase_logical([cache for cache, _ in layouts.values()])
     expand_markers(gm.graph)
+    expand_pools(gm.graph)
     if has_stores(gm.graph):
         gm.graph = fx_graph_cse(gm.graph)  # keys and values go to the same positions, which each write has normalised
         merge_stores(gm.graph)
@@ -188,7 +190,7 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if packed is not None:
         if not packed.is_cache:
             raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
-        if packed.layout.role != cache.role or packed.token_axis != cache.token_axis:
+        if packed.layout.role != cache.role or packed.token_axis != cache.input_token_axis:
             detail = f"it was packed as a {packed.layout.role} with its tokens on axis {packed.token_axis}"
             raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
         if packed.growing and cache.kind == "static":
@@ -212,6 +214,8 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
     if on_gpu and not layout.format.has_levels and not (cache.serves_both and layout.residual is None):
         detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    if cache.serves_both and cache.is_pool:
+        raise Refusal(Reason.shared_key_value, detail="sequences share it as a pool of slots")
     if cache.serves_both and layout.format.granularity == "channel":
         raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
 
@@ -220,6 +224,12 @@ def _check_moves(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if the graph moves tokens that share their bytes with others."""
     if layout.residual is not None and any(change.moves for change in cache.changes):
         detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    if layout.residual is not None and cache.is_pool:
+        detail = (
+            "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
+            "use one whose scales are per token, without residual_length and sink_tokens"
+        )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
 
 
@@ -257,7 +267,7 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
         kind=cache.kind,
         write_form=cache.write_form,
         source=sources.get(cache.base, cache.root.name),
-        shape=tuple(size if isinstance(size, int) else str(size) for size in cache.shape),
+        shape=tuple(size if isinstance(size, int) else str(size) for size in cache.input_shape),
         dtype=str(cache.dtype).removeprefix("torch."),
         format=layout.description,
         bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,

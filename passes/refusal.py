@@ -36,8 +36,10 @@ class Reason(enum.Enum):
         "no other way in the compiled function, or keep the caches in tensors of their own",
     )
     gathered = (
-        "its {role} is gathered from a cache by an index, such as a block table",
-        "keep the tokens of every sequence in order in [batch, heads, tokens, head_dim], and hide some with a mask",
+        "its {role} is gathered by an index from {source}, {detail}",
+        "keep a pool [num_slots, num_kv_heads, head_dim] or [num_blocks, block_size, num_kv_heads, head_dim] for the "
+        "keys of a layer and one for its values; write and read it by integer indices of slots or blocks, and pass "
+        "what is read to attention alone",
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",

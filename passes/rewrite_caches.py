@@ -20,16 +20,18 @@ from kvcompile.kernels.packing import move_tokens
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
-from kvcompile.passes.insert_ops import insert_attention, insert_store
+from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
+from kvcompile.passes.operand_slots import insert_operand_slots
+from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.split_stacks import SplitStack
 from kvcompile.passes.tiled_heads import group_heads, tile_heads
-from kvcompile.passes.trace_read import SIZE_OPS, VIEW_OPS
+from kvcompile.passes.trace_read import SIZE_OPS, VIEW_OPS, Read
 
 aten = torch.ops.aten
 
-_LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int}
+_LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int, POOL_VIEW, GATHER_SLOTS}
 """Operations that proven caches go through; left without users, they are remains of the logical cache."""
 
 
@@ -41,7 +43,7 @@ class InputAction:
         index: position among the graph's inputs.
         kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
         layout: of the packed cache.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool of slots.
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that receive the longer cache.
     """
@@ -165,7 +167,7 @@ class CacheRewriter:
         marker, tiles = attention.marker, attention.key_read.head_tiles
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            k_data, v_data = self.packed[attention.key.root], self.packed[attention.value.root]
+            k_data, v_data = self._read(attention.key_read, key), self._read(attention.value_read, value)
             call = Marker.of(marker)
             if tiles != 1:
                 call = group_heads(self.graph, call, attention.key.num_kv_heads, tiles)
@@ -179,6 +181,13 @@ class CacheRewriter:
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
         replace_marker(self.graph, marker, result)
+
+    def _read(self, read: Read, layout: PackedLayout) -> Node:
+        """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""
+        data = self.packed[read.root]
+        if not read.gathers:
+            return data
+        return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
 
     def erase_logical(self, caches: list[Cache]) -> None:
         """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
@@ -223,7 +232,7 @@ class CacheRewriter:
     def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
         if cache.kind != "growing":
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
-            return InputAction(index, kind, layout, cache.token_axis)
+            return InputAction(index, kind, layout, cache.input_token_axis)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.token_axis]
         grown = None if cache.drops_tokens else cache.returned
         outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is grown)

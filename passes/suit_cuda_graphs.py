@@ -21,6 +21,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.references import reference_strides
 from kvcompile.passes.rewrite_caches import Rewritten
 
@@ -28,6 +29,8 @@ SMALL_NBYTES = 4096
 """Static inputs up to this size are passed by value, too: one copy costs less than recording a graph anew."""
 
 copy_ = torch.ops.aten.copy_.default
+
+_TAKE_REFERENCES = (torch.ops.kvcompile.attention.default, torch.ops.kvcompile.gather.default, copy_)
 
 
 def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
@@ -45,7 +48,7 @@ def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
         for user in state.users:
             if user.target is auto_functionalized_v2:
                 states += user.users
-            elif user.target not in (torch.ops.kvcompile.attention.default, copy_):
+            elif user.target not in _TAKE_REFERENCES:
                 return False
     return True
 

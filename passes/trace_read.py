@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.slot_ops import GATHER_SLOTS
 
 aten = torch.ops.aten
 
@@ -28,15 +29,15 @@ SAME_OPS = (
     aten.contiguous.default,
     aten.lift_fresh_copy.default,
 )
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 VIEW_OPS = frozenset(
     (
         *SAME_OPS,
-        *_CASTS,
-        *_VIEWS,
+        *CASTS,
+        *RESHAPES,
         *_SQUEEZES,
         aten.expand.default,
         aten.repeat.default,
@@ -51,10 +52,13 @@ SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
 
 Size = int | torch.SymInt
 
+SLOTS = -2
+"""The axis of tokens that an index has gathered: in any order, of any sequences."""
+
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a dimension: cache dimension ``axis``, or a repetition (``axis`` -1)."""
+    """A factor of a dimension: cache dimension ``axis``, a repetition (``axis`` -1) or gathered tokens (SLOTS)."""
 
     axis: int
     size: Size
@@ -66,9 +70,10 @@ class Read:
 
     Attributes:
         root: the cache value that is read, of rank 4.
-        chain: the view nodes between root and operand, root excluded, operand included.
+        chain: the view nodes between root and operand, root excluded, operand included. If the first is no view but
+            ``kvcompile::gather_slots``, ``root`` is a pool.
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
-        num_tokens: how many tokens, from the first on, are visible.
+        num_tokens: how many tokens, from the first on, are visible; of a pool, how many are read for a sequence.
         num_channels: how many channels, from the first on; of keys all of them.
         head_tiles: how often the operand has all heads in turn; within each turn, every head may be repeated besides.
     """
@@ -84,6 +89,11 @@ class Read:
     def head_axis(self) -> int:
         return 3 - self.token_axis
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it reads a pool, by slots."""
+        return bool(self.chain) and self.chain[0].target is GATHER_SLOTS
+
 
 def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, ...]]:
     """Walk from ``operand`` back through view ops to the first other node, or to one in ``stop``."""
@@ -98,6 +108,8 @@ def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, 
 def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     """Find the cache value behind ``operand`` (an SDPA key or value) and how it is read; raises Refusal."""
     root, chain = view_chain(operand, stop)
+    if root.target is GATHER_SLOTS:
+        root, chain = root.args[0], (root, *chain)
     shape = root.meta["val"].shape
     if len(shape) != 4:
         raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
@@ -112,11 +124,13 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     target, args = node.target, node.args
     if target in SAME_OPS:
         return dims
-    if target in _CASTS:
+    if target in CASTS:
         # Rounding to the dtype that attention computes in is lost in that of the format; that to integers is not.
         if node.meta["val"].dtype not in _COMPUTE_DTYPES:
             raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {node.meta['val'].dtype}")
         return dims
+    if target is GATHER_SLOTS:
+        return [*([Factor(SLOTS, size)] for size in args[1].meta["val"].shape), *dims[2:]]
     if target is aten.permute.default:
         return [dims[axis] for axis in args[1]]
     if target is aten.transpose.int:
@@ -146,6 +160,8 @@ def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     size, full = node.meta["val"].shape[axis], node.args[0].meta["val"].shape[axis]
     if statically_known_true(size == full):
         return dims
+    if dims[axis] and all(factor.axis == SLOTS for factor in dims[axis]):
+        return [*dims[:axis], [Factor(SLOTS, size)], *dims[axis + 1 :]]
     if start not in (0, None) or step != 1 or len(dims[axis]) != 1:
         raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
     return [*dims[:axis], [Factor(dims[axis][0].axis, size)], *dims[axis + 1 :]]
@@ -172,27 +188,63 @@ def _repeat(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
 
 
 def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
-    """A reshape: the same factors in the same order, grouped anew."""
-    factors = [factor for dim in dims for factor in dim if not statically_known_true(factor.size == 1)]
+    """A reshape: the same factors in the same order, grouped anew. Only gathered tokens may be divided."""
+    factors = _with_slots_merged([factor for dim in dims for factor in dim])
+    sizes = list(node.meta["val"].shape)
     result: list[list[Factor]] = []
-    for size in node.meta["val"].shape:
-        group: list[Factor] = []
-        product: Size = 1
-        while not statically_known_true(product == size) and factors:
-            factor = factors.pop(0)
-            group.append(factor)
-            product = product * factor.size
-        if not statically_known_true(product == size):
+    while sizes:
+        if factors and factors[0].axis == SLOTS and not statically_known_true(sizes[0] == 1):
+            group, product = _divided(sizes, factors[0].size)
+            fits = statically_known_true(product == factors.pop(0).size)
+        else:
+            size = sizes.pop(0)
+            members, product = _taken(factors, size)
+            group, fits = [members], statically_known_true(product == size)
+        if not fits:
             raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
-        result.append(group)
+        result += group
     return result
+
+
+def _with_slots_merged(factors: list[Factor]) -> list[Factor]:
+    """Factors other than 1, neighbours of gathered tokens as one."""
+    merged: list[Factor] = []
+    for factor in factors:
+        if statically_known_true(factor.size == 1):
+            continue
+        if merged and factor.axis == merged[-1].axis == SLOTS:
+            merged[-1] = Factor(SLOTS, merged[-1].size * factor.size)
+        else:
+            merged.append(factor)
+    return merged
+
+
+def _taken(factors: list[Factor], size: Size) -> tuple[list[Factor], Size]:
+    """The first factors, taken from the list until their product is ``size``, and the product."""
+    taken: list[Factor] = []
+    product: Size = 1
+    while not statically_known_true(product == size) and factors:
+        taken.append(factors.pop(0))
+        product = product * taken[-1].size
+    return taken, product
+
+
+def _divided(sizes: list[Size], total: Size) -> tuple[list[list[Factor]], Size]:
+    """Dimensions of gathered tokens of the first sizes, taken from the list until their product is ``total``."""
+    dims = [[Factor(SLOTS, sizes.pop(0))]]
+    product = dims[0][0].size
+    while not statically_known_true(product == total) and sizes:
+        dims.append([Factor(SLOTS, sizes.pop(0))])
+        product = product * dims[-1][0].size
+    return dims, product
 
 
 def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], role: str) -> Read:
     shape = root.meta["val"].shape
     axes = [[factor.axis for factor in dim if not statically_known_true(factor.size == 1)] for dim in dims]
     tokens = dims[2] if len(dims) == 4 else []
-    token_axis = 1 if any(factor.axis == 1 for factor in tokens) else 2
+    gathers = chain[:1] and chain[0].target is GATHER_SLOTS
+    token_axis = 1 if gathers or any(factor.axis == 1 for factor in tokens) else 2
     head_axis = 3 - token_axis
 
     def expected(axis: int) -> list[int]:
@@ -200,9 +252,12 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
 
     heads = expected(head_axis)
     repeated = [axis for axis in axes[1] if axis != -1] if len(axes) == 4 else [-1]
-    if repeated != heads or axes[0] != expected(0) or axes[3] != expected(3):
-        raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
-    if axes[2] not in ([], [token_axis]):
+    in_place = repeated == heads and axes[3] == expected(3)
+    if in_place and gathers:
+        in_place = {*axes[0], *axes[2]} <= {SLOTS, -1}
+    elif in_place:
+        in_place = axes[0] == expected(0) and axes[2] in ([], [token_axis])
+    if not in_place:
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
     # The first channels of values give the first channels of the output; a score takes all channels of its key.
     for axis in (0, head_axis) if role == "value" else (0, head_axis, 3):
@@ -210,6 +265,8 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         if any(not statically_known_true(size == shape[axis]) for size in sizes):
             raise Refusal(Reason.unknown_read, role=role, op="a slice of batch, heads or channels")
     num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
+    if gathers:
+        num_tokens = chain[-1].meta["val"].shape[2]
     num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
     turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if heads else ()
     tiles = math.prod(int(factor.size) for factor in turns)

@@ -13,7 +13,7 @@ import triton
 from kinds import BY_TOKEN
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import launch, launch_latent, launch_long, launcher
+from kvcompile.kernels import gather_kernel, launch, launch_latent, launch_long, launcher
 from kvcompile.kernels.attention_configs import DECODE
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
@@ -72,6 +72,7 @@ def compiled(capability, monkeypatch):
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
         (launch_long, "dequantize long_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
+        (gather_kernel, "gather"),
     ):
         for name in names.split():
             kernel = CompileOnly(getattr(module, f"{name}_kernel"))
@@ -343,3 +344,13 @@ def test_one_tensor_of_keys_and_values_compiles(compiled):
     launch.attention(query, data, None, None, None, 1000, False, 0.1, 0.0, INT8, INT8, 128)
     (kernel,) = compiled["attention"]
     assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_tokens_are_gathered_in_words_of_sixteen_bytes_where_they_lie_in_rows(compiled):
+    for role, width in (("key", "128"), ("value", "U8")):
+        layout = PackedLayout(INT8, role, 128)
+        gather_kernel.gather(empty_packed(layout, 100, 1, 2, CPU), layout, torch.zeros(2, 100, dtype=torch.int64))
+        instructions = compiled["gather"][-1].asm["sass"].splitlines()
+        assert uses(instructions, rf"LDG\.E\.{width}")
+        assert not uses(instructions, "LDL")

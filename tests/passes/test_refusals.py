@@ -274,24 +274,6 @@ def test_what_only_looks_like_a_cache_is_refused_with_its_reason(fn: Callable[..
     assert None not in reasons
 
 
-def slots_in_tensors(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    keys.index_copy_(0, pos, k[0].transpose(0, 1)), values.index_copy_(0, pos, v[0].transpose(0, 1))
-    block_table = torch.arange(0, keys.shape[0], 3)
-    read = (x.index_select(0, block_table).transpose(0, 1)[None] for x in (keys, values))
-    return sdpa(q[:1], *read)
-
-
-@pytest.mark.usefixtures("without_code_generation")
-def test_caches_behind_block_tables_are_refused_as_such() -> None:
-    q, k, v, _, _, pos = inputs()
-    args = [q, k, v, torch.randn(96, H, D), torch.randn(96, H, D), pos]
-    expected_args = [arg.clone() for arg in args]
-    out = run(slots_in_tensors, args, on_unsupported="ignore")
-    torch.testing.assert_close(out, slots_in_tensors(*expected_args), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(args, expected_args, rtol=0, atol=0)
-    assert [site.reason_code for site in last_report().sites] == ["gathered"]
-
-
 @pytest.mark.usefixtures("without_code_generation")
 def test_two_attentions_with_different_masks_may_share_a_cache_and_return_it() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -475,7 +457,7 @@ def test_a_growing_cache_that_is_written_in_place_is_written_between_graphs() ->
 
 
 def test_a_write_to_a_growing_cache_that_came_into_a_graph_would_be_refused() -> None:
-    cache: Any = SimpleNamespace(role="key", token_axis=2, kind="static")
+    cache: Any = SimpleNamespace(role="key", input_token_axis=2, kind="static")
     with pytest.raises(Refusal, match="its key cache is growing") as raised:
         _layout(cache, None, PackedInput(PackedLayout("fp8_e4m3", "key", D), 2, True))
     assert raised.value.reason is Reason.growing_written
