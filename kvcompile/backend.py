@@ -163,7 +163,7 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
-        self.stacks = split_stacks(gm, example_inputs)
+        self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(
@@ -220,6 +220,11 @@ class _GraphCompiler:
                 chosen = {place: parts[part] for part, place in stack.places.items()}
                 packed |= {place: part for place, part in chosen.items() if isinstance(part, PackedSubclass)}
         return packed
+
+    def _packed_stacks(self) -> dict[int, tuple[int, ...]]:
+        """The stacked dimensions of inputs that are packed stacks."""
+        inputs = self.places.in_aten(dict(enumerate(self.example_inputs)))
+        return {index: value.stacked_dims for index, value in inputs.items() if isinstance(value, PackedStack)}
 
     def _held_inputs(self) -> list[int]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache

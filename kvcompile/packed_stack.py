@@ -1,9 +1,10 @@
 """A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
 
-``PackedStack`` looks like a plain tensor ``[*stack_shape, *shape of a cache]``. Each of its parts is a packed cache
-with a format of its own, or a plain tensor. Who selects a part (``kv[0]``, ``cache[layer, 1]``, ``unbind``) is given a
-view of that cache, so that all reads and writes of parts mean what they mean for a
-:class:`~kvcompile.packed_tensor.PackedTensor`; :mod:`kvcompile.packed_stack_ops` says what is done to the whole.
+``PackedStack`` looks like a plain tensor that has the dimensions of a cache and others besides, the *stacked* ones.
+Each of its parts is a packed cache with a format of its own, or a plain tensor. Who selects a part (``kv[0]``,
+``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``) is given a view of that cache, so that all reads and writes of parts mean
+what they mean for a :class:`~kvcompile.packed_tensor.PackedTensor`; :mod:`kvcompile.packed_stack_ops` says what is done
+to the whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.read_stack import CACHE_RANK, PartIndex
+from kvcompile.passes.part_values import PartIndex
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, int]]
 """The parts of a stack that are packed: how, and along which of their dimensions (1 or 2) tokens are.
@@ -31,31 +32,47 @@ class PackedStack(PackedSubclass):
     """Several caches in one tensor, or a view of such.
 
     Attributes:
-        parts: packed or plain caches of one shape, in row-major order of the stack dimensions.
-        stack_shape: sizes of the stack dimensions, which are the first of this tensor.
+        parts: packed or plain caches of one shape, in row-major order of the stacked dimensions.
+        stacked_dims: the dimensions of this tensor that are not those of parts, in ascending order.
+        stack_shape: their sizes.
     """
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], size: Sequence[int]) -> PackedStack:
-        """A stack of logical ``size`` of ``parts``, which it shares."""
+    def __new__(
+        cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
+    ) -> PackedStack:
+        """A stack of logical ``size`` of ``parts``, which it shares; its first dimensions are stacked by default."""
         return torch.Tensor._make_wrapper_subclass(cls, size, dtype=parts[0].dtype, device=parts[0].device)
 
-    def __init__(self, parts: Sequence[Tensor], size: Sequence[int]) -> None:
-        self.stack_shape = tuple(map(int, size[: len(size) - parts[0].dim()]))
+    def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:
+        self.stacked_dims = tuple(range(len(size) - parts[0].dim()) if stacked_dims is None else stacked_dims)
+        self.stack_shape = tuple(int(size[dim]) for dim in self.stacked_dims)
         if math.prod(self.stack_shape) != len(parts):
             raise ValueError(f"{len(parts)} parts do not make a stack of sizes {self.stack_shape}")
         for name, part in zip(self._names, parts, strict=True):
             self.__dict__[name] = part
 
     @classmethod
-    def from_dense(cls, x: Tensor, packed: PackedParts) -> PackedStack:
-        """Quantizes parts of a plain stack [..., B, H, S, D] or [..., B, S, H, D]; the others are copied."""
-        stack_shape = x.shape[:-CACHE_RANK]
+    def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
+        """Quantizes parts of a plain stack, [B, H, S, D] or [B, S, H, D] without its stacked dimensions, which are the
+        first by default; the other parts are copied, each to contiguous memory of its own."""
+        dims = tuple(range(len(next(iter(packed)))) if stacked_dims is None else stacked_dims)
+        places = itertools.product(*(range(x.shape[dim]) for dim in dims))
         parts = [
-            PackedTensor.from_dense(x[index], *packed[index]) if index in packed else x.detach()[index].clone()
-            for index in itertools.product(*map(range, stack_shape))
+            PackedTensor.from_dense(part, *packed[place])
+            if place in packed
+            else part.clone(memory_format=torch.contiguous_format)
+            for place, part in zip(places, unstacked(x.detach(), dims), strict=True)
         ]
-        return cls(parts, x.shape)
+        return cls(parts, x.shape, dims)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> PackedStack:
+        """The stack that has ``stacked_dims``, of these sizes, besides the dimensions of ``parts``."""
+        size = list(parts[0].shape)
+        for dim, extent in zip(stacked_dims, stack_shape, strict=True):
+            size.insert(dim, extent)
+        return cls(parts, size, stacked_dims)
 
     @property
     def _names(self) -> list[str]:
@@ -65,9 +82,9 @@ class PackedStack(PackedSubclass):
     def parts(self) -> list[Tensor]:
         return [self.__dict__[name] for name in self._names]
 
-    @property
-    def num_stack_dims(self) -> int:
-        return len(self.stack_shape)
+    def dim_of_part(self, dim: int) -> int:
+        """The dimension of parts that dimension ``dim``, not a stacked one, is."""
+        return dim - sum(stacked < dim for stacked in self.stacked_dims)
 
     def items(self) -> Iterable[tuple[PartIndex, Tensor]]:
         """Where each part is, and the part itself, not a view of it."""
@@ -75,16 +92,16 @@ class PackedStack(PackedSubclass):
 
     def dequantize(self) -> Tensor:
         values = [part.dequantize() if isinstance(part, PackedTensor) else part for part in self.parts]
-        return torch.stack(values).reshape(self.shape)
+        return stacked(values, self.stack_shape, self.stacked_dims)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # Of what they are made is part of the context for Dynamo to guard on.
         metas = tuple(part.cache_meta if isinstance(part, PackedTensor) else None for part in self.parts)
-        return self._names, (self.stack_shape, metas)
+        return self._names, (self.stacked_dims, metas)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedStack:
-        return PackedStack(list(inner.values()), size)
+        return PackedStack(list(inner.values()), size, context[0])
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
@@ -92,7 +109,7 @@ class PackedStack(PackedSubclass):
             part._stable_hash_for_caching() if isinstance(part, PackedTensor) else (part.shape, part.stride())
             for part in self.parts
         ]
-        return str((self.stack_shape, self.dtype, self.device, parts))
+        return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -105,12 +122,29 @@ class PackedStack(PackedSubclass):
         return f"PackedStack(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}',\n{parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape))
+        return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape), self.stacked_dims)
 
 
-def rebuild_packed_stack(parts: tuple[Tensor, ...], size: tuple[int, ...]) -> PackedStack:
+def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:
+    """Views of the parts of a plain tensor, in row-major order of its stacked dimensions."""
+    first = range(len(stacked_dims))
+    parts = [x.movedim(tuple(stacked_dims), tuple(first))]
+    for _ in first:
+        parts = [view for part in parts for view in part.unbind()]
+    return parts
+
+
+def stacked(parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> Tensor:
+    """The contiguous tensor whose parts have these values: the inverse of :func:`unstacked`."""
+    x = torch.stack(list(parts)).reshape(*stack_shape, *parts[0].shape)
+    return x.movedim(tuple(range(len(stack_shape))), tuple(stacked_dims)).contiguous()
+
+
+def rebuild_packed_stack(
+    parts: tuple[Tensor, ...], size: tuple[int, ...], stacked_dims: tuple[int, ...] | None = None
+) -> PackedStack:
     """What ``torch.load`` calls to make a saved stack again."""
-    return PackedStack(parts, size)
+    return PackedStack(parts, size, stacked_dims)
 
 
 torch.serialization.add_safe_globals([rebuild_packed_stack])

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
+from kvcompile.passes.first_state import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import (
     WRITE_OPS,
@@ -26,7 +27,8 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
-from kvcompile.passes.read_stack import UsedAsWholeError, read_stack
+from kvcompile.passes.part_rules import UsedAsWholeError
+from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, windows_of
@@ -278,27 +280,18 @@ def _check_whole(root: Node, role: Role) -> None:
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first))
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first, root))
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
         raise Refusal(Reason.gathered, role=role)
 
 
-def _why_whole(node: Node) -> str:
-    """Why input ``node``, of which attention reads a part, was not split into its parts."""
+def _why_whole(node: Node, part: Node) -> str:
+    """Why input ``node``, of which attention reads ``part``, was not split into its parts."""
     try:
-        read_stack(node)
+        read_stack(node, part)
     except UsedAsWholeError as error:
         return f"which is also used by {error}"
     return "which is not made of caches [batch, heads, tokens, head_dim]"
-
-
-def first_state(node: Node) -> Node:
-    """The tensor that ``node`` is a later state of, or a part or view of one."""
-    inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem}
-    while node.op == "call_function" and node.target in inner:
-        operand = node.args[2] if node.target is aten.where.self else node.args[0]
-        node = operand[0] if node.target is aten.cat.default else operand
-    return node
 
 
 def _holds_tokens(root: Node) -> bool:

@@ -28,14 +28,14 @@ SAME_OPS = (
     aten.contiguous.default,
     aten.lift_fresh_copy.default,
 )
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 VIEW_OPS = frozenset(
     (
         *SAME_OPS,
-        *_CASTS,
+        *CASTS,
         *_VIEWS,
         *_SQUEEZES,
         aten.expand.default,
@@ -112,7 +112,7 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     target, args = node.target, node.args
     if target in SAME_OPS:
         return dims
-    if target in _CASTS:
+    if target in CASTS:
         # Rounding to the dtype that attention computes in is lost in that of the format; that to integers is not.
         if node.meta["val"].dtype not in _COMPUTE_DTYPES:
             raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {node.meta['val'].dtype}")
