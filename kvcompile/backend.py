@@ -30,7 +30,7 @@ from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, re
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
-from kvcompile.passes.split_stacks import SplitStack, names_of_parts, places_of, split_stacks
+from kvcompile.passes.split_stacks import SplitStack, contiguous_parts, names_of_parts, places_of, split_stacks
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
 from kvcompile.weight_bytes import weight_bytes
@@ -177,6 +177,7 @@ class _GraphCompiler:
         )
         if self.rewritten is not None:
             self.rewritten = replace(self.rewritten, stacks=self.stacks)
+            contiguous_parts(gm, self.rewritten, self._packed_stacks())
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
             self.views = [

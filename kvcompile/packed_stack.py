@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed_tensor import PackedTensor, mark_weakly_dynamic
 from kvcompile.passes.part_values import PartIndex
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, int]]
@@ -51,6 +51,9 @@ class PackedStack(PackedSubclass):
             raise ValueError(f"{len(parts)} parts do not make a stack of sizes {self.stack_shape}")
         for name, part in zip(self._names, parts, strict=True):
             self.__dict__[name] = part
+        growing = next((part for part in parts if isinstance(part, PackedTensor) and part.growing), None)
+        if growing is not None and "t" in growing.axes:
+            mark_weakly_dynamic(self, self.dims_of_parts[growing.token_dim])
 
     @classmethod
     def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
@@ -82,6 +85,11 @@ class PackedStack(PackedSubclass):
     def parts(self) -> list[Tensor]:
         return [self.__dict__[name] for name in self._names]
 
+    @property
+    def dims_of_parts(self) -> list[int]:
+        """The dimensions of this tensor that are those of parts."""
+        return [dim for dim in range(self.dim()) if dim not in self.stacked_dims]
+
     def dim_of_part(self, dim: int) -> int:
         """The dimension of parts that dimension ``dim``, not a stacked one, is."""
         return dim - sum(stacked < dim for stacked in self.stacked_dims)
@@ -101,7 +109,7 @@ class PackedStack(PackedSubclass):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedStack:
-        return PackedStack(list(inner.values()), size, context[0])
+        return PackedStack([_of_size(part, size, context[0]) for part in inner.values()], size, context[0])
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
@@ -123,6 +131,14 @@ class PackedStack(PackedSubclass):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape), self.stacked_dims)
+
+
+def _of_size(part: Tensor, size: Sequence[Any], stacked_dims: Sequence[int]) -> Tensor:
+    """The part of a stack of ``size``. Dynamo gives symbols to the sizes of a stack that grows, and not to its parts."""
+    own = [extent for dim, extent in enumerate(size) if dim not in stacked_dims]
+    if isinstance(part, PackedTensor) and any(isinstance(extent, torch.SymInt) for extent in own):
+        return PackedTensor(part.packed, part.cache_meta, own, None if part.is_contiguous() else part.stride())
+    return part
 
 
 def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:

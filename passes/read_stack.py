@@ -1,9 +1,9 @@
 """Read what a graph does with a *stack*: an input that has the dimensions of a cache, and others besides.
 
-These, the *stacked* dimensions, are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``, ``keys, values
-= kv``. What is behind each of their indices is a *part*. For every node that holds parts, this finds the value that each
-of them has there. They have values of their own as long as the graph does nothing else with the stack than to select
-and write parts, to do the same to all of them (a write of keys and values at once, say:
+These, the *stacked* dimensions, are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``.
+What is behind each of their indices is a *part*. For every node that holds parts, this finds the value that each of
+them has there. They have values of their own as long as the graph does nothing else with the stack than to select and
+write parts, to do the same to all of them (a write of keys and values at once, say:
 :mod:`kvcompile.passes.part_rules`), and to copy the last state back or to return it.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,6 +23,9 @@ from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.part_values import Initial, Made, PartIndex, State, Value
 from kvcompile.passes.read_stack import Stack, read_stack
+
+if TYPE_CHECKING:
+    from kvcompile.passes.rewrite_caches import Rewritten
 
 aten = torch.ops.aten
 
@@ -88,6 +91,28 @@ def split_stacks(
         if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
             split.append(_Splitter(gm, stack, index, example_inputs).split())
     return tuple(split)
+
+
+def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Collection[int]) -> None:
+    """Give the plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
+
+    A part of a plain stack is a view of it. Adoption copies each to memory of its own, where it is contiguous.
+
+    Args:
+        gm: the rewritten graph.
+        rewritten: of ``gm``, with its stacks.
+        packed_stacks: the inputs that are packed stacks when the graph is compiled.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    packed = {action.index: action for action in rewritten.inputs}
+    for stack in rewritten.stacks:
+        adopted = any(packed[place].kind != "growing" for place in stack.places.values() if place in packed)
+        for place in stack.places.values() if adopted or stack.index in packed_stacks else ():
+            if place not in packed:
+                fake = rewritten.example_inputs[place]
+                with fake.fake_mode:
+                    fake = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+                placeholders[place].meta["val"] = rewritten.example_inputs[place] = fake
 
 
 def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int]:
