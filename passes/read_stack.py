@@ -123,12 +123,18 @@ def read_stack(node: Node, operand: Node) -> Stack | None:
         if not (stack.states.keys() | stack.lists.keys()).isdisjoint(user.all_input_nodes):
             _read_use(stack, user)
         if user in copied and user not in stack.states:
-            rank = len(shape_of(node))
-            first = stack.states[node]
-            stack.states[user] = first.map(lambda part, _: selected(user.next, user, stack.dims, part, rank))  # noqa: B023
+            _read_stacked(stack, user)
     if stack.write_back is not None and any(_is_input(stack, value) for value in stack.written.values()):
         raise UsedAsWholeError(stack.write_back)
     return stack
+
+
+def _read_stacked(stack: Stack, node: Node) -> None:
+    """Note what ``node``, the last state of the stack, holds, if it was stacked of new values of its parts."""
+    rank, first = len(shape_of(node)), stack.states[stack.node]
+    state = first.map(lambda part, value: selected(node, node, stack.dims, part, rank))
+    if not any(isinstance(value, Made) and value.at is node for value in state.values.values()):
+        stack.states[node] = state
 
 
 def _read_use(stack: Stack, user: Node) -> None:
@@ -138,7 +144,7 @@ def _read_use(stack: Stack, user: Node) -> None:
     elif user.target in SIZE_OPS:
         stack.sizes.append(user)
     elif user.target is aten.copy_.default and user.args[0] is stack.node:
-        stack.write_back, stack.last = user, stack.states[user.args[1]]
+        stack.write_back, stack.last = user, stack.state(user.args[1], user)
         if stack.last.dims != stack.dims or stack.last.values.keys() != stack.states[stack.node].values.keys():
             raise UsedAsWholeError(user)
     elif user.target in RULES:
