@@ -31,7 +31,7 @@ from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
-from kvcompile.passes.windows import is_growing, windows_of
+from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
 
@@ -178,6 +178,12 @@ class CacheFinder:
             grows = is_growing(writes if kept is None else [*writes, kept])
             if grows and returned is not None and base.op == "placeholder" and not any(map(_swaps_axes, states)):
                 return "growing", None
+            shifted = self._shifted(read)
+            changes = writes if shifted is None else [*writes, shifted]
+            write_back = _find_write_back(changes[-1].node, base, swapped)
+            shifts = is_shifting(changes, base, read.token_axis) and not any(map(_swaps_axes, states))
+            if shifts and write_back is not None:
+                return "static", write_back
             raise _no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
@@ -198,13 +204,21 @@ class CacheFinder:
     def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
         """The output that is the cache or a slice of its tokens, and that slice as a move."""
         root = read.root
+        if kind == "static":
+            return self._shifted(read), None
         if root in self.dropping:
-            return None, self.windows[root.args[0]].output
+            dropped = self.windows[root.args[0]]
+            return None, dropped.output if dropped.is_returned else None
         window = self.windows.get(root) if kind in ("growing", "fresh") else None
-        if window is None:
+        if window is None or not window.is_returned:
             return None, root if root in self.outputs else None
         kept = match_slice(window.output, read.token_axis)
         return kept, None if kept is None else window.output
+
+    def _shifted(self, read: Read) -> CacheWrite | None:
+        """The slice that a window of fixed size keeps, if attention reads more than that."""
+        window = self.windows.get(read.root)
+        return None if window is None or window.is_returned else match_slice(window.output, read.token_axis)
 
     def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
         """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
@@ -225,8 +239,9 @@ class CacheFinder:
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain}
-        if returned is not None and returned is not cache.root:
-            views.update(node for node in sliced_by(returned) if node is not cache.root)
+        kept = cache.kept.node if cache.kept is not None else returned
+        if kept is not None and kept is not cache.root:
+            views.update(node for node in sliced_by(kept) if node is not cache.root)
         understood = {cache.write_back, *views}
         for node in (cache.root, *views):
             for user in node.users:

@@ -28,6 +28,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
 from kvcompile.passes.site_parts import SiteParts
+from kvcompile.passes.whole_copies import drop_whole_copies
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer alone."""
@@ -66,6 +67,7 @@ def quantize_kv_cache(
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
     held_nodes = frozenset(placeholders[index] for index in held_inputs)
+    drop_whole_copies(gm.graph)
     candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)
