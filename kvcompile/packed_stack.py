@@ -21,6 +21,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor, mark_weakly_dynamic
 from kvcompile.passes.part_values import PartIndex
+from kvcompile.passes.read_stack import CACHE_RANK
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, int]]
 """The parts of a stack that are packed: how, and along which of their dimensions (1 or 2) tokens are.
@@ -59,7 +60,7 @@ class PackedStack(PackedSubclass):
     def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
         """Quantizes parts of a plain stack, [B, H, S, D] or [B, S, H, D] without its stacked dimensions, which are the
         first by default; the other parts are copied, each to contiguous memory of its own."""
-        dims = tuple(range(len(next(iter(packed)))) if stacked_dims is None else stacked_dims)
+        dims = tuple(range(x.dim() - CACHE_RANK) if stacked_dims is None else stacked_dims)
         places = itertools.product(*(range(x.shape[dim]) for dim in dims))
         parts = [
             PackedTensor.from_dense(part, *packed[place])
@@ -134,7 +135,7 @@ class PackedStack(PackedSubclass):
 
 
 def _of_size(part: Tensor, size: Sequence[Any], stacked_dims: Sequence[int]) -> Tensor:
-    """The part of a stack of ``size``. Dynamo gives symbols to the sizes of a stack that grows, and not to its parts."""
+    """The part of a stack of ``size``: Dynamo gives symbols for the sizes of a growing stack, and not to its parts."""
     own = [extent for dim, extent in enumerate(size) if dim not in stacked_dims]
     if isinstance(part, PackedTensor) and any(isinstance(extent, torch.SymInt) for extent in own):
         return PackedTensor(part.packed, part.cache_meta, own, None if part.is_contiguous() else part.stride())

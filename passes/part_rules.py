@@ -114,8 +114,9 @@ def _split(reader: Reader, user: Node) -> list[State]:
         raise UsedAsWholeError(user)
     pieces, begin = [], 0
     for piece in user.meta["val"]:
-        pieces.append(state.narrow(dim, range(begin, begin + int(piece.shape[dim]))))
-        begin += int(piece.shape[dim])
+        end = begin + int(piece.shape[dim])
+        pieces.append(state.narrow(dim, _range(user, (begin, end), state.size(dim))))
+        begin = end
     return pieces
 
 
@@ -251,9 +252,13 @@ def _constant(user: Node, index: Any, size: int) -> int:
 
 
 def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
+    """The indices of a slice; raises UsedAsWholeError if they are no constants, or none."""
     if not all(bound is None or isinstance(bound, int) for bound in bounds):
         raise UsedAsWholeError(user)
-    return range(size)[slice(*bounds)]
+    indices = range(size)[slice(*bounds)]
+    if not indices:
+        raise UsedAsWholeError(user)
+    return indices
 
 
 RULES: dict[Any, Rule] = {

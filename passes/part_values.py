@@ -157,12 +157,7 @@ def _one_of(at: Node, value: Value, dim: int, index: int) -> Value:
 def _stacked(node: Node, dim: int) -> list[Value] | None:
     """The tensors that ``node`` is the ``torch.stack`` of along ``dim``, or the ``cat`` of, after ``unsqueeze``."""
     if node.target is aten.permute.default:
-        source, order = node.args
-        rank = len(order)
-        pieces = _stacked(source, order[dim] % rank)
-        gone = order[dim] % rank
-        rest = [other % rank - (other % rank > gone) for other in order if other % rank != gone]
-        return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]
+        return _stacked_and_permuted(node, dim)
     joined = node.args[0] if node.target is aten.view.default else node
     if joined.op != "call_function" or joined.target is not aten.cat.default:
         return None
@@ -171,14 +166,25 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
         return None
     shape = list(shape_of(node))
     if joined is node:
-        whole = [piece for piece in pieces if piece.target is aten.unsqueeze.default]
-        return (
-            [piece.args[0] for piece in pieces]
-            if len(whole) == len(pieces) and all(piece.args[1] % len(shape) == dim for piece in pieces)
-            else None
-        )
-    same = all(_same(shape_of(piece), shape[:dim] + shape[dim + 1 :]) for piece in pieces)
-    return list(pieces) if same and statically_known_true(shape[dim] == len(pieces)) else None
+        if any(piece.target is not aten.unsqueeze.default or piece.args[1] % len(shape) != dim for piece in pieces):
+            return None
+        pieces = [piece.args[0] for piece in pieces]
+    whole = statically_known_true(shape.pop(dim) == len(pieces))
+    alike = all(_same(shape_of(piece), shape) and _dtype(piece) == _dtype(node) for piece in pieces)
+    return list(pieces) if whole and alike else None
+
+
+def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
+    source, order = node.args
+    order = [other % len(order) for other in order]
+    pieces = _stacked(source, order[dim])
+    rest = [other - (other > order[dim]) for other in order if other != order[dim]]
+    return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def _same(one: Any, other: Any) -> bool:

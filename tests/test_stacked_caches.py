@@ -25,6 +25,7 @@ from stack_forms import (
     assert_close,
     assignment,
     attend,
+    both_at_once,
     by_layer,
     by_layer_and_sequence,
     compiled,
@@ -34,6 +35,7 @@ from stack_forms import (
     packed_stack,
     plain,
     plain_stack,
+    roles_within_tokens,
 )
 from torch import Tensor
 
@@ -88,6 +90,18 @@ def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tens
         placeholders = gm.graph.find_nodes(op="placeholder")
         assert len(placeholders) == len(packed_parts(fn)) + 4
         assert all(node.meta["val"].dim() <= 4 for node in placeholders)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", [both_at_once, roles_within_tokens, by_layer_and_sequence], ids=lambda fn: fn.__name__)
+def test_sizes_may_be_symbols(fn: Step) -> None:
+    cache = plain_stack(fn)
+    reference = packed_stack(fn, cache)
+    step = compiled(fn, dynamic=True)
+    for n, begin in ((6, 3), (1, 9), (4, 64)):
+        args = inputs(n, begin)
+        assert_close(step(cache, *args), fn(reference, *args))
+    assert_close(plain(cache), reference.dequantize())
 
 
 def subscript(fn: Step, part: tuple[int, ...]) -> str:
@@ -345,11 +359,16 @@ def test_a_model_with_one_tensor_for_all_layers_runs_as_on_eager_packed_caches(d
     assert cache_nbytes(model.cache) == cache_nbytes(expected_model.cache)
 
 
-def small_stack() -> tuple[PackedStack, Tensor]:
+def small_stack(role_dim: int = 1) -> tuple[PackedStack, Tensor]:
     """Layers of plain keys and packed values, and the plain tensor that it must be indistinguishable from."""
-    x = values(3, 2, 1, 2, 70, INT8.head_dim)
-    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, 2) for layer in range(3)})
-    return stack, torch.stack([torch.stack([keys, quantized(values, INT8)]) for keys, values in x])
+    x = values(3, 2, 2, 2, 70, INT8.head_dim)
+    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, 2) for layer in range(3)}, (0, role_dim))
+    expected = x.clone()
+    expected.select(role_dim, 1).copy_(quantized(x.select(role_dim, 1), INT8))
+    return stack, expected
+
+
+behind_layers_or_sequences = pytest.mark.parametrize("role_dim", [1, 2])
 
 
 SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -371,14 +390,17 @@ SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "indexed tokens": lambda c: c[:, :, :, :, torch.tensor([3, 1])],
     "indexed layers": lambda c: c[torch.tensor([2, 0])],
     "another shape": lambda c: c.view(6, *c.shape[2:]),
+    "sequences first": lambda c: c.permute(2, 4, 1, 0, 3, 5)[0],
+    "tokens before heads": lambda c: c.transpose(3, 4)[..., 3, :, :],
     "another dtype": lambda c: c.to(torch.float64),
     "a sum": lambda c: c + 1,
 }
 
 
 @pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS.keys())
-def test_a_stack_reads_as_the_plain_tensor(select: Callable[[Tensor], Tensor]) -> None:
-    stack, expected = small_stack()
+@behind_layers_or_sequences
+def test_a_stack_reads_as_the_plain_tensor(role_dim: int, select: Callable[[Tensor], Tensor]) -> None:
+    stack, expected = small_stack(role_dim)
     result = plain(select(stack))
     assert result.dtype == select(expected).dtype
     assert torch.equal(result + 0, select(expected))
@@ -393,7 +415,15 @@ def write_tokens_of_all(cache: Tensor, x: Tensor) -> None:
 
 
 def index_copy_all(cache: Tensor, x: Tensor) -> None:
-    cache.index_copy_(4, torch.tensor([0, 69]), x.expand(3, 2, 1, 2, 2, -1).contiguous())
+    cache.index_copy_(4, torch.tensor([0, 69]), x.expand(3, 2, 2, 2, 2, -1).contiguous())
+
+
+def write_through_a_permutation(cache: Tensor, x: Tensor) -> None:
+    cache.permute(2, 4, 1, 0, 3, 5)[:, torch.tensor([5])] = x[:, :, 0]
+
+
+def write_per_sequence_and_head(cache: Tensor, x: Tensor) -> None:
+    cache[..., torch.tensor([[0], [1]]), torch.tensor([[5, 6], [7, 8]]), :] = x[0]
 
 
 def write_layer(cache: Tensor, x: Tensor) -> None:
@@ -409,14 +439,25 @@ def clear_layers(cache: Tensor, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [write_part, write_tokens_of_all, index_copy_all, write_layer, copy_layer, clear_layers]
+    "write",
+    [
+        write_part,
+        write_tokens_of_all,
+        index_copy_all,
+        write_through_a_permutation,
+        write_per_sequence_and_head,
+        write_layer,
+        copy_layer,
+        clear_layers,
+    ],
 )
-def test_a_write_to_a_stack_is_one_to_its_parts(write: Callable[[Tensor, Tensor], None]) -> None:
-    stack, expected = small_stack()
+@behind_layers_or_sequences
+def test_a_write_to_a_stack_is_one_to_its_parts(role_dim: int, write: Callable[[Tensor, Tensor], None]) -> None:
+    stack, expected = small_stack(role_dim)
     x = values(1, 2, 2, INT8.head_dim)
     write(stack, x)
     write(expected, x)
-    expected[:, 1] = quantized(expected[:, 1], INT8)
+    expected.select(role_dim, 1).copy_(quantized(expected.select(role_dim, 1), INT8))
     torch.testing.assert_close(stack.dequantize(), expected, rtol=0, atol=1e-6)
 
 
