@@ -157,7 +157,7 @@ class CacheRewriter:
             return state
         x, positions, valid = write.normalise(self.graph)
         if x is not None:
-            if write.form == "cat" and write.base is cache.base and cache.kind == "static":
+            if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
             return insert_store(self.graph, state, layout, x, positions, valid)
         if write.drops_tokens:

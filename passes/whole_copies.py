@@ -1,4 +1,4 @@
-"""Stage B, before analysis: what is copied over all of a tensor is the tensor afterwards.
+"""Stage B, before analysis: what is copied over all of an input is its value afterwards.
 
 Functionalisation leaves ``copy(cache, slice)`` for ``cache.copy_(slice)``, where the source is a view. To the passes
 behind this one its value is that of the view.
@@ -29,7 +29,7 @@ def drop_whole_copies(graph: Graph) -> None:
             base.meta["val"].dtype == source.meta["val"].dtype and base.meta["val"].dim() == source.meta["val"].dim()
         )
         same = alike and all(map(_equal, shape_of(base), shape_of(source)))
-        if same and _made_from(source).op == "call_function":
+        if same and base.op == "placeholder" and _made_from(source).op == "call_function":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
