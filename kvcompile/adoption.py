@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,19 +46,20 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
     return plain
 
 
-def adopt_stack(plain: Tensor, parts: PackedParts) -> PackedStack:
+def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
     """As :func:`adopt`, for a tensor of several caches: ``parts`` of it are quantized, the others stay plain tensors,
     each in memory of its own.
 
     Args:
-        plain: [..., batch, heads, tokens, head_dim] or [..., batch, tokens, heads, head_dim].
+        plain: [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] without its stacked dimensions.
         parts: how its packed parts are stored.
+        stacked_dims: its first dimensions by default.
 
     Raises:
         AdoptionError: as for :func:`adopt`.
     """
     check_adoptable(plain, parts)
-    _swap(plain, PackedStack.from_dense(plain, parts))
+    _swap(plain, PackedStack.from_dense(plain, parts, stacked_dims))
     assert isinstance(plain, PackedStack)
     return plain
 

@@ -32,7 +32,7 @@ from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, re
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
-from kvcompile.passes.split_stacks import SplitStack, names_of_parts, places_of, split_stacks
+from kvcompile.passes.split_stacks import SplitStack, contiguous_parts, names_of_parts, places_of, split_stacks
 from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
 from kvcompile.stages import GraphStages, Stage
 from kvcompile.weight_bytes import weight_bytes
@@ -165,7 +165,7 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
-        self.stacks = split_stacks(gm, example_inputs)
+        self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         page_pools(gm)
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
@@ -180,6 +180,7 @@ class _GraphCompiler:
         )
         if self.rewritten is not None:
             self.rewritten = replace(self.rewritten, stacks=self.stacks)
+            contiguous_parts(gm, self.rewritten, self._packed_stacks())
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
             self.views = [
@@ -224,6 +225,11 @@ class _GraphCompiler:
                 chosen = {place: parts[part] for part, place in stack.places.items()}
                 packed |= {place: part for place, part in chosen.items() if isinstance(part, PackedSubclass)}
         return packed
+
+    def _packed_stacks(self) -> dict[int, tuple[int, ...]]:
+        """The stacked dimensions of inputs that are packed stacks."""
+        inputs = self.places.in_aten(dict(enumerate(self.example_inputs)))
+        return {index: value.stacked_dims for index, value in inputs.items() if isinstance(value, PackedStack)}
 
     def _held_inputs(self) -> list[int]:
         """The plain inputs that an object of the caller holds, as a cache does its keys: the encoder's part of a cache

@@ -139,7 +139,7 @@ class _Writer:
     def _tensor(self, tensor: Tensor, name: str) -> Any:
         if isinstance(tensor, PackedStack):
             parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
-            return {"stack": name, "parts": parts, "shape": list(tensor.shape)}
+            return {"stack": name, "parts": parts, "shape": list(tensor.shape), "dims": list(tensor.stacked_dims)}
         if isinstance(tensor, PackedPool):
             return {
                 "pool": name,
@@ -202,7 +202,7 @@ class _Reader:
 
     def _tensor(self, kind: str, name: str, content: Mapping[str, Any]) -> Tensor:
         if kind == "stack":
-            return PackedStack([self.make(part) for part in content["parts"]], content["shape"])
+            return PackedStack([self.make(part) for part in content["parts"]], content["shape"], content.get("dims"))
         if kind == "pool":
             return PackedPool(self.make(content["slots"]), content["shape"])
         data = self._file.get_tensor(name)

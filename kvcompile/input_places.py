@@ -72,7 +72,11 @@ class InputPlaces:
         return (
             tuple(replace(action, index=index_of(action.index)) for action in actions),
             tuple(
-                SplitStack(index_of(stack.index), {part: index_of(place) for part, place in stack.places.items()})
+                replace(
+                    stack,
+                    index=index_of(stack.index),
+                    places={part: index_of(place) for part, place in stack.places.items()},
+                )
                 for stack in stacks
             ),
         )

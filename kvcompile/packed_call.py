@@ -30,12 +30,12 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.packed_pool import PackedPool, slots_of
-from kvcompile.packed_stack import PackedParts, PackedStack
+from kvcompile.packed_stack import PackedParts, PackedStack, stacked
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.read_stack import PartIndex
+from kvcompile.passes.part_values import PartIndex
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
-from kvcompile.passes.split_stacks import SplitStack
+from kvcompile.passes.split_stacks import JoinedOutput, SplitStack
 from kvcompile.sizes import SizeReader
 
 
@@ -111,7 +111,7 @@ class PackedCall:
             outputs[index] = cache
         for made, shape in shapes:
             outputs[made.index] = _wrap(outputs[made.index], made, shape)
-        return outputs
+        return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
     def _refer(self, args: list[Any], references: ReferencesOfThread) -> None:
         """Put references in the place of packed data, which ``args`` no longer keeps alive.
@@ -130,9 +130,24 @@ def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
     for stack in stacks:
         whole = args[stack.index]
         of = dict(whole.items()) if isinstance(whole, PackedStack) else None
-        parts |= {place: whole[index] if of is None else of[index] for index, place in stack.places.items()}
+        parts |= {
+            place: stack.view_of(whole, index) if of is None else of[index] for index, place in stack.places.items()
+        }
     behind = range(len(args), max(parts, default=-1) + 1)
     return [*(parts.get(place, arg) for place, arg in enumerate(args)), *(parts[place] for place in behind)]
+
+
+def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
+    """The outputs of a graph before those that are stacks were split."""
+    result = list(outputs)
+    for stack in stacks:
+        parts = [outputs[place] for place in stack.places.values()]
+        shape = [1 + index for index in max(stack.places)]
+        if any(isinstance(part, PackedTensor) for part in parts):
+            result[stack.index] = PackedStack.of_parts(parts, shape, stack.dims)
+        else:
+            result[stack.index] = stacked(parts, shape, stack.dims)
+    return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
 
 
 class ReferencesOfThread(threading.local):
@@ -172,6 +187,7 @@ class AdoptingCall:
         self._compiled = compiled
         self._stacks = stacks
         self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
+        self._stacked_dims = {stack.index: stack.dims for stack in stacks}
         self._compile_fallback = fallback
         self._fallback: Callable[..., Any] | None = None
         self._guard = guard
@@ -182,7 +198,11 @@ class AdoptingCall:
         if self._guard is not None:
             self._guard.look(with_parts(args, self._stacks))
             self._guard = None
-        plain = [adoption for index, parts in self._caches.items() for adoption in _plain(args[index], parts)]
+        plain = [
+            adoption
+            for index, parts in self._caches.items()
+            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
+        ]
         if plain:
             try:
                 _adopt_all(plain)
@@ -206,23 +226,27 @@ def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> di
     return dict(result)
 
 
-def _plain(tensor: Tensor, parts: PackedParts) -> list[tuple[Tensor, PackedParts]]:
-    """What has to be adopted of an input, and the parts of it."""
+_Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
+"""A plain tensor, the parts of it that must be packed, and its stacked dimensions."""
+
+
+def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[_Adoption]:
+    """What has to be adopted of an input."""
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
-        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how})]
-    return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts)]
+        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, ())]
+    return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts, stacked_dims)]
 
 
-def _adopt_all(caches: list[tuple[Tensor, PackedParts]]) -> None:
+def _adopt_all(caches: list[_Adoption]) -> None:
     """Adopt all or none: a graph runs packed or plain as a whole."""
-    for tensor, parts in caches:
+    for tensor, parts, _ in caches:
         check_adoptable(tensor, parts)
-    for tensor, parts in caches:
+    for tensor, parts, stacked_dims in caches:
         if () in parts:
             adopt(tensor, *parts[()])
         else:
-            adopt_stack(tensor, parts)
+            adopt_stack(tensor, parts, stacked_dims)
 
 
 def _all_data_of(cache: PackedTensor | PackedPool | PackedStack) -> list[Tensor]:

@@ -107,8 +107,8 @@ class PackedTensor(PackedSubclass):
         self._lineage = lineage
         self._packed_from = lineage.buffer if lineage is not None else None
         if self.growing and "t" in self.axes:
-            _mark_weakly_dynamic(self, self.token_dim)
-            _mark_weakly_dynamic(packed, 0)
+            mark_weakly_dynamic(self, self.token_dim)
+            mark_weakly_dynamic(packed, 0)
 
     @property
     def packed_layout(self) -> PackedLayout:
@@ -239,7 +239,7 @@ class PackedTensor(PackedSubclass):
             storage, old = self._packed_from.storage, self._packed
             blocks = min(old.shape[0], storage.shape[0] - old.storage_offset() // storage.stride(0))
             self._packed = storage.as_strided((blocks, *old.shape[1:]), old.stride(), old.storage_offset())
-            _mark_weakly_dynamic(self._packed, 0)
+            mark_weakly_dynamic(self._packed, 0)
         return self._packed
 
     def packed_for_write(self) -> Tensor:
@@ -427,7 +427,7 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def _mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
+def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
     """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
     tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

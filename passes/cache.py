@@ -30,7 +30,8 @@ class Cache:
         writes: in order of execution.
         token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
-        kept: the slice of ``root`` that is returned in its place, for ``growing`` and ``fresh``; a window does that.
+        kept: the slice of ``root`` that is returned in its place, for ``growing`` and ``fresh``, or copied back, for
+            ``static``; a window does that.
         returned: the output that it is, for ``allocated``, ``growing`` and ``fresh``.
         reads: how each site reads it.
         readers: the markers of those sites.

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
+from kvcompile.passes.first_state import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import (
     WRITE_OPS,
@@ -26,12 +27,13 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
+from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.read_pool import read_pool
-from kvcompile.passes.read_stack import UsedAsWholeError, read_stack
+from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
-from kvcompile.passes.windows import is_growing, windows_of
+from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
 
@@ -181,6 +183,12 @@ class CacheFinder:
             grows = is_growing(writes if kept is None else [*writes, kept])
             if grows and returned is not None and base.op == "placeholder" and not any(map(_swaps_axes, states)):
                 return "growing", None
+            shifted = self._shifted(read)
+            changes = writes if shifted is None else [*writes, shifted]
+            write_back = _find_write_back(changes[-1].node, base, swapped)
+            shifts = is_shifting(changes, base, read.token_axis) and not any(map(_swaps_axes, states))
+            if shifts and write_back is not None:
+                return "static", write_back
             raise _no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
@@ -201,13 +209,21 @@ class CacheFinder:
     def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
         """The output that is the cache or a slice of its tokens, and that slice as a move."""
         root = read.root
+        if kind == "static":
+            return self._shifted(read), None
         if root in self.dropping:
-            return None, self.windows[root.args[0]].output
+            dropped = self.windows[root.args[0]]
+            return None, dropped.output if dropped.is_returned else None
         window = self.windows.get(root) if kind in ("growing", "fresh") else None
-        if window is None:
+        if window is None or not window.is_returned:
             return None, root if root in self.outputs else None
         kept = match_slice(window.output, read.token_axis)
         return kept, None if kept is None else window.output
+
+    def _shifted(self, read: Read) -> CacheWrite | None:
+        """The slice that a window of fixed size keeps, if attention reads more than that."""
+        window = self.windows.get(read.root)
+        return None if window is None or window.is_returned else match_slice(window.output, read.token_axis)
 
     def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
         """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
@@ -228,8 +244,9 @@ class CacheFinder:
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain}
-        if returned is not None and returned is not cache.root:
-            views.update(node for node in sliced_by(returned) if node is not cache.root)
+        kept = cache.kept.node if cache.kept is not None else returned
+        if kept is not None and kept is not cache.root:
+            views.update(node for node in sliced_by(kept) if node is not cache.root)
         understood = {cache.write_back, *views}
         for node in (cache.root, *views):
             for user in node.users:
@@ -283,7 +300,7 @@ def _check_whole(root: Node, role: Role) -> None:
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first))
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first, root))
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
         raise Refusal(Reason.gathered, role=role, source=first.name, detail=_why_no_pool(first))
 
@@ -297,22 +314,13 @@ def _why_no_pool(node: Node) -> str:
     return "which is not a tensor of slots or blocks of its own"
 
 
-def _why_whole(node: Node) -> str:
-    """Why input ``node``, of which attention reads a part, was not split into its parts."""
+def _why_whole(node: Node, part: Node) -> str:
+    """Why input ``node``, of which attention reads ``part``, was not split into its parts."""
     try:
-        read_stack(node)
+        read_stack(node, part)
     except UsedAsWholeError as error:
         return f"which is also used by {error}"
     return "which is not made of caches [batch, heads, tokens, head_dim]"
-
-
-def first_state(node: Node) -> Node:
-    """The tensor that ``node`` is a later state of, or a part or view of one."""
-    inner = WRITE_OPS | VIEW_OPS | {aten.select.int, aten.unbind.int, operator.getitem, POOL_VIEW}
-    while node.op == "call_function" and node.target in inner:
-        operand = node.args[2] if node.target is aten.where.self else node.args[0]
-        node = operand[0] if node.target is aten.cat.default else operand
-    return node
 
 
 def _holds_tokens(root: Node) -> bool:

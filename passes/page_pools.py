@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.passes.find_caches import first_state
+from kvcompile.passes.first_state import first_state
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.read_pool import Pool, read_pool
-from kvcompile.passes.read_stack import UsedAsWholeError
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 
 aten = torch.ops.aten

@@ -1,5 +1,6 @@
 """Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
 
+copies   what is copied over all of a cache is what it holds     (whole_copies)
 find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
 choose   ask the policy for formats and check that they fit       (here)
 settle   a cache is packed only if all its readers are            (here)
@@ -29,6 +30,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
 from kvcompile.passes.site_parts import SiteParts
+from kvcompile.passes.whole_copies import drop_whole_copies
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer alone."""
@@ -62,11 +64,12 @@ def quantize_kv_cache(
         held_inputs: the plain inputs, by position, that may be packed although the graph does not write them.
 
     Returns:
-        one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` is then unchanged).
+        one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` then means the same).
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
     held_nodes = frozenset(placeholders[index] for index in held_inputs)
+    drop_whole_copies(gm.graph)
     candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)

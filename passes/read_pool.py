@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.match_write import shape_of
-from kvcompile.passes.read_stack import UsedAsWholeError
+from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS
 
 aten = torch.ops.aten

@@ -32,8 +32,8 @@ class Reason(enum.Enum):
     )
     part_of_tensor = (
         "its {role} cache is a part of {source}, {detail}",
-        "select every cache by constant indices of the first dimensions (kv[0], cache[layer, 1]) and use the tensor in "
-        "no other way in the compiled function, or keep the caches in tensors of their own",
+        "select every cache by constant indices (kv[0], cache[layer, 1], kv[:, 0]), write one or all of them and use "
+        "the tensor in no other way in the compiled function, or keep the caches in tensors of their own",
     )
     gathered = (
         "its {role} is gathered by an index from {source}, {detail}",

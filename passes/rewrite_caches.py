@@ -140,7 +140,7 @@ class CacheRewriter:
         for write, anchor in zip(cache.writes, anchors, strict=True):
             with self.graph.inserting_before(anchor):
                 state = self._changed(cache, layout, state, write)
-            dropped = dropped or write.drops_tokens
+            dropped = dropped or write.drops_tokens or (cache.kind == "static" and cache.drops_tokens)
             in_place = in_place if dropped else state
         if cache.kind in ("static", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
@@ -148,6 +148,8 @@ class CacheRewriter:
         if cache.kept is not None:
             with self.graph.inserting_before(cache.kept.node.next):
                 state = self._changed(cache, layout, state, cache.kept)
+        if cache.kind == "static" and cache.drops_tokens:
+            self._write_back(cache, data, state)
         if cache.kind in ("allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
 
@@ -157,9 +159,11 @@ class CacheRewriter:
             return state
         x, positions, valid = write.normalise(self.graph)
         if x is not None:
+            if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
+                state = self._window(cache, layout, state, self._all_tokens(cache), write)
             return insert_store(self.graph, state, layout, x, positions, valid)
         if write.drops_tokens:
-            return self._window(cache, layout, state, positions)
+            return self._window(cache, layout, state, positions, write)
         return inline(self.graph, move_tokens, state, layout, positions)
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
@@ -213,7 +217,7 @@ class CacheRewriter:
 
     def _stored_tokens(self, cache: Cache) -> Any:
         """Tokens that the storage of a cache holds before some are dropped."""
-        if not cache.drops_tokens:
+        if cache.kind == "static" or not cache.drops_tokens:
             return cache.num_tokens
         stored = takewhile(lambda write: not write.drops_tokens, cache.writes)
         return shape_of([cache.base, *(write.node for write in stored)][-1])[cache.token_axis]
@@ -255,17 +259,28 @@ class CacheRewriter:
             copy = self.graph.call_function(aten.copy_.default, (data, state))
         copy.meta["val"] = data.meta["val"]
 
-    def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node) -> Node:
-        """New packed data whose first tokens are those at ``source``, byte by byte.
+    def _all_tokens(self, cache: Cache) -> Node:
+        """The positions of all tokens of a cache."""
+        device, count = cache.base.meta["val"].device, size_node(self.graph, cache.num_tokens)
+        return inline(self.graph, lambda n: torch.arange(n, device=device), count)
+
+    def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node, write: CacheWrite) -> Node:
+        """New packed data whose first tokens are those at ``source``, byte by byte, with room for those that follow.
 
         A window that began where its first token lies would copy nothing. But that is another token of a block at
         every step, and each compiled graph and kernel would have to take it as an argument. A copy is bounded by the
         window, which attention reads at every step anyway; and it goes to data of its own, so that the cache that was
         passed, and all that share its storage, keep their tokens. The next step appends to a block of spare room.
+
+        A window of fixed size keeps its input, into which the last state is copied. Attention reads more than that:
+        tokens that no longer are in the window of the last query are in that of the first.
         """
-        assert cache.returned is not None, "a graph returns a window"
-        num_tokens = shape_of(cache.returned)[cache.token_axis]
-        blocks = size_node(self.graph, layout.growing_blocks(num_tokens + BLOCK_TOKENS))
+        if cache.returned is not None:
+            count = layout.growing_blocks(shape_of(cache.returned)[cache.token_axis] + BLOCK_TOKENS)
+        else:
+            later = [change.node for change in cache.changes[cache.changes.index(write) :] if change.form == "cat"]
+            count = layout.blocks(shape_of(later[-1])[cache.token_axis] if later else cache.num_tokens)
+        blocks = size_node(self.graph, count)
 
         def move(data: Tensor, source: Tensor, blocks: Any) -> Tensor:
             return move_tokens(data, layout, source, data.new_zeros((blocks, *data.shape[1:])))

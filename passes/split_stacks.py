@@ -2,7 +2,8 @@
 
 Models keep one tensor for keys and values (``kv[0]``, ``kv[1]``) or one for all layers (``cache[layer, 0]``). If such a
 *stack* is used in no other way than by its *parts* (:mod:`kvcompile.passes.read_stack`), these are values of their own,
-and become inputs of their own: scalar replacement of aggregates, to a compiler. The passes behind this one know no
+and become inputs of their own: scalar replacement of aggregates, to a compiler. A write of all parts becomes one of
+each, and a stack that grows by ``cat`` and is returned becomes as many outputs. The passes behind this one know no
 stacks. A part is proven, given a format and rewritten as a cache that came by itself, or stays a plain tensor.
 """
 
@@ -10,17 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
-from kvcompile.passes.find_caches import first_state
+from kvcompile.passes.first_state import first_state
 from kvcompile.passes.inline import size_node
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.read_stack import CACHE_RANK, PartIndex, Stack, UsedAsWholeError, Value, read_stack
+from kvcompile.passes.part_rules import UsedAsWholeError
+from kvcompile.passes.part_values import Initial, Made, PartIndex, State, Value
+from kvcompile.passes.read_stack import Stack, read_stack
+
+if TYPE_CHECKING:
+    from kvcompile.passes.rewrite_caches import Rewritten
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class JoinedOutput:
+    """An output that is a stack, and became several.
+
+    Attributes:
+        index: its position among the outputs before.
+        dims: its stacked dimensions.
+        places: positions of its parts among the outputs after: the first part takes the place of the stack, the others
+            come behind all outputs that were there.
+    """
+
+    index: int
+    dims: tuple[int, ...]
+    places: Mapping[PartIndex, int]
 
 
 @dataclass(frozen=True)
@@ -29,33 +52,67 @@ class SplitStack:
 
     Attributes:
         index: its position among the inputs before.
+        dims: its stacked dimensions.
         places: positions of the parts that the graph uses among the inputs after: the first part takes the place of
             the stack, the others come behind all inputs that were there.
+        returned: the outputs that are later states of it.
     """
 
     index: int
+    dims: tuple[int, ...]
     places: Mapping[PartIndex, int]
+    returned: tuple[JoinedOutput, ...] = ()
+
+    def view_of(self, x: torch.Tensor, part: PartIndex) -> torch.Tensor:
+        """A part of a plain tensor."""
+        indices: dict[int, Any] = dict(zip(self.dims, part, strict=True))
+        return x[tuple(indices.get(dim, slice(None)) for dim in range(x.dim()))]
 
 
-def split_stacks(gm: GraphModule, example_inputs: list[Any]) -> tuple[SplitStack, ...]:
+def split_stacks(
+    gm: GraphModule, example_inputs: list[Any], packed_stacks: Mapping[int, tuple[int, ...]]
+) -> tuple[SplitStack, ...]:
     """Split the stacks among the inputs of ``gm`` that hold keys or values of attention; changes ``gm`` in place.
 
     Args:
         gm: functional ATen graph with markers.
         example_inputs: its fake inputs; those of parts take the place of those of stacks.
+        packed_stacks: the inputs that are stacks outside of the graph, and their stacked dimensions.
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
-    attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
+    attended = {first_state(operand): operand for call in calls for operand in (call.key, call.value)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     split = []
     for index, placeholder in enumerate(placeholders):
         try:
-            stack = read_stack(placeholder) if placeholder in attended else None
+            stack = read_stack(placeholder, attended[placeholder]) if placeholder in attended else None
         except UsedAsWholeError:
             continue  # the sites that read it are refused, and say so
-        if stack is not None and stack.used:
-            split.append(SplitStack(index, _replace_input(gm, stack, index, example_inputs)))
+        if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
+            split.append(_Splitter(gm, stack, index, example_inputs).split())
     return tuple(split)
+
+
+def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Collection[int]) -> None:
+    """Give the plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
+
+    A part of a plain stack is a view of it. Adoption copies each to memory of its own, where it is contiguous.
+
+    Args:
+        gm: the rewritten graph.
+        rewritten: of ``gm``, with its stacks.
+        packed_stacks: the inputs that are packed stacks when the graph is compiled.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    packed = {action.index: action for action in rewritten.inputs}
+    for stack in rewritten.stacks:
+        adopted = any(packed[place].kind != "growing" for place in stack.places.values() if place in packed)
+        for place in stack.places.values() if adopted or stack.index in packed_stacks else ():
+            if place not in packed:
+                fake = rewritten.example_inputs[place]
+                with fake.fake_mode:
+                    fake = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+                placeholders[place].meta["val"] = rewritten.example_inputs[place] = fake
 
 
 def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int]:
@@ -64,57 +121,115 @@ def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int
 
 
 def names_of_parts(names: Mapping[int, str], stacks: Sequence[SplitStack]) -> dict[int, str]:
-    """What the user calls each input, after stacks were split: ``kv[0]``."""
+    """What the user calls each input, after stacks were split: ``kv[0]``, ``kv[:, 0]``."""
     return {
         **names,
-        **{place: names[stack.index] + str(list(part)) for stack in stacks for part, place in stack.places.items()},
+        **{
+            place: f"{names[stack.index]}[{_subscript(stack.dims, part)}]"
+            for stack in stacks
+            for part, place in stack.places.items()
+        },
     }
 
 
-def _replace_input(gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> dict[PartIndex, int]:
-    """Put inputs for the parts in the place of a stack; returns where they are among the inputs."""
-    places: dict[PartIndex, int] = {}
-    inputs: dict[PartIndex, Node] = {}
-    for part in stack.used:
-        last = gm.graph.find_nodes(op="placeholder")[-1]
-        with gm.graph.inserting_after(last) if places else gm.graph.inserting_before(stack.node):
-            inputs[part] = gm.graph.placeholder("_".join([stack.node.name, *map(str, part)]))
-        inputs[part].meta["val"] = fake = _fake_part(stack)
-        if places:
-            places[part] = len(example_inputs)
-            example_inputs.append(fake)
+def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
+    indices = dict(zip(dims, map(str, part), strict=True))
+    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
+
+
+class _Splitter:
+    """Lets a graph use the parts of one stack instead of the stack."""
+
+    def __init__(self, gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> None:
+        """``index``: of the stack among ``example_inputs``."""
+        self._graph = gm.graph
+        self._stack = stack
+        self._index = index
+        self._example_inputs = example_inputs
+        self._places: dict[PartIndex, int] = {}
+        self._inputs: dict[PartIndex, Node] = {}
+        self._made: dict[Made, Node] = {}
+
+    def split(self) -> SplitStack:
+        for part in self._stack.used:
+            self._add_input(part)
+        returned = tuple(self._return(place, state) for place, state in self._stack.returned.items())
+        self._replace_uses()
+        return SplitStack(self._index, self._stack.dims, self._places, returned)
+
+    def _add_input(self, part: PartIndex) -> None:
+        stack, first = self._stack.node, not self._places
+        whole = stack.meta["val"]
+        kept = [dim for dim in range(whole.dim()) if dim not in self._stack.dims]
+        size, stride = ([of[dim] for dim in kept] for of in (whole.shape, whole.stride()))
+        with whole.fake_mode:
+            fake = torch.empty_strided(size, stride, dtype=whole.dtype, device=whole.device)
+        last = self._graph.find_nodes(op="placeholder")[-1]
+        with self._graph.inserting_before(stack) if first else self._graph.inserting_after(last):
+            node = self._graph.placeholder("_".join([stack.name, *map(str, part)]))
+        node.meta["val"] = fake
+        self._inputs[part] = node
+        self._places[part] = self._index if first else len(self._example_inputs)
+        if first:
+            self._example_inputs[self._index] = fake
         else:
-            places[part] = index
-            example_inputs[index] = fake
-    _replace_uses(gm, stack, inputs)
-    return places
+            self._example_inputs.append(fake)
 
+    def _return(self, place: int, state: State) -> JoinedOutput:
+        output = self._graph.output_node()
+        outputs = list(output.args[0])
+        places: dict[PartIndex, int] = {}
+        order = sorted(range(len(state.dims)), key=state.dims.__getitem__)
+        by_dims = {tuple(part[at] for at in order): value for part, value in state.values.items()}
+        for part in sorted(by_dims):
+            places[part] = len(outputs) if places else place
+            outputs += [None] if len(places) > 1 else []
+            outputs[places[part]] = self._node_of(by_dims[part])
+        output.args = (tuple(outputs),)
+        # Inductor keeps the strides of these outputs; the caller joins the parts to a tensor with strides of its own.
+        visible = output.meta.get("user_visible_output_idxs", ())
+        output.meta["user_visible_output_idxs"] = [index for index in visible if index != place]
+        return JoinedOutput(place, tuple(sorted(state.dims)), places)
 
-def _fake_part(stack: Stack) -> torch.Tensor:
-    whole = stack.node.meta["val"]
-    size, stride = whole.shape[-CACHE_RANK:], whole.stride()[-CACHE_RANK:]
-    with whole.fake_mode:
-        return torch.empty_strided(size, stride, dtype=whole.dtype, device=whole.device)
+    def _replace_uses(self) -> None:
+        """The stack, and all that holds several parts of it, is gone afterwards."""
+        stack, graph = self._stack, self._graph
+        sources: set[Node] = set()
+        gone = {stack.node, *stack.states, *stack.lists, *stack.parts, *stack.sizes}
+        if stack.write_back is not None:
+            gone.add(stack.write_back)
+            # The values are made before the first input is overwritten, as they were from one tensor.
+            written = {part: self._node_of(value) for part, value in stack.written.items()}
+            with graph.inserting_before(stack.write_back):
+                for part, value in written.items():
+                    copy = graph.call_function(aten.copy_.default, (self._inputs[part], value))
+                    copy.meta["val"] = self._inputs[part].meta["val"]
+        for node, value in stack.parts.items():
+            node.replace_all_uses_with(self._node_of(value))
+        for node in stack.sizes:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(size_node(graph, node.meta["val"]))
+        for node in reversed(graph.nodes):
+            # What was stacked for a write of all parts serves no one, and must not count as a use of a part.
+            unused = node in sources and not node.users and not node.is_impure()
+            if node in gone or unused:
+                sources.update(operand for operand in node.all_input_nodes if operand.op == "call_function")
+                graph.erase_node(node)
 
+    def _node_of(self, value: Value) -> Node:
+        if isinstance(value, Initial):
+            return self._inputs[value.part]
+        if isinstance(value, Node):
+            return self._node_of(self._stack.parts[value]) if value in self._stack.parts else value
+        if value not in self._made:
+            self._made[value] = self._make(value)
+        return self._made[value]
 
-def _replace_uses(gm: GraphModule, stack: Stack, inputs: Mapping[PartIndex, Node]) -> None:
-    """Let the graph use parts instead of the stack, which is then gone."""
-
-    def node_of(value: Value) -> Node:
-        return inputs[value] if isinstance(value, tuple) else value
-
-    gone = {stack.node, *stack.states, *stack.parts, *stack.sizes}
-    if stack.write_back is not None:
-        gone.add(stack.write_back)
-        with gm.graph.inserting_before(stack.write_back):
-            for part, value in stack.written.items():
-                copy = gm.graph.call_function(aten.copy_.default, (inputs[part], node_of(value)))
-                copy.meta["val"] = inputs[part].meta["val"]
-    for node, value in stack.parts.items():
-        node.replace_all_uses_with(node_of(value))
-    for node in stack.sizes:
-        with gm.graph.inserting_before(node):
-            node.replace_all_uses_with(size_node(gm.graph, node.meta["val"]))
-    for node in reversed(gm.graph.nodes):
-        if node in gone:
-            gm.graph.erase_node(node)
+    def _make(self, value: Made) -> Node:
+        args = pytree.tree_map_only((Initial, Made, Node), self._node_of, value.args)
+        with self._graph.inserting_before(value.at):
+            node = self._graph.call_function(value.target, args, dict(value.kwargs))
+        fakes = pytree.tree_map_only(Node, lambda operand: operand.meta["val"], (args, dict(value.kwargs)))
+        with self._stack.node.meta["val"].fake_mode:
+            node.meta["val"] = value.target(*fakes[0], **fakes[1])
+        return node
