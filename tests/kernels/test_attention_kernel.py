@@ -178,6 +178,17 @@ def test_a_query_whose_keys_are_all_far_below_zero_weighs_them_as_the_specificat
     case.check(torch.full((1, 1, 1, case.kv_len), mask_value))
 
 
+@pytest.mark.parametrize("value", ["int8_per_token_head", "fp8_e4m3_unit", "bfloat16"])
+def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(value, device, monkeypatch):
+    """The last split has 5 tokens, the others many: no digits of -1e9 are left for how many."""
+    capability, _, has_ptx = launcher.facts_of(device)
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    case = Case(device, "int8_per_token_head", value, spread=0.01, batch=1, kv_len=325)
+    mask = torch.full((1, 1, 1, case.kv_len), -1e9)
+    case.check(mask)
+    case.check(mask, sinks=torch.full((case.num_kv_heads * case.group_size,), -1e9))
+
+
 @every_format
 @pytest.mark.parametrize("spread", [1e-3, 1e3])
 def test_small_and_large_values_keep_their_precision(format_name, spread, device):
