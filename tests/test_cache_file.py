@@ -145,7 +145,7 @@ def content_of(file: Path) -> Any:
 
 
 WRONG_HEADERS = {
-    "another version": ({"version": "2"}, "has version 2 of the format, and this kvcompile reads 1"),
+    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 2"),
     "another kind of file": ({"format": "pt"}, "is no cache"),
     "another Transformers": ({"transformers": "4.40.1"}, r"a cache of Transformers 4\.40\.1"),
     "another model": ({"model": "other"}, "model is 'other' in the file, and 'tiny' was expected"),
