@@ -103,7 +103,7 @@ def test_compiled_logits_equal_eager_logits_on_packed_buffers(
     if device == "cpu":
         if dtype is torch.bfloat16 or WRITES.index(write) % 4 != PRESETS.index(preset):
             pytest.skip("one preset for each form, in float32, is enough on a CPU")
-        if write not in (index_copy, slice_assignment, masked_update):  # the others end up like one of these
+        if write is not index_copy:  # the passes make the same of the others; what Inductor meets is this
             request.getfixturevalue("without_code_generation")
     torch._dynamo.reset()
     counters.clear()
