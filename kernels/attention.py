@@ -34,6 +34,7 @@ from kvcompile.kernels.attention_held import attend_to_held_blocks, held_range, 
 from kvcompile.kernels.attention_tile import (
     attend_packed,
     packed_scores,
+    store_log_sum,
     token_metadata,
     visible_scores,
     weighs_scales,
@@ -66,8 +67,7 @@ def attention_kernel(
             float when it is "float", unused when it is "none".
         range_ptr: int32 [batch, q_len, 3], what a bool mask shows, see :mod:`kvcompile.kernels.visible_range`.
         out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
-        lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, batch, num_heads, q_len]; under
-            a float mask two numbers each, whose sum it is.
+        lse_ptr: with PARTIAL the log-sum-exp, in units of log2 and in two parts, as in :func:`combine_kernel`.
         score_scale: factor of the scores times log2(e).
         softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
         key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
@@ -176,15 +176,10 @@ def _store_output(
     seen = total > 0
     inverse = tl.where(seen, 1.0 / total, 0.0) * value_scale
     if PARTIAL:
-        if WIDE_SCORES:
-            # Far below zero no digits of the maximum are left for the sum.
-            sum_log2 = tl.log2(tl.where(seen, total, 1.0)) - 15.0
-            if weighs_scales(VALUE):
-                sum_log2 += scale_maximum
-            tl.store(lse_ptr + 2 * out_row, tl.where(seen, maximum, float("-inf")), mask=in_query)
-            tl.store(lse_ptr + 2 * out_row + 1, tl.where(seen, sum_log2, 0.0), mask=in_query)
-        else:
-            tl.store(lse_ptr + out_row, tl.where(seen, maximum - 15.0 + tl.log2(total), float("-inf")), mask=in_query)
+        total_log2 = tl.log2(total) - 15.0
+        if WIDE_SCORES and weighs_scales(VALUE):
+            total_log2 += scale_maximum
+        store_log_sum(lse_ptr, out_row, maximum, total_log2, seen, in_query)
     zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
     column = tl.arange(0, VALUE.padded_width)[:, None]
     in_bounds = in_query[None, :] & (column < VALUE.width)
@@ -199,14 +194,14 @@ def _store_output(
 def combine_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_rows, num_splits, num_heads, q_len,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    WIDE_SCORES: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
 
     Args:
         partial_ptr: float32 [num_splits, num_rows, head_dim].
-        lse_ptr: float32 [num_splits, num_rows], log2 of the sum of exponentials; -inf for a split that saw nothing.
-            With WIDE_SCORES two numbers each, whose sum it is: the largest score, and the log2 of a moderate sum.
+        lse_ptr: float32 [num_splits, num_rows, 2], in units of log2: the largest score, -inf for a split that saw
+            nothing, and the log of the sum of exponentials above it.
         sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a score with a value of zero that every row has beside
             its splits. Rows are [batch, num_heads, q_len].
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
@@ -230,17 +225,13 @@ def combine_kernel(
         split = first_split + tl.arange(0, SPLITS)[None, :]
         in_bounds = (split < num_splits) & (row < num_rows)[:, None]
         index = split.to(tl.int64) * num_rows + row[:, None]
-        if WIDE_SCORES:
-            lse = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
-        else:
-            lse = tl.load(lse_ptr + index, mask=in_bounds, other=float("-inf"))
+        largest = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
+        total_log2 = tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0)
         partial_ptrs = partial_ptr + index[:, :, None] * VALUE.head_dim + channel[None, None, :]
         partial = tl.load(partial_ptrs, mask=in_bounds[:, :, None] & in_head[None, :, :], other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(lse, 1))
+        new_maximum = tl.maximum(maximum, tl.max(largest, 1))
         finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(lse - finite_maximum[:, None])
-        if WIDE_SCORES:
-            weight *= tl.exp2(tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0))
+        weight = tl.exp2((largest - finite_maximum[:, None]) + total_log2)
         decay = tl.exp2(maximum - finite_maximum)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], 1)

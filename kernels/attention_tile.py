@@ -204,6 +204,15 @@ def log2_bias(mask):
     return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
 
 
+@jit
+def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
+    """Store what the splits of a row are merged by, float32 [..., 2]: the largest score, and the log2 of the sum of the
+    exponentials above it. Far below zero (a float mask of -1e9) the sum of the two has no digits left for the second.
+    """
+    tl.store(lse_ptr + 2 * row, tl.where(seen, maximum, float("-inf")), mask=in_query)
+    tl.store(lse_ptr + 2 * row + 1, tl.where(seen, total_log2, 0.0), mask=in_query)
+
+
 @constexpr_function
 def weighs_scales(value):
     """Whether weights contain a scale a token: that of the format, or of tokens that are kept as they are."""

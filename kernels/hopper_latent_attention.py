@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kvcompile.kernels import deepseek_v4 as spec
-from kvcompile.kernels.attention_tile import tanh
+from kvcompile.kernels.attention_tile import store_log_sum, tanh
 from kvcompile.kernels.codec import tl
 from kvcompile.kernels.hopper_latent_tiles import (
     CODES,
@@ -290,7 +290,7 @@ def _store(outputs, maximum, total, out_row, in_query, results, PARTIAL: tl.cons
     if PARTIAL:
         out_row += gl.program_id(2).to(gl.int64) * num_rows
         if HALF == 0:
-            gl.store(lse_ptr + out_row, gl.where(seen, maximum + gl.log2(total), float("-inf")), mask=in_query)
+            store_log_sum(lse_ptr, out_row, maximum, gl.log2(total), seen, in_query)
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), OUTPUT_ROWS)
     channel = HALF * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, OUTPUTS))
     out_ptrs = out_ptr + gl.convert_layout(out_row, OUTPUT_ROWS)[:, None] * HEAD_DIM + channel[None, :]

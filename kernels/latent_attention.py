@@ -15,7 +15,7 @@ Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAt
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention_tile import tanh
+from kvcompile.kernels.attention_tile import store_log_sum, tanh
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.latent_tiles import channels_of, load_latents
 from kvcompile.kernels.long_attention import softmax_step, visible_scores, visible_tiles
@@ -37,8 +37,7 @@ def latent_attention_kernel(
         data_ptr: packed latents, strides (block, batch, head), bytes.
         num_rows: batch * num_heads * q_len.
         out_ptr: [num_rows, LATENT.head_dim], or with PARTIAL float32 [num_splits, num_rows, LATENT.head_dim].
-        lse_ptr: with PARTIAL the log2 of the sums of exponentials, float32 [num_splits, num_rows].
-        mask_ptr, range_ptr, score_scale, softcap: as in :func:`kvcompile.kernels.attention.attention_kernel`.
+        mask_ptr, range_ptr, lse_ptr, score_scale, softcap: as in :func:`kvcompile.kernels.attention.attention_kernel`.
         TOKENS: tokens of a tile, a divisor of those of a block.
     """
     batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
@@ -83,7 +82,7 @@ def latent_attention_kernel(
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         out_row += tl.program_id(2).to(tl.int64) * num_rows
-        tl.store(lse_ptr + out_row, tl.where(seen, maximum + tl.log2(total), float("-inf")), mask=in_query)
+        store_log_sum(lse_ptr, out_row, maximum, tl.log2(total), seen, in_query)
     inverse = tl.where(seen, 1.0 / total, 0.0)[:, None]
     NUM_PARTS: tl.constexpr = LATENT.num_parts
     for i in tl.static_range(NUM_PARTS):

@@ -98,9 +98,7 @@ def attention(
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
-        wide_scores = False
     else:
-        wide_scores = call.mask_kind == "float"
         partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
         num_rows, early = batch * num_heads * q_len, launcher.early_start(query.device)
@@ -110,7 +108,7 @@ def attention(
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
             (num_rows, splits, num_heads, q_len),
-            (value, sinks is not None, rows_at_once, splits_at_once, wide_scores, bool(early)),
+            (value, sinks is not None, rows_at_once, splits_at_once, bool(early)),
             {"num_warps": 4 if splits > 1 else 1, **early},
         )
     return out
@@ -151,8 +149,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     partial = lse = out
     if is_partial:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
-        numbers = 2 if call.mask_kind == "float" else 1
-        lse = call.query.new_empty((splits, batch * num_heads * q_len, numbers), dtype=torch.float32)
+        lse = call.query.new_empty((splits, batch * num_heads * q_len, 2), dtype=torch.float32)
     launch_attention(
         (batch * num_kv_heads, row_tiles, splits),
         (

@@ -56,7 +56,7 @@ def attend_latents(
     partial = lse = out
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, num_rows, head_dim), dtype=torch.float32)
-        lse = call.query.new_empty((splits, num_rows), dtype=torch.float32)
+        lse = call.query.new_empty((splits, num_rows, 2), dtype=torch.float32)
     launch = launch_latent_attention
     if config is WARP_SPECIALIZED_LATENTS:
         launch = launch_hopper_latent_attention

@@ -74,9 +74,10 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     """Attention into ``out`` [batch, num_heads, q_len, v_head_dim]; or, if splits remain to be merged, into others.
 
     Returns:
-        outputs [splits, batch * num_heads * q_len, v_head_dim] and the log2 of the sums of exponentials
-        [splits, batch * num_heads * q_len], both float32, and the number of splits. Without ``with_lse`` and if one
-        split is enough: ``out`` twice, and 1.
+        outputs [splits, batch * num_heads * q_len, v_head_dim] and what they are merged by, [splits,
+        batch * num_heads * q_len, 2], both float32, and the number of splits; see
+        :func:`kvcompile.kernels.attention.combine_kernel`. Without ``with_lse`` and if one split is enough: ``out``
+        twice, and 1.
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
@@ -91,7 +92,7 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     partial = lse = out
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
-        lse = call.query.new_empty((splits, batch * num_heads * q_len), dtype=torch.float32)
+        lse = call.query.new_empty((splits, batch * num_heads * q_len, 2), dtype=torch.float32)
     bounds = _bounds(call)
     for first_pair in range(0, pairs, pairs_at_once):
         count = min(pairs_at_once, pairs - first_pair)

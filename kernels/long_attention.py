@@ -13,7 +13,7 @@ that some row sees are cut into three runs of tiles: the tiles in the middle are
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention_tile import log2_bias, tanh
+from kvcompile.kernels.attention_tile import log2_bias, store_log_sum, tanh
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.visible_range import visible_tokens
 
@@ -89,7 +89,7 @@ def long_attention_kernel(
     out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         out_row += tl.program_id(2).to(tl.int64) * num_rows
-        tl.store(lse_ptr + out_row, tl.where(seen, maximum + tl.log2(total), float("-inf")), mask=in_query)
+        store_log_sum(lse_ptr, out_row, maximum, tl.log2(total), seen, in_query)
     out_channel = tl.arange(0, PADDED_V_HEAD_DIM)[None, :]
     out = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
     in_bounds = in_query[:, None] & (out_channel < V_HEAD_DIM)

@@ -113,6 +113,15 @@ def test_masks_of_latents_mean_what_they_mean_to_the_specification(mask, device)
 
 
 @BOTH_KERNELS
+def test_splits_whose_latents_are_all_far_below_zero_are_merged_by_what_they_sum(device, monkeypatch):
+    """The last split has 5 tokens, the others 64: no digits of -1e9 are left for how many."""
+    capability, _, has_ptx = launcher.facts_of(device)
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    case = Case(device, num_heads=4, kv_len=325, batch=1, scale=1e-4)
+    case.check(torch.full((1, 1, 1, case.kv_len), -1e9))
+
+
+@BOTH_KERNELS
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 70), (17, 17), (40, 100), (70, 65)])
 def test_a_causal_query_sees_the_latents_up_to_its_own_position(q_len, kv_len, device):
     Case(device, num_heads=3, q_len=q_len, kv_len=kv_len, batch=1).check(is_causal=True)

@@ -88,6 +88,13 @@ def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkey
     case.check(is_causal=is_causal)
 
 
+def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(device, monkeypatch):
+    """The last split has 5 tokens, the others 64: no digits of -1e9 are left for how many."""
+    capability, _, has_ptx = launcher.facts_of(device)
+    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    LongCase(device, INT8, INT8, q_len=3, kv_len=325, batch=1, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
+
+
 def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(device, monkeypatch):
     monkeypatch.setattr(launch_long, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
     case = LongCase(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
