@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.codec import constexpr_function, jit, log2, tl, transposed
-from kvcompile.kernels.packed_tiles import unpack
+from kvcompile.kernels.packed_tiles import integers_of_bytes, unpack
 from kvcompile.kernels.query_tiles import columns_of, first_columns, in_digits, scores_of_digits
 
 
@@ -13,7 +13,7 @@ def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKEN
     packed, scale, zero = keys
     q_planes, factor, q_sum = query
     if in_digits(KEY, factor.shape[0]):
-        scores = scores_of_digits(KEY.codec.integers(packed, KEY), query, KEY)
+        scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
         if KEY.granularity != "channel":
             products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
@@ -272,7 +272,8 @@ def weigh(
     scale_decay = 0.0
     if SCALED:
         # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
-        scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), VALUE.fast)
+        HAS_PTX: tl.constexpr = VALUE.unpack_ptx is not None
+        scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), HAS_PTX)
         scale_inverse = tl.exp2(-scale_log2)
         if WIDE_SCORES:
             new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))

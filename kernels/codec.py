@@ -16,15 +16,9 @@ A codec is the part of a format that differs between formats, as functions that 
         The codes of a plane as float32 levels. The level of the spec is ``gain * level + center``. Every code, also one
         that was never written, has a finite level.
 
-    unpack(packed, OPERAND) -> levels of every plane
-        Optional and with inline PTX: ``packed`` is a tuple of tiles of any shape, the code sections; the levels are a
-        tuple of fp16 tiles of that shape. The bytes of a thread come four at a time.
-
-    integers(packed, OPERAND) -> integers of every plane
-        Optional, for levels that are integers but for the same offset: as ``unpack``, and the integers are int8 tiles,
-        in the order of their planes or in that of :func:`kvcompile.kernels.query_tiles.interleaved`.
-
 OPERAND is the :class:`PackedOperand`; ``OPERAND.codec.constants`` holds the numbers of the spec class.
+Formats of few bits have text of inline PTX besides, which unpacks four bytes of each code section at once; see
+:func:`kvcompile.kernels.packed_tiles.halves_of_bytes`.
 """
 
 from __future__ import annotations
@@ -74,18 +68,18 @@ class Codec:
     Attributes:
         encode: vectors -> codes, scales and zeros.
         levels: codes -> levels.
-        unpack: packed bytes -> levels, or None.
-        integers: packed bytes -> integers, or None.
+        unpack_ptx: PTX that makes levels of bytes in fp16, by the least major compute capability that runs it.
+        integers_ptx: PTX that makes integers of 8 bits of them, if levels are such but for an offset; else None.
         integer_offset: what levels are above those.
-        interleaved: whether those come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
+        interleaved: whether they come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
         center: not 0 only in formats that keep a zero point.
         constants: numbers of the spec class that the functions use.
     """
 
     encode: Any
     levels: Any
-    unpack: Any = None
-    integers: Any = None
+    unpack_ptx: dict[int, str] = field(default_factory=dict)
+    integers_ptx: str | None = None
     integer_offset: float = 0.0
     interleaved: bool = False
     center: float = 0.0
@@ -155,8 +149,8 @@ class PackedOperand:
         center: of the codec's levels.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
-        fast: whether to use the codec's ``unpack``.
-        multiplies_integers: whether to use the codec's ``integers`` where the query has two columns a row.
+        unpack_ptx: the text of the codec for that capability; None without one, and for products in float32.
+        multiplies_integers: whether to use the codec's ``integers_ptx`` where the query has two columns a row.
         query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
         residual: blocks that are kept as they are; None without any.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.references`.
@@ -194,7 +188,7 @@ class PackedOperand:
     center: float
     codec: Codec
     ptx: int
-    fast: bool
+    unpack_ptx: str | None
     multiplies_integers: bool
     query_exponent: int
     residual: HeldBlocks | None
@@ -226,8 +220,7 @@ class PackedOperand:
     @functools.cached_property
     def cache_key(self) -> str:
         """Triton's key of this constant in its cache on disk: covers the layout, the codec's numbers and its source."""
-        functions = (self.codec.encode, self.codec.levels, self.codec.unpack, self.codec.integers)
-        return " ".join([str(vars(self)), *(fn.cache_key for fn in functions if fn is not None)])
+        return " ".join([str(vars(self)), self.codec.encode.cache_key, self.codec.levels.cache_key])
 
 
 @functools.cache
@@ -298,12 +291,17 @@ def packed_operand(
         center=fmt.codec.center,
         codec=fmt.codec,
         ptx=ptx,
-        fast=ptx > 0 and not float32 and fmt.codec.unpack is not None,
+        unpack_ptx=None if float32 else _unpack_ptx(fmt.codec, ptx),
         multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_held_blocks(layout),
         by_reference=by_reference,
     )
+
+
+def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
+    fitting = [capability for capability in codec.unpack_ptx if capability <= ptx]
+    return codec.unpack_ptx[max(fitting)] if fitting else None
 
 
 def _multiplies_integers(layout: PackedLayout) -> bool:
@@ -313,10 +311,8 @@ def _multiplies_integers(layout: PackedLayout) -> bool:
     have no integers, and products of integers sum over 32 channels at least.
     """
     fmt = layout.format
-    is_wide = fmt.packing.width(layout.head_dim) >= 32
-    return (
-        layout.role == "key" and fmt.rotated and fmt.codec.integers is not None and layout.residual is None and is_wide
-    )
+    has_integers = fmt.codec.integers_ptx is not None and fmt.packing.width(layout.head_dim) >= 32
+    return layout.role == "key" and fmt.rotated and has_integers and layout.residual is None
 
 
 def _query_exponent(fmt: Format) -> int:
@@ -353,56 +349,6 @@ _TRITON_DTYPES: dict[torch.dtype, Callable[[], Any]] = {
     torch.bfloat16: lambda: tl.bfloat16,
     torch.float32: lambda: tl.float32,
 }
-
-
-@jit
-def bytes_to_halves(packed, PTX: tl.constexpr):
-    """A tile of bytes -> a tile of fp16 by PTX, of four bytes at a time: $0 and $1 from $2."""
-    return tl.inline_asm_elementwise(PTX, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
-
-
-@jit
-def bytes_to_half_pairs(packed, PTX: tl.constexpr):
-    """A tile of bytes -> two tiles of fp16 by PTX, of four bytes at a time: $0 and $1, $2 and $3 from $4."""
-    return tl.inline_asm_elementwise(
-        PTX, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-    )
-
-
-@jit
-def bytes_to_integers(packed, NUM_PLANES: tl.constexpr, HAS_HIGH: tl.constexpr, PTX: tl.constexpr):
-    """Tiles of bytes -> a tile of int8 for each of 2 or 4 planes by PTX, of four bytes at a time: a register each, and
-    then those of the bytes, as in :func:`bytes_to_four_planes`."""
-    if NUM_PLANES == 2:
-        planes = tl.inline_asm_elementwise(
-            PTX, "=r,=r,r", [packed[0]], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
-        )  # fmt: skip
-    elif HAS_HIGH:
-        planes = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,r,r,r", [packed[0], packed[1], packed[2]],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        planes = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,r", [packed[0]], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
-        )  # fmt: skip
-    return planes
-
-
-@jit
-def bytes_to_four_planes(packed, HAS_HIGH: tl.constexpr, PTX: tl.constexpr):
-    """Tiles of bytes -> four tiles of fp16 by PTX, of four bytes at a time: $0 to $7 from $8, or from $8 to $10."""
-    if HAS_HIGH:
-        planes = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [packed[0], packed[1], packed[2]],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        planes = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed[0]],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
-    return planes
 
 
 @jit

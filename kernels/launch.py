@@ -19,7 +19,7 @@ from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_ope
 from kvcompile.kernels.latent_tiles import LatentOperand
 from kvcompile.kernels.launch_latent import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
-from kvcompile.kernels.launcher import ASSERTING, Launcher, ceil_div, precision
+from kvcompile.kernels.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.kernels.references import is_reference, strides_of
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
@@ -119,17 +119,16 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
     layout = _layout(spec, role, head_dim)
     if not layout.format.has_levels:
         return operand_of(layout, data, float32), 1.0
-    capability, _, has_ptx = launcher.facts_of(data.device)
-    return operand_and_scale(spec, role, head_dim, float32, capability if has_ptx else 0, is_reference(data))
+    ptx = launcher.capability_of(data.device)
+    return operand_and_scale(spec, role, head_dim, float32, ptx, is_reference(data))
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
     """Attention on latents; arguments and results are those of :func:`attend_long`."""
-    _, num_sms, _ = launcher.facts_of(call.query.device)
     config = config_of(call)
     rows = call.group_size * call.query.shape[2]
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
-    splits = num_splits(config, programs, call.kv_len, num_sms)
+    splits = num_splits(config, programs, call.kv_len, launcher.num_sms_of(call.query.device))
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
@@ -138,13 +137,13 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
     outputs of splits are in the basis in which values are stored."""
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
-    capability, num_sms, has_ptx = launcher.facts_of(call.query.device)
+    device = call.query.device
     mask_per_row = (q_len > 1 and call.mask_strides[2] != 0) or (group_size > 1 and call.mask_strides[1] != 0)
     rows = group_size * q_len
     float32 = call.query.dtype == torch.float32
-    config = attention_config(capability, call.key, call.value, rows, mask_per_row, float32)
+    config = attention_config(launcher.capability_of(device), call.key, call.value, rows, mask_per_row, float32)
     row_tiles = ceil_div(rows, config.rows)
-    splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, num_sms)
+    splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
     is_partial = splits > 1 or call.value.rotated or with_lse
     partial = lse = out
     if is_partial:
@@ -162,8 +161,8 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         ),
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
-            is_partial, precision(has_ptx), config.rows, config.tokens, config.num_warps, config.num_stages,
-            is_partial and bool(launcher.early_start(call.query.device)),
+            is_partial, precision(device), config.rows, config.tokens, config.num_warps, config.num_stages,
+            is_partial and bool(launcher.early_start(device)),
         ),
         config.options,
     )  # fmt: skip
@@ -222,21 +221,20 @@ def _store_tokens(
     static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, _, has_ptx = launcher.facts_of(data.device)
     tiles = _store_tiles(operand, x)
     launch_store(
         (tiles.programs, num_kv_heads, batch),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_tokens, data.shape[0] * operand.block_tokens, tiles.tiles_per_program, static_scale),
-        (operand, has_valid, tiles.tokens, precision(has_ptx)),
+        (operand, has_valid, tiles.tokens, precision(data.device)),
         {**tiles.options, **ASSERTING},
     )
 
 
 def _store_tiles(operand: PackedOperand, x: Tensor) -> StoreTiles:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    capability, num_sms, _ = launcher.facts_of(x.device)
+    capability, num_sms = launcher.capability_of(x.device), launcher.num_sms_of(x.device)
     return store_tiles(capability, operand, num_tokens, batch * num_kv_heads, num_sms)
 
 
@@ -267,7 +265,6 @@ def store_pair(
     batch, num_kv_heads, num_tokens, _ = key.shape
     positions = positions.expand(batch, num_tokens)
     written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
-    _, _, has_ptx = launcher.facts_of(key.device)
     launch_store_pair(
         (tiles.programs, 2 * num_kv_heads, batch),
         (k_data, v_data, key, value, positions, written),
@@ -278,7 +275,7 @@ def store_pair(
             num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.tiles_per_program, k_scale,
             v_scale,
         ),
-        (k_operand, v_operand, valid is not None, tiles.tokens, precision(has_ptx)),
+        (k_operand, v_operand, valid is not None, tiles.tokens, precision(key.device)),
         {**tiles.options, **ASSERTING},
     )  # fmt: skip
 
@@ -293,13 +290,12 @@ def _store_few(
     static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, _, has_ptx = launcher.facts_of(data.device)
     launch_store_few(
         (batch * num_kv_heads, 1, 1),
         (data, x, positions, written),
         (strides_of(data), x.stride(), positions.stride(), written.stride()),
         (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens, static_scale),
-        (operand, has_valid, triton.next_power_of_2(num_tokens), precision(has_ptx)),
+        (operand, has_valid, triton.next_power_of_2(num_tokens), precision(data.device)),
         {"num_warps": 8, **ASSERTING},
     )
 
@@ -314,7 +310,6 @@ def _store_blocks(
     static_scale: float,
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
-    _, num_sms, has_ptx = launcher.facts_of(data.device)
     num_blocks = data.shape[0] - operand.header_blocks
     num_slots = num_blocks * operand.block_tokens
     places = torch.full((batch, num_slots + operand.num_slots), -1, dtype=torch.int32, device=data.device)
@@ -328,14 +323,12 @@ def _store_blocks(
     )
     tags = torch.empty((batch, num_kv_heads, operand.num_slots), dtype=torch.int32, device=data.device)
     launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
-    # As for tiles of tokens; and a grid has at most 65535 programs in its second dimension.
-    blocks_per_program = max(1, min(16, num_blocks * batch * num_kv_heads // (8 * num_sms))) if operand.rotated else 1
-    blocks_per_program = max(blocks_per_program, ceil_div(num_blocks, 65535))
+    at_once = blocks_per_program(operand, num_blocks, batch * num_kv_heads, data.device)
     launch_store_blocks(
-        (batch * num_kv_heads, ceil_div(num_blocks, blocks_per_program), 1),
+        (batch * num_kv_heads, ceil_div(num_blocks, at_once), 1),
         (data, x, places, tags),
         (strides_of(data), x.stride()),
-        (num_kv_heads, num_slots, num_blocks, blocks_per_program, static_scale),
-        (operand, precision(has_ptx)),
+        (num_kv_heads, num_slots, num_blocks, at_once, static_scale),
+        (operand, precision(data.device)),
         {"num_warps": 8},
     )

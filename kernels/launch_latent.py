@@ -33,16 +33,14 @@ def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOpera
     """The compile-time description of ``data``; ValueError for a layout that the kernels do not know."""
     if layout.residual is not None:
         raise ValueError(f"{layout.spec}: on a GPU, no tokens of a cache of latents are kept as they are")
-    capability, _, has_ptx = launcher.facts_of(data.device)
-    return latent_operand(float32, has_ptx and capability >= 9, is_reference(data))
+    return latent_operand(float32, launcher.capability_of(data.device) >= 9, is_reference(data))
 
 
 def config_of(call: AttentionCall) -> AttentionConfig:
     """How to run :func:`attend_latents`, and by which kernel."""
-    capability, _, has_ptx = launcher.facts_of(call.query.device)
     rows = call.group_size * call.query.shape[2]
-    has_gluon = has_ptx and launch_hopper_latent_attention is not None
-    return latent_config(capability, rows, call.query.dtype == torch.float32, has_gluon)
+    has_gluon = launch_hopper_latent_attention is not None
+    return latent_config(launcher.capability_of(call.query.device), rows, call.query.dtype == torch.float32, has_gluon)
 
 
 def attend_latents(
@@ -52,7 +50,6 @@ def attend_latents(
     :func:`kvcompile.kernels.launch_long.attend_long`, and returns the same, but for the number of splits."""
     batch, num_heads, q_len, head_dim = call.query.shape
     num_kv_heads, num_rows = call.k_data.shape[2], batch * num_heads * q_len
-    _, _, has_ptx = launcher.facts_of(call.query.device)
     partial = lse = out
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, num_rows, head_dim), dtype=torch.float32)
@@ -67,7 +64,7 @@ def attend_latents(
         (num_kv_heads, q_len, call.kv_len, splits, num_rows, call.score_scale, call.softcap),
         (
             call.key, call.group_size, call.softcap != 0.0, call.mask_kind, call.is_causal, partial is not out,
-            precision(has_ptx), config.rows, config.tokens, config.num_stages,
+            precision(call.query.device), config.rows, config.tokens, config.num_stages,
         ),
         config.options,
     )  # fmt: skip

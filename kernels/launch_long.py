@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcompile.kernels import launcher
 from kvcompile.kernels.codec import INTERPRETED, PackedOperand
 from kvcompile.kernels.dequantize import dequantize_kernel
-from kvcompile.kernels.launcher import Launcher, ceil_div, precision
+from kvcompile.kernels.launcher import Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.long_attention import long_attention_kernel
 from kvcompile.kernels.references import strides_of
 
@@ -81,14 +81,14 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
-    capability, num_sms, _ = launcher.facts_of(call.query.device)
-    config = _config(capability, max(call.key.padded_head_dim, call.value.padded_head_dim))
+    device = call.query.device
+    config = _config(launcher.capability_of(device), max(call.key.padded_head_dim, call.value.padded_head_dim))
     padded_len = ceil_div(call.kv_len, config.tokens) * config.tokens
     pairs = batch * num_kv_heads
     pairs_at_once = _pairs_at_once(call, padded_len, pairs)
     row_tiles = ceil_div(call.group_size * q_len, config.rows)
     tiles = max(1, padded_len // config.tokens)
-    splits = max(1, min(tiles, num_sms // (row_tiles * pairs_at_once)))
+    splits = max(1, min(tiles, launcher.num_sms_of(device) // (row_tiles * pairs_at_once)))
     partial = lse = out
     if with_lse or splits > 1:
         partial = call.query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
@@ -138,20 +138,17 @@ def _dequantize(
 ) -> Tensor:
     """Tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
     num_kv_heads = call.k_data.shape[2]
-    _, num_sms, has_ptx = launcher.facts_of(data.device)
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
     dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies the bits of bfloat16
     out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
     num_blocks = padded_len // operand.block_tokens
-    # As for stores: programs of several blocks make their rotation matrix once.
-    blocks_per_program = max(1, min(16, num_blocks * count // (8 * num_sms))) if operand.rotated else 1
-    blocks_per_program = max(blocks_per_program, ceil_div(num_blocks, 65535))
+    at_once = blocks_per_program(operand, num_blocks, count, data.device)
     launch_dequantize(
-        (count, ceil_div(num_blocks, blocks_per_program), 1),
+        (count, ceil_div(num_blocks, at_once), 1),
         (data, data if bounds is None else bounds, out),
         (strides_of(data),),
-        (first_pair, num_kv_heads, call.kv_len, num_blocks, blocks_per_program, static_scale),
-        (operand, bounds is not None, config.tokens, precision(has_ptx)),
+        (first_pair, num_kv_heads, call.kv_len, num_blocks, at_once, static_scale),
+        (operand, bounds is not None, config.tokens, precision(data.device)),
         {"num_warps": 4},
     )
     return out
@@ -169,7 +166,6 @@ def _launch_attention(
     config: LongConfig,
 ) -> None:
     batch, num_heads, q_len, _ = call.query.shape
-    _, _, has_ptx = launcher.facts_of(call.query.device)
     launch_long_attention(
         (row_tiles, key.shape[0], splits),
         (call.query, key, value, call.mask, call.query if call.ranges is None else call.ranges, out, lse),
@@ -180,7 +176,8 @@ def _launch_attention(
         ),
         (
             call.key.head_dim, call.key.padded_head_dim, call.value.head_dim, call.value.padded_head_dim,
-            call.group_size, call.softcap != 0.0, call.mask_kind, call.is_causal, lse is not out, precision(has_ptx),
+            call.group_size, call.softcap != 0.0, call.mask_kind, call.is_causal, lse is not out,
+            precision(call.query.device),
             config.rows, config.tokens, config.num_stages,
         ),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.codec import INTERPRETED
+from kvcompile.kernels.codec import INTERPRETED, PackedOperand
 
 # Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
 ASSERTING = {"debug": True, "sanitize_overflow": False}
@@ -65,21 +65,34 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @functools.cache
-def facts_of(device: torch.device) -> tuple[int, int, bool]:
-    """Major compute capability, streaming multiprocessors, whether inline PTX can run. The interpreter has two SMs."""
-    if INTERPRETED:
-        return 0, 2, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count, torch.version.hip is None
+def capability_of(device: torch.device) -> int:
+    """The major compute capability, and so whose inline PTX can run; 0 where none can: on AMD, in the interpreter."""
+    if INTERPRETED or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_properties(device).major
+
+
+@functools.cache
+def num_sms_of(device: torch.device) -> int:
+    """Streaming multiprocessors; two in the interpreter."""
+    return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def early_start(device: torch.device) -> dict[str, Any]:
     """The launch options of a kernel that may start before the one before it has ended, and waits for that itself;
     empty before Hopper (programmatic dependent launch, which CUDA graphs keep)."""
-    capability, _, has_ptx = facts_of(device)
-    return {"launch_pdl": True} if has_ptx and capability >= 9 else {}
+    return {"launch_pdl": True} if capability_of(device) >= 9 else {}
 
 
-def precision(has_ptx: bool) -> str:
+def precision(device: torch.device) -> str:
     """How products of float32 are computed: in three parts on NVIDIA's tensor cores, or as they are."""
-    return "tf32x3" if has_ptx else "ieee"
+    return "tf32x3" if capability_of(device) else "ieee"
+
+
+def blocks_per_program(operand: PackedOperand, num_blocks: int, pairs: int, device: torch.device) -> int:
+    """Blocks of a pair (a KV head of a sequence) that a program stores or dequantizes one after the other.
+
+    Several if it makes a rotation matrix first; and a grid has at most 65535 programs in its second dimension.
+    """
+    at_once = num_blocks * pairs // (8 * num_sms_of(device)) if operand.rotated else 1
+    return max(1, min(16, at_once), ceil_div(num_blocks, 65535))

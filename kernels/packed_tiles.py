@@ -3,7 +3,7 @@ the vectors of a block."""
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import jit, tl
+from kvcompile.kernels.codec import constexpr_function, jit, tl
 from kvcompile.kernels.rotation_tiles import unrotate
 
 
@@ -89,7 +89,7 @@ def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OP
     WIDTH: tl.constexpr = OPERAND.high_widths[K]
     OFFSET: tl.constexpr = OPERAND.high_offsets[K]
     piece = column // WIDTH
-    if OPERAND.fast:
+    if OPERAND.unpack_ptx is not None:
         high = ()
         for i in tl.static_range(2):
             tile = _load_codes(
@@ -171,8 +171,10 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     NUM_HIGH: tl.constexpr = OPERAND.num_high
-    if OPERAND.fast:
-        planes = OPERAND.codec.unpack(packed, OPERAND)
+    if OPERAND.unpack_ptx is not None:
+        planes = halves_of_bytes(packed, OPERAND)
+    elif OPERAND.code_dtype == OPERAND.dtype:
+        planes = (packed[0],)
     else:
         planes = ()
         for plane in tl.static_range(NUM_PLANES):
@@ -192,6 +194,36 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
             values = values + (value.to(OPERAND.dtype),)  # noqa: RUF005
         planes = values
     return planes
+
+
+@jit
+def halves_of_bytes(packed, OPERAND: tl.constexpr):
+    """Tiles of the code sections -> a tile of fp16 for each plane, by PTX, of four bytes of every section at a time.
+
+    Its operands are two registers for each plane, of two levels each, and then one for each tile of bytes.
+    """
+    PTX: tl.constexpr = OPERAND.unpack_ptx
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    CONSTRAINTS: tl.constexpr = _constraints(2 * NUM_PLANES, len(packed))
+    return tl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, packed, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
+    )  # fmt: skip
+
+
+@jit
+def integers_of_bytes(packed, OPERAND: tl.constexpr):
+    """As :func:`halves_of_bytes`, the integers of the codec: a register of four for each plane."""
+    PTX: tl.constexpr = OPERAND.codec.integers_ptx
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(packed))
+    return tl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, packed, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
+    )  # fmt: skip
+
+
+@constexpr_function
+def _constraints(num_outputs, num_inputs):
+    return ",".join(["=r"] * num_outputs + ["r"] * num_inputs)
 
 
 @jit

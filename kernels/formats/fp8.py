@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, bytes_to_halves, constexpr_function, jit, round_to_integer, tl
+from kvcompile.kernels.codec import Codec, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.tile_rounding import converts_fp8, quotient
 
@@ -58,42 +58,24 @@ CONVERT_E4M3_PTX = """{
     }"""
 
 
-@constexpr_function
-def _e4m3_ptx(operand):
-    return SHIFT_E4M3_PTX if operand.ptx < 9 else CONVERT_E4M3_PTX
-
-
-@jit
-def _unpack_e4m3(packed, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = _e4m3_ptx(OPERAND)
-    return (bytes_to_halves(packed[0], PTX),)
+# A byte is the upper half of its fp16 pattern. min and max return the number where the other operand is NaN.
+SHIFT_E5M2_PTX = """{
+    .reg .b32 low, high, least, most;
+    mov.b32 most, 0x7b007b00;
+    mov.b32 least, 0xfb00fb00;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    min.f16x2 low, low, most;
+    min.f16x2 high, high, most;
+    max.f16x2 $0, low, least;
+    max.f16x2 $1, high, least;
+    }"""
 
 
 @jit
 def _levels_e4m3(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     bits = codes.to(tl.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@jit
-def _unpack_e5m2(packed, OPERAND: tl.constexpr):
-    # A byte is the upper half of its fp16 pattern. min and max return the number where the other operand is NaN.
-    return (
-        bytes_to_halves(
-            packed[0],
-            """{
-            .reg .b32 low, high, least, most;
-            mov.b32 most, 0x7b007b00;
-            mov.b32 least, 0xfb00fb00;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            min.f16x2 low, low, most;
-            min.f16x2 high, high, most;
-            max.f16x2 $0, low, least;
-            max.f16x2 $1, high, least;
-            }""",
-        ),
-    )
 
 
 @jit
@@ -156,9 +138,9 @@ class Fp8(Format):
             steps_per_unit=2.0 ** (bias - 1 + mantissa_bits),
         )  # fmt: skip
         if dtype is torch.float8_e4m3fn:
-            self.codec = Codec(_encode, _levels_e4m3, _unpack_e4m3, constants=constants)
+            self.codec = Codec(_encode, _levels_e4m3, {0: SHIFT_E4M3_PTX, 9: CONVERT_E4M3_PTX}, constants=constants)
         else:
-            self.codec = Codec(_encode, _levels_e5m2, _unpack_e5m2, constants=constants)
+            self.codec = Codec(_encode, _levels_e5m2, {0: SHIFT_E5M2_PTX}, constants=constants)
 
     def with_static_scale(self, scale: float) -> Fp8:
         """The format without stored scales whose vectors have the factor ``scale``, rounded to float32.

@@ -27,28 +27,14 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import (
-    Codec,
-    bytes_to_four_planes,
-    bytes_to_half_pairs,
-    bytes_to_integers,
-    jit,
-    tl,
-)
+from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves
 from kvcompile.kernels.formats.ptx import half_pair
 from kvcompile.kernels.tile_rounding import quotient, round_to_byte
 
-
-@jit
-def _unpack_4bit(packed, OPERAND: tl.constexpr):
-    """Levels less the center, so that the sums of attention cancel early and stay small."""
-    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
-    return bytes_to_half_pairs(packed[0], PTX)
-
-
+# The nibbles themselves.
 NIBBLES_PTX = """{
     .reg .b32 high;
     and.b32 $0, $2, 0x0f0f0f0f;
@@ -57,15 +43,11 @@ NIBBLES_PTX = """{
     }"""
 
 
-@jit
-def _integers_4bit(packed, OPERAND: tl.constexpr):
-    """The codes themselves."""
-    PTX: tl.constexpr = OPERAND.codec.constants.integers_ptx
-    return bytes_to_integers(packed, OPERAND.num_planes, OPERAND.num_high > 0, PTX)
+def _nibbles_less(center: float) -> str:
+    """PTX that makes fp16 of nibbles, less the center, so that the sums of attention cancel early and stay small.
 
-
-def _unpack_4bit_ptx(center: float) -> str:
-    """``0x6400 | byte`` is 1024 + byte in fp16: 1024 + low nibble, or 1024 + 16 * high nibble."""
+    ``0x6400 | byte`` is 1024 + byte in fp16: 1024 + low nibble, or 1024 + 16 * high nibble.
+    """
     return f"""{{
         .reg .b32 first, second, low0, low1, high0, high1, center, sixteenth, high_center;
         mov.b32 center, {half_pair(-1024.0 - center)};
@@ -82,13 +64,6 @@ def _unpack_4bit_ptx(center: float) -> str:
         fma.rn.f16x2 $2, high0, sixteenth, high_center;
         fma.rn.f16x2 $3, high1, sixteenth, high_center;
         }}"""
-
-
-@jit
-def _unpack_four_planes(packed, OPERAND: tl.constexpr):
-    """Levels less the center."""
-    PTX: tl.constexpr = OPERAND.codec.constants.unpack_ptx
-    return bytes_to_four_planes(packed, OPERAND.num_high > 0, PTX)
 
 
 @jit
@@ -127,12 +102,11 @@ class AsymmetricInt(Format):
         center = 0.0 if granularity == "channel" else float(2 ** (bits - 1))
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
         if bits == 4:
-            constants.unpack_ptx, constants.integers_ptx = _unpack_4bit_ptx(center), NIBBLES_PTX
+            unpack_ptx = _nibbles_less(center)
         else:
-            constants.unpack_ptx = lookup_halves([code - center for code in range(2**bits)], has_high=bits == 3)
-        unpack = _unpack_4bit if bits == 4 else _unpack_four_planes
-        integers = _integers_4bit if bits == 4 else None
-        self.codec = Codec(_encode, _levels, unpack, integers, center=center, constants=constants)
+            unpack_ptx = lookup_halves([code - center for code in range(2**bits)], has_high=bits == 3)
+        integers_ptx = NIBBLES_PTX if bits == 4 else None
+        self.codec = Codec(_encode, _levels, {0: unpack_ptx}, integers_ptx, center=center, constants=constants)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)

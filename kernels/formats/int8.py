@@ -12,28 +12,20 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, bytes_to_halves, jit, tl
+from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.tile_rounding import quotient, round_to_byte
 
-
-@jit
-def _unpack(packed, OPERAND: tl.constexpr):
-    # 0x6400 | byte is 1024 + byte in fp16; 0xe480 is -1152.
-    return (
-        bytes_to_halves(
-            packed[0],
-            """{
-            .reg .b32 low, high, center;
-            mov.b32 center, 0xe480e480;
-            prmt.b32 low, $2, 0x64646464, 0x4140;
-            prmt.b32 high, $2, 0x64646464, 0x4342;
-            add.rn.f16x2 $0, low, center;
-            add.rn.f16x2 $1, high, center;
-            }""",
-        ),
-    )
+# 0x6400 | byte is 1024 + byte in fp16; 0xe480 is -1152.
+UNPACK_PTX = """{
+    .reg .b32 low, high, center;
+    mov.b32 center, 0xe480e480;
+    prmt.b32 low, $2, 0x64646464, 0x4140;
+    prmt.b32 high, $2, 0x64646464, 0x4342;
+    add.rn.f16x2 $0, low, center;
+    add.rn.f16x2 $1, high, center;
+    }"""
 
 
 @jit
@@ -59,7 +51,7 @@ class Int8(Format):
     """An int8 format; ``group_size`` channels share a scale where ``granularity`` is ``group``."""
 
     packing = Packing()
-    codec = Codec(_encode, _levels, _unpack)
+    codec = Codec(_encode, _levels, {0: UNPACK_PTX})
 
     def __init__(self, name: str, granularity: Granularity, group_size: int = 0) -> None:
         self.name = name

@@ -16,11 +16,6 @@ from kvcompile.kernels.formats.base import Format
 
 
 @jit
-def _unpack(packed, OPERAND: tl.constexpr):
-    return (packed[0],)
-
-
-@jit
 def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     return codes.to(tl.float32)
 
@@ -39,7 +34,7 @@ class Raw(Format):
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.packing = Packing(dtype, 8 * dtype.itemsize)
-        self.codec = Codec(_encode, _levels, _unpack)
+        self.codec = Codec(_encode, _levels)
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         return {"codes": x.to(self.packing.dtype)}

@@ -32,14 +32,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import (
-    Codec,
-    bytes_to_four_planes,
-    bytes_to_half_pairs,
-    bytes_to_integers,
-    jit,
-    tl,
-)
+from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_integers
 from kvcompile.kernels.tile_rounding import has_ptx
@@ -64,22 +57,6 @@ COEFFICIENTS = {
     4: (11.1431655, -0.00695999, 0.00141065831),
 }
 """``(a, b, c)`` of the polynomial, by bits."""
-
-
-@jit
-def _unpack(packed, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = OPERAND.codec.constants.halves_ptx
-    if OPERAND.num_planes == 2:
-        planes = bytes_to_half_pairs(packed[0], PTX)
-    else:
-        planes = bytes_to_four_planes(packed, OPERAND.num_high > 0, PTX)
-    return planes
-
-
-@jit
-def _integers(packed, OPERAND: tl.constexpr):
-    PTX: tl.constexpr = OPERAND.codec.constants.integers_ptx
-    return bytes_to_integers(packed, OPERAND.num_planes, OPERAND.num_high > 0, PTX)
 
 
 @jit
@@ -196,11 +173,10 @@ class TurboQuant(Format):
             self.codec = Codec(_encode, _levels, constants=constants)
             return
         levels, has_high = codebook(int(bits)), bool(self.packing.high)
-        constants.halves_ptx = lookup_halves(levels, has_high)
-        constants.integers_ptx = lookup_integers(levels, has_high)
         self.codec = Codec(
-            _encode, _levels, _unpack, _integers, integer_offset=0.5, interleaved=True, constants=constants
-        )
+            _encode, _levels, {0: lookup_halves(levels, has_high)}, lookup_integers(levels, has_high),
+            integer_offset=0.5, interleaved=True, constants=constants,
+        )  # fmt: skip
 
     @classmethod
     def _thresholds(cls, bits: int) -> list[float]:

@@ -65,7 +65,8 @@ def capability(request):
 def compiled(capability, monkeypatch):
     """Kernels that the launchers have compiled, by name."""
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability // 10, 108, True))
+    monkeypatch.setattr(launcher, "capability_of", lambda device: capability // 10)
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 108)
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (

@@ -181,8 +181,7 @@ def test_a_query_whose_keys_are_all_far_below_zero_weighs_them_as_the_specificat
 @pytest.mark.parametrize("value", ["int8_per_token_head", "fp8_e4m3_unit", "bfloat16"])
 def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(value, device, monkeypatch):
     """The last split has 5 tokens, the others many: no digits of -1e9 are left for how many."""
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, "int8_per_token_head", value, spread=0.01, batch=1, kv_len=325)
     mask = torch.full((1, 1, 1, case.kv_len), -1e9)
     case.check(mask)
@@ -264,8 +263,7 @@ def test_every_code_has_the_level_of_the_specification(format_name, device):
 
 @pytest.mark.parametrize("num_sms", [1, 3, 64])
 def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
     case = Case(device, batch=1, kv_len=1100)
     case.check()
     case.check((torch.arange(case.kv_len) < 300).expand(1, 1, 1, -1))
@@ -344,8 +342,7 @@ def test_a_shorter_cache_does_not_see_the_slots_of_later_blocks(kv_len, device):
 
 @pytest.mark.parametrize("num_sms", [1, 3])
 def test_slots_of_blocks_far_apart_are_shared_out_among_the_splits(num_sms, device, monkeypatch):
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
     case = Case(device, "int4_per_channel" + BOTH, "int4_per_token_head" + ONE, batch=1, kv_len=600)
     x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(8))
     for data, layout in zip(case.data, case.layouts, strict=True):

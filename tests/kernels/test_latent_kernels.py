@@ -76,7 +76,7 @@ class Case:
 def kernel(request, device, monkeypatch):
     """The kernel that a device is configured for; and where that is one for Hopper, the portable kernel."""
     if request.param == "portable":
-        if launcher.facts_of(device)[0] != 9:
+        if launcher.capability_of(device) != 9:
             pytest.skip("the portable kernel is the one that is configured")
         monkeypatch.setattr(launch_latent, "launch_hopper_latent_attention", None)
 
@@ -115,8 +115,7 @@ def test_masks_of_latents_mean_what_they_mean_to_the_specification(mask, device)
 @BOTH_KERNELS
 def test_splits_whose_latents_are_all_far_below_zero_are_merged_by_what_they_sum(device, monkeypatch):
     """The last split has 5 tokens, the others 64: no digits of -1e9 are left for how many."""
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     case = Case(device, num_heads=4, kv_len=325, batch=1, scale=1e-4)
     case.check(torch.full((1, 1, 1, case.kv_len), -1e9))
 
@@ -150,8 +149,7 @@ def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
 @BOTH_KERNELS
 @pytest.mark.parametrize("num_sms", [1, 3, 64])
 def test_the_number_of_splits_of_latents_does_not_matter(num_sms, device, monkeypatch):
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
     case = Case(device, batch=1, num_heads=4, kv_len=400)
     case.check()
     case.check((torch.arange(case.kv_len) >= 190) & (torch.arange(case.kv_len) < 300))

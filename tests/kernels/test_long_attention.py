@@ -82,16 +82,14 @@ def test_blocks_that_slots_hold_are_read_as_they_are(key, value, device):
 @pytest.mark.parametrize("num_sms", [1, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkeypatch):
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, num_sms, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
     case = LongCase(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, batch=1)
     case.check(is_causal=is_causal)
 
 
 def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(device, monkeypatch):
     """The last split has 5 tokens, the others 64: no digits of -1e9 are left for how many."""
-    capability, _, has_ptx = launcher.facts_of(device)
-    monkeypatch.setattr(launcher, "facts_of", lambda device: (capability, 64, has_ptx))
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
     LongCase(device, INT8, INT8, q_len=3, kv_len=325, batch=1, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
 
 

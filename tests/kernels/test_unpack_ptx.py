@@ -45,8 +45,7 @@ def interleaved(planes):
 def test_codes_become_the_levels_of_the_specification_in_halves(name):
     fmt = get_format(name)
     planes, registers = packed_codes(fmt)
-    ptx = fmt.codec.constants.halves_ptx if fmt.rotated else fmt.codec.constants.unpack_ptx
-    outputs = [run(ptx, 2 * fmt.num_planes, *words) for words in zip(*registers, strict=True)]
+    outputs = [run(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, *words) for words in zip(*registers, strict=True)]
     words = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
     levels = torch.from_numpy(
         np.ascontiguousarray(words).view(np.float16).reshape(fmt.num_planes, WIDTH).copy()
@@ -59,7 +58,7 @@ def test_codes_become_the_levels_of_the_specification_in_halves(name):
 def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification(name):
     fmt = get_format(name)
     planes, registers = packed_codes(fmt)
-    outputs = [run(fmt.codec.constants.integers_ptx, fmt.num_planes, *words) for words in zip(*registers, strict=True)]
+    outputs = [run(fmt.codec.integers_ptx, fmt.num_planes, *words) for words in zip(*registers, strict=True)]
     words = np.ascontiguousarray(np.array(outputs, np.uint32).T)
     integers = torch.from_numpy(words.view(np.int8).reshape(fmt.num_planes, WIDTH).copy()).float()
     expected = [fmt.levels(plane, i) for i, plane in enumerate(planes)]
