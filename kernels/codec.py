@@ -300,7 +300,7 @@ def packed_operand(
 
 
 def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
-    fitting = [capability for capability in codec.unpack_ptx if capability <= ptx]
+    fitting = [capability for capability in codec.unpack_ptx if 0 < ptx >= capability]
     return codec.unpack_ptx[max(fitting)] if fitting else None
 
 
