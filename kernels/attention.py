@@ -42,7 +42,7 @@ from kvcompile.kernels.attention_tile import (
 from kvcompile.kernels.codec import jit, tl
 from kvcompile.kernels.held_blocks import block_ptr
 from kvcompile.kernels.packed_tiles import load_packed, prefetch
-from kvcompile.kernels.query_tiles import first_columns, key_center, load_query
+from kvcompile.kernels.query_tiles import first_columns, load_query
 from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import unrotate
 from kvcompile.kernels.visible_range import visible_tokens
@@ -134,8 +134,8 @@ def attention_kernel(
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         key_tile_ptr = block_ptr(key_ptr, key_strides[0], first_block, KEY)
         value_tile_ptr = block_ptr(value_ptr, value_strides[0], first_block, VALUE)
-        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS, key_center(KEY, ROWS))
-        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS, VALUE.center)
+        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS)
+        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS)
         scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < end
@@ -186,7 +186,7 @@ def _store_output(
     out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gain + zero) * inverse[None, :]
+        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gains[plane] + zero) * inverse[None, :]
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 

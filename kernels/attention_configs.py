@@ -41,15 +41,15 @@ class AttentionConfig:
 
 
 # Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Twelve
-# warps with 168 registers fill a register file, and their tiles in flight fit into shared memory; where memory is the
-# limit, eight with more tiles in flight are faster. With fewer than 64 tokens for each warp a thread has one 16-bit
+# warps with 168 registers fill a register file, and their tiles in flight fit into shared memory; most formats are
+# faster with eight, two a scheduler. With fewer than 64 tokens for each warp a thread has one 16-bit
 # scale, too little to copy asynchronously.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
     (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=4),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=3),
+    (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=2),
     (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
     (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),

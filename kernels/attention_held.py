@@ -6,6 +6,8 @@ keys only, or for values only: the other operand is then the packed one.
 
 from __future__ import annotations
 
+import math
+
 from kvcompile.kernels.attention_tile import (
     accumulate,
     packed_scores,
@@ -135,7 +137,7 @@ def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.
 def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constexpr, PRECISION: tl.constexpr):
     TOKENS: tl.constexpr = KEY.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, KEY)
-    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS, KEY.center)
+    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS)
     return packed_scores(keys, query, KEY, PRECISION, TOKENS)
 
 
@@ -158,16 +160,30 @@ def _values(block, held, header_ptr, stride_block, static_scale, VALUE: tl.const
 def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
     TOKENS: tl.constexpr = VALUE.block_tokens
     ptr = block_ptr(header_ptr, stride_block, block, VALUE)
-    values = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS, VALUE.center)
+    values = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
     scale, zero = token_metadata(values, VALUE, TOKENS)
     return value_levels(values[0], values[1], values[2], VALUE), scale, zero
 
 
 @jit
 def _held_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The tokens of a held block in the stored basis as ``static_scale * gain * scale * level``: planes of levels
-    [tokens, width] in the dtype of the products, and scales [tokens]."""
+    """The tokens of a held block in the stored basis as ``static_scale * gain * scale * level``, with the gains of what
+    is unpacked: planes of levels [tokens, width] in the dtype of the products, and scales [tokens].
+
+    Of a gain that takes small fp16 numbers to levels, one half makes these levels smaller than they could be, and the
+    other the weights: both have digits enough then.
+    """
     x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
     x = to_stored_basis(x, rotation_matrix(OPERAND, OPERAND.block_tokens), OPERAND, PRECISION)
-    levels, scale = normalise_rows(x, 7, OPERAND.dtype)
-    return planes_of(levels, OPERAND), scale / (OPERAND.gain * static_scale)
+    levels, scale = normalise_rows(x, _held_exponent(OPERAND), OPERAND.dtype)
+    planes = planes_of(levels, OPERAND)
+    levels = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        levels = levels + (planes[plane] * (1.0 / OPERAND.relative_gains[plane]),)  # noqa: RUF005
+    return levels, scale / (OPERAND.largest_gain * static_scale)
+
+
+@constexpr_function
+def _held_exponent(operand):
+    return 7 - int(math.log2(operand.largest_gain / operand.gain)) // 2

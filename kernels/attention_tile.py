@@ -63,7 +63,8 @@ def _scores_of_blocks(
         for plane in tl.static_range(NUM_PLANES):
             q = tl.broadcast_to(q_planes[plane][None, :, :], [BLOCKS, WIDTH, ROWS])
             zeros = tl.broadcast_to(zero[plane].to(KEY.dtype)[:, None, :], [BLOCKS, 16, WIDTH])
-            zero_products = tl.dot(zeros, q, zero_products, input_precision=PRECISION)
+            plane_products = tl.dot(zeros, q, input_precision=PRECISION)
+            zero_products += plane_products * (1.0 / KEY.gains[plane])
         repeated = tl.broadcast_to(zero_products[:, None, :, :], [BLOCKS, KEY.block_tokens // 16, 16, ROWS])
         products = tl.reshape(repeated, [BLOCKS, KEY.block_tokens, ROWS])
     levels = unpack(packed, scale, zero, KEY)
@@ -85,7 +86,8 @@ def _scores_of_block(packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION
     for plane in tl.static_range(NUM_PLANES):
         if KEY.has_zero:
             zeros = tl.broadcast_to(zero[plane].to(KEY.dtype), [KEY.block_tokens, KEY.padded_width])
-            products = tl.dot(zeros, q_planes[plane], products, input_precision=PRECISION)
+            zero_products = tl.dot(zeros, q_planes[plane], input_precision=PRECISION)
+            products += zero_products * (1.0 / KEY.gains[plane])
         scaled = q_planes[plane] * tl.trans(scale[plane])
         products = tl.dot(levels[plane], scaled, products, input_precision=PRECISION)
     return products * largest[:, None]
@@ -308,7 +310,11 @@ def weigh(
 def accumulate(
     accs, levels, weight, decay, in_cache, VALUE: tl.constexpr, MAY_BE_NAN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The outputs of each plane after one more tile of values; levels that MAY_BE_NAN count only if ``in_cache``."""
+    """The outputs of each plane after one more tile of values; levels that MAY_BE_NAN count only if ``in_cache``.
+
+    Tensor cores cut off what a sum in float32 has no digits for. Of levels that are all positive that would be the same
+    error at every step: they sum a tile, and tiles are summed with rounding.
+    """
     new_accs = ()
     NUM_PLANES: tl.constexpr = VALUE.num_planes
     weight = columns_of(weight, accs[0].shape[1])
@@ -317,7 +323,8 @@ def accumulate(
         level = levels[plane]
         if MAY_BE_NAN:
             level = tl.where(in_cache[None, :], level, 0.0)  # what was never written may be NaN
-        acc = tl.dot(level, weight, accs[plane] * decay, input_precision=PRECISION)
+        product = tl.dot(level, weight, input_precision=PRECISION)
+        acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
     return new_accs
 

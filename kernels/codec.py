@@ -13,7 +13,7 @@ A codec is the part of a format that differs between formats, as functions that 
         and ``zero`` are float32 [vectors] (ignored when the format has no section for them).
 
     levels(codes, PLANE, OPERAND) -> level
-        The codes of a plane as float32 levels. The level of the spec is ``gain * level + center``. Every code, also one
+        The codes of a plane as float32 levels. The level of the spec is ``gain * level``. Every code, also one
         that was never written, has a finite level.
 
 OPERAND is the :class:`PackedOperand`; ``OPERAND.codec.constants`` holds the numbers of the spec class.
@@ -68,21 +68,21 @@ class Codec:
     Attributes:
         encode: vectors -> codes, scales and zeros.
         levels: codes -> levels.
-        unpack_ptx: PTX that makes levels of bytes in fp16, by the least major compute capability that runs it.
+        unpack_ptx: PTX that makes fp16 of bytes, by the least major compute capability that runs it.
+        unpack_gains: what takes those to levels, a power of two for each plane; none if they are levels.
         integers_ptx: PTX that makes integers of 8 bits of them, if levels are such but for an offset; else None.
         integer_offset: what levels are above those.
         interleaved: whether they come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
-        center: not 0 only in formats that keep a zero point.
         constants: numbers of the spec class that the functions use.
     """
 
     encode: Any
     levels: Any
     unpack_ptx: dict[int, str] = field(default_factory=dict)
+    unpack_gains: tuple[float, ...] = ()
     integers_ptx: str | None = None
     integer_offset: float = 0.0
     interleaved: bool = False
-    center: float = 0.0
     constants: SimpleNamespace = field(default_factory=SimpleNamespace)
 
 
@@ -145,8 +145,8 @@ class PackedOperand:
         takes_static_scale: whether all vectors may have a factor, which is no constant of the kernel.
         block_tokens: tokens of a block.
         block_bytes: and its bytes.
-        gain: factor between the levels of the codec and those of the spec.
-        center: of the codec's levels.
+        gain: factor between the levels of the codec and those of the spec,
+        unpack_gains: and between those of the spec and what PTX makes, for each plane.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
         unpack_ptx: the text of the codec for that capability; None without one, and for products in float32.
@@ -185,7 +185,7 @@ class PackedOperand:
     block_tokens: int
     block_bytes: int
     gain: float
-    center: float
+    unpack_gains: tuple[float, ...]
     codec: Codec
     ptx: int
     unpack_ptx: str | None
@@ -203,6 +203,21 @@ class PackedOperand:
     def num_slots(self) -> int:
         """Blocks that are kept as they are."""
         return 0 if self.residual is None else self.residual.num_slots
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """What planes made by :func:`kvcompile.kernels.packed_tiles.unpack` lack beside scales and zero points."""
+        return (1.0,) * self.num_planes if self.granularity == "group" else self.unpack_gains
+
+    @property
+    def largest_gain(self) -> float:
+        """The largest of ``gains``."""
+        return max(self.gains)
+
+    @property
+    def relative_gains(self) -> tuple[float, ...]:
+        """The ``gains`` over that."""
+        return tuple(gain / self.largest_gain for gain in self.gains)
 
     @property
     def tile_bits(self) -> int:
@@ -257,6 +272,8 @@ def packed_operand(
     if code_dtype == tl.bfloat16:
         products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bits of bfloat16
     scale, zero = sections.get("scale"), sections.get("zero")
+    unpack_ptx = None if float32 else _unpack_ptx(fmt.codec, ptx)
+    unpack_gains = fmt.codec.unpack_gains if unpack_ptx is not None else ()
     suffix = (f"_ptx{ptx}" if ptx else "") + ("_reference" if by_reference else "")
     return PackedOperand(
         name=re.sub(r"\W", "_", f"{spec}_{role}_{head_dim}_{products}{suffix}"),
@@ -288,10 +305,10 @@ def packed_operand(
         block_tokens=BLOCK_TOKENS,
         block_bytes=layout.block_bytes,
         gain=fmt.gain,
-        center=fmt.codec.center,
+        unpack_gains=tuple(fmt.gain * gain for gain in unpack_gains or (1.0,) * fmt.num_planes),
         codec=fmt.codec,
         ptx=ptx,
-        unpack_ptx=None if float32 else _unpack_ptx(fmt.codec, ptx),
+        unpack_ptx=unpack_ptx,
         multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
         residual=_held_blocks(layout),
@@ -300,7 +317,7 @@ def packed_operand(
 
 
 def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
-    fitting = [capability for capability in codec.unpack_ptx if 0 < ptx >= capability]
+    fitting = [capability for capability in codec.unpack_ptx if ptx and capability <= ptx]
     return codec.unpack_ptx[max(fitting)] if fitting else None
 
 
@@ -376,7 +393,7 @@ def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
     """
     # Exponents as float32 has them: ``bits << 23`` are those of 2**(bits - 127).
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 20), 252 if EXPONENT == 0 else 254)
+    exponent = tl.minimum(tl.maximum(exponent, 20), min(252 + EXPONENT, 254))
     x = (x * ((253 + EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
     return x, ((exponent + 1 - EXPONENT) << 23).to(tl.float32, bitcast=True)
 

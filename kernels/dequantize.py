@@ -84,7 +84,7 @@ def _dequantize_block(
 ):  # fmt: skip
     """The tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-    packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens, OPERAND.center)
+    packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens)
     levels = unpack(packed, scale, zero, OPERAND)
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
@@ -92,8 +92,9 @@ def _dequantize_block(
         _store_rows(out_ptr, x * static_scale, tokens_left, OPERAND.padded_head_dim, OPERAND)
     else:
         for plane in tl.static_range(NUM_PLANES):
-            x = levels[plane].to(tl.float32) * OPERAND.gain
+            x = levels[plane].to(tl.float32)
             if OPERAND.granularity != "group":  # whose scales and zeros are part of the levels
+                x = x * OPERAND.gains[plane]
                 if OPERAND.has_scale:
                     x = x * _of_codes(scale, plane, OPERAND)
                 if OPERAND.has_zero:
@@ -118,9 +119,10 @@ def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISI
         level = levels[plane]
         if OPERAND.column_major:
             level = tl.trans(level)
-        x = tl.dot(level, rotation[plane].to(OPERAND.dtype), x, input_precision=PRECISION)
+        rows = (rotation[plane] * OPERAND.relative_gains[plane]).to(OPERAND.dtype)
+        x = tl.dot(level, rows, x, input_precision=PRECISION)
         ones += tl.sum(rotation[plane], 0)
-    x = x * OPERAND.gain
+    x = x * OPERAND.largest_gain
     if OPERAND.has_scale:
         x = x * scale[:, None]
     if OPERAND.has_zero:

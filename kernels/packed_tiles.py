@@ -8,15 +8,13 @@ from kvcompile.kernels.rotation_tiles import unrotate
 
 
 @jit
-def load_packed(
-    ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr, CENTER: tl.constexpr
-):  # fmt: skip
+def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
     """A tile of packed tokens: code sections, and scales and zeros (the scales, where there are none).
 
     Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value; those of high bits come
     as :func:`_load_high_bits` says. Scales and zeros are float32 [tokens] if they are per token; per group one float32
     tile for each plane that broadcasts to the codes; per channel one for each plane, [blocks, width], of the section's
-    dtype. CENTER, by which the levels that will be multiplied are less than those of the format, is part of the zeros.
+    dtype.
 
     Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
     """
@@ -49,17 +47,6 @@ def load_packed(
         zero = _load_metadata(
             ptr + OPERAND.zero_offset, stride_block, block, slot, exists, column, OPERAND.zero_dtype, OPERAND
         )
-        if CENTER == 0.0:
-            pass
-        elif OPERAND.granularity == "token":
-            zero += CENTER * scale
-        else:
-            tl.static_assert(OPERAND.granularity == "group")
-            centered = ()
-            NUM_PLANES: tl.constexpr = OPERAND.num_planes
-            for plane in tl.static_range(NUM_PLANES):
-                centered = centered + (zero[plane] + CENTER * scale[plane],)  # noqa: RUF005
-            zero = centered
     return packed, scale, zero
 
 
@@ -165,9 +152,9 @@ def _load_metadata(
 
 @jit
 def unpack(packed, scale, zero, OPERAND: tl.constexpr):
-    """The levels of each plane of a tile in the dtype of the products.
+    """The levels of each plane of a tile over its gain, in the dtype of the products.
 
-    With scales per group, which cannot be taken out of the products, the dequantized values less gain.
+    With scales per group, which cannot be taken out of the products, the dequantized values.
     """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     NUM_HIGH: tl.constexpr = OPERAND.num_high
@@ -188,7 +175,7 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     if OPERAND.granularity == "group":
         values = ()
         for plane in tl.static_range(NUM_PLANES):
-            value = planes[plane].to(tl.float32) * scale[plane]
+            value = planes[plane].to(tl.float32) * (scale[plane] * OPERAND.unpack_gains[plane])
             if OPERAND.has_zero:
                 value += zero[plane]
             values = values + (value.to(OPERAND.dtype),)  # noqa: RUF005
@@ -249,8 +236,6 @@ def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
     for i in tl.static_range(OTHER_PLANES):
         x = tl.where(plane == i + 1, OPERAND.codec.levels(codes, i + 1, OPERAND), x)
     x = x * OPERAND.gain
-    if OPERAND.center != 0.0:  # else -0 stays what it is
-        x = x + OPERAND.center
     if OPERAND.granularity == "channel":
         index = channel
     elif OPERAND.granularity == "group":

@@ -21,19 +21,13 @@ def in_digits(key, rows):
     return key.multiplies_integers and rows < 8
 
 
-@constexpr_function
-def key_center(key, rows):
-    """By how much the levels that such a query is multiplied with are less than those of the format: integers need no
-    center, as they are exact."""
-    return 0.0 if in_digits(key, rows) else key.center
-
-
 @jit
 def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
     """The query as the second operand of the scores: (operand, factor, q_sum).
 
     ``operand`` are planes [padded_width, columns], one for each plane of the key, with rows scaled to what the products
-    can hold; in digits the planes, and the product [rows] of the offset of all levels, in the units of the scores.
+    can hold, and planes by their relative gains; in digits the planes, and the product [rows] of the offset of all
+    levels, in the units of the scores.
     ``factor`` [rows] takes the scaling back and includes the scale of the scores; ``q_sum`` [rows] is the sum over
     channels as the products see them, in the units of the scores.
     """
@@ -59,8 +53,9 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
     columns = ()
     NUM_PLANES: tl.constexpr = KEY.num_planes
     for plane in tl.static_range(NUM_PLANES):
-        columns = columns + (columns_of(planes[plane], max(8, q.shape[0])),)  # noqa: RUF005
-    return columns, factor * KEY.gain, q_sum
+        x = planes[plane] * KEY.relative_gains[plane]
+        columns = columns + (columns_of(x, max(8, q.shape[0])),)  # noqa: RUF005
+    return columns, factor * KEY.largest_gain, q_sum
 
 
 @jit

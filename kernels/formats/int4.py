@@ -29,46 +29,14 @@ from torch import Tensor
 from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity
+from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
-from kvcompile.kernels.formats.lookup_ptx import lookup_halves
-from kvcompile.kernels.formats.ptx import half_pair
 from kvcompile.kernels.tile_rounding import quotient, round_to_byte
-
-# The nibbles themselves.
-NIBBLES_PTX = """{
-    .reg .b32 high;
-    and.b32 $0, $2, 0x0f0f0f0f;
-    shr.b32 high, $2, 4;
-    and.b32 $1, high, 0x0f0f0f0f;
-    }"""
-
-
-def _nibbles_less(center: float) -> str:
-    """PTX that makes fp16 of nibbles, less the center, so that the sums of attention cancel early and stay small.
-
-    ``0x6400 | byte`` is 1024 + byte in fp16: 1024 + low nibble, or 1024 + 16 * high nibble.
-    """
-    return f"""{{
-        .reg .b32 first, second, low0, low1, high0, high1, center, sixteenth, high_center;
-        mov.b32 center, {half_pair(-1024.0 - center)};
-        mov.b32 sixteenth, {half_pair(1 / 16)};
-        mov.b32 high_center, {half_pair(-64.0 - center)};
-        prmt.b32 first, $4, 0x64646464, 0x4140;
-        prmt.b32 second, $4, 0x64646464, 0x4342;
-        and.b32 low0, first, 0xff0fff0f;
-        and.b32 low1, second, 0xff0fff0f;
-        and.b32 high0, first, 0xfff0fff0;
-        and.b32 high1, second, 0xfff0fff0;
-        add.rn.f16x2 $0, low0, center;
-        add.rn.f16x2 $1, low1, center;
-        fma.rn.f16x2 $2, high0, sixteenth, high_center;
-        fma.rn.f16x2 $3, high1, sixteenth, high_center;
-        }}"""
 
 
 @jit
 def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    return codes.to(tl.float32) - OPERAND.center
+    return codes.to(tl.float32)
 
 
 @jit
@@ -98,15 +66,10 @@ class AsymmetricInt(Format):
         self.group_size = group_size
         self.rotated = rotated
         self.max_code = 2**bits - 1
-        # Kernels add the center to zero points in float32; those of channels they multiply in fp16, as they are stored.
-        center = 0.0 if granularity == "channel" else float(2 ** (bits - 1))
         constants = SimpleNamespace(max_code=float(self.max_code), saturation=SATURATION)
-        if bits == 4:
-            unpack_ptx = _nibbles_less(center)
-        else:
-            unpack_ptx = lookup_halves([code - center for code in range(2**bits)], has_high=bits == 3)
-        integers_ptx = NIBBLES_PTX if bits == 4 else None
-        self.codec = Codec(_encode, _levels, {0: unpack_ptx}, integers_ptx, center=center, constants=constants)
+        unpack_ptx, gains = halves_of_codes(bits)
+        integers_ptx = integers_of_nibbles() if bits == 4 else None
+        self.codec = Codec(_encode, _levels, {0: unpack_ptx}, gains, integers_ptx, constants=constants)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)

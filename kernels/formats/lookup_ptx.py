@@ -26,7 +26,7 @@ def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
             the other one is.
     """
     num_planes = _num_planes(levels)
-    lines, nibbles = _nibbles(levels, has_high, num_outputs=num_planes)
+    lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=num_planes)
     tables = _tables("integer", [math.floor(level) for level in levels])
     for i, register in enumerate(nibbles):
         lines += _index(register, levels)
@@ -34,14 +34,14 @@ def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
             lines.append(_lookup(f"${2 * i + half}", "integer", half, levels))
             if num_planes == 2:
                 lines.append(f"xor.b32 ${half}, ${half}, sign{half};")  # floor(-x) is the complement of floor(x)
-    return _function(lines, tables)
+    return function_of(lines, tables)
 
 
 def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
     """PTX from registers of four bytes to fp16, two registers for each plane: $0 to $3 for codes of four bits, else $0
     to $7. Arguments are those of :func:`lookup_integers`; levels are any that are exact in fp16."""
     num_planes = _num_planes(levels)
-    lines, nibbles = _nibbles(levels, has_high, num_outputs=2 * num_planes)
+    lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=2 * num_planes)
     bits = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
     tables = _tables("high", [n >> 8 for n in bits])
     has_low = any(n & 0xFF for n in bits)
@@ -59,17 +59,18 @@ def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
                 lines.append(f"lop3.b32 high, high, sign{half}, 0x80808080, 0x78;")  # high ^ (sign & 0x80...)
             for plane, selector in ((i, "0x6240"), (i + num_planes // 2, "0x7351")):
                 lines.append(f"prmt.b32 ${2 * plane + half}, low, high, {selector};")
-    return _function(lines, tables)
+    return function_of(lines, tables)
 
 
 def _num_planes(levels: Sequence[float]) -> int:
     return 2 if len(levels) == 16 else 4
 
 
-def _nibbles(levels: Sequence[float], has_high: bool, num_outputs: int) -> tuple[list[str], list[str]]:
-    """PTX that puts codes into the nibbles of registers, and those: one for two planes."""
+def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[str], list[str]]:
+    """PTX that puts codes into the nibbles of registers, and those: one for two planes, ``i`` and
+    ``i + num_planes // 2``."""
     codes = f"${num_outputs}"
-    if len(levels) == 16:
+    if num_planes == 2:
         return [], [codes]
     names = ["nibbles0", "nibbles1"]
     if not has_high:
@@ -112,7 +113,8 @@ def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
     return {f"{name}{i}": "0x" + bytes(n & 0xFF for n in reversed(word)).hex() for i, word in enumerate(words)}
 
 
-def _function(lines: list[str], tables: dict[str, str]) -> str:
+def function_of(lines: list[str], tables: dict[str, str]) -> str:
+    """PTX text of ``lines`` with all names that functions here use for registers, and constants."""
     names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high", *tables]
     moves = [f"mov.b32 {name}, {word};" for name, word in tables.items()]
     return "\n".join(["{", f".reg .b32 {', '.join(names)};", *moves, *lines, "}"])

@@ -174,7 +174,7 @@ class TurboQuant(Format):
             return
         levels, has_high = codebook(int(bits)), bool(self.packing.high)
         self.codec = Codec(
-            _encode, _levels, {0: lookup_halves(levels, has_high)}, lookup_integers(levels, has_high),
+            _encode, _levels, {0: lookup_halves(levels, has_high)}, integers_ptx=lookup_integers(levels, has_high),
             integer_offset=0.5, interleaved=True, constants=constants,
         )  # fmt: skip
 

@@ -157,7 +157,7 @@ def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_re
     assert sum("BAR.SYNC" in line for line in loop) == sum("BAR.SYNC" in line for line in loop_per_token)
     if key == "int4_per_channel":
         assert not uses(loop, "LDG")
-        assert len(loop) < 1.05 * len(loop_per_token)
+        assert len(loop) < 1.1 * len(loop_per_token)
 
 
 @pytest.mark.parametrize("key", [INT8, "turboquant_4bit"])

@@ -51,7 +51,8 @@ def test_codes_become_the_levels_of_the_specification_in_halves(name):
         np.ascontiguousarray(words).view(np.float16).reshape(fmt.num_planes, WIDTH).copy()
     ).float()
     expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
-    torch.testing.assert_close((levels + fmt.codec.center) * fmt.gain, expected, rtol=1e-6, atol=0)
+    gains = torch.tensor(fmt.codec.unpack_gains or (1.0,) * fmt.num_planes)[:, None] * fmt.gain
+    torch.testing.assert_close(levels * gains, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["turboquant_4bit", "turboquant_3bit", "turboquant_2bit", "int4_per_token_head"])
