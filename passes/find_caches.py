@@ -8,7 +8,7 @@ other use raises a Refusal, which becomes the site's reason.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -300,27 +300,20 @@ def _check_whole(root: Node, role: Role) -> None:
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first, root))
+        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=detail)
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        raise Refusal(Reason.gathered, role=role, source=first.name, detail=_why_no_pool(first))
+        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
+        raise Refusal(Reason.gathered, role=role, source=first.name, detail=detail)
 
 
-def _why_no_pool(node: Node) -> str:
-    """Why input ``node``, of which an index gathers tokens for attention, was not taken for a pool."""
+def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
+    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
     try:
-        read_pool(node)
+        read(*nodes)
     except UsedAsWholeError as error:
         return f"which is also used by {error}"
-    return "which is not a tensor of slots or blocks of its own"
-
-
-def _why_whole(node: Node, part: Node) -> str:
-    """Why input ``node``, of which attention reads ``part``, was not split into its parts."""
-    try:
-        read_stack(node, part)
-    except UsedAsWholeError as error:
-        return f"which is also used by {error}"
-    return "which is not made of caches [batch, heads, tokens, head_dim]"
+    return None
 
 
 def _holds_tokens(root: Node) -> bool:
