@@ -253,7 +253,7 @@ def test_inductors_cache_has_another_key_for_every_policy(monkeypatch: pytest.Mo
         return interpret(gm, example_inputs, **kwargs)
 
     monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", keep_key)
-    policies = ["int8_per_token_head", "fp8_e4m3", "turboquant_4bit_nc", "turboquant_k3v4_nc", "int8_per_token_head"]
+    policies = ["int8_per_token_head", "fp8_e4m3", "turboquant_4bit_nc", "int8_per_token_head"]
     for policy in policies:
         torch._dynamo.reset()
         compiled(step, policy)(*tokens(1, 5)[:3], *new_caches(), torch.tensor([5]))

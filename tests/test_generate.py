@@ -100,7 +100,7 @@ def assistant() -> Any:
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=4)
     cropped: list[type] = []
     crop = transformers.DynamicCache.crop
 
@@ -109,7 +109,7 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.
         crop(cache, tokens_to_remove)
 
     monkeypatch.setattr(transformers.DynamicCache, "crop", watched)
-    result = generated(compiled_llama(), inputs=REPETITIVE, assistant_model=assistant())
+    result = generated(compiled_llama(), inputs=REPETITIVE, assistant_model=assistant(), max_new_tokens=4)
     assert torch.equal(result.sequences, expected.sequences)
     assert PackedTensor in cropped
 
