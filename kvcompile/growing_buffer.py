@@ -11,12 +11,15 @@ last blocks, the shorter ones may read their own last tokens quantized, as they 
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, growing_blocks
+
+_claiming = threading.Lock()
 
 
 def capacity_blocks(num_tokens: int) -> int:
@@ -54,7 +57,18 @@ class GrowingBuffer:
         storage[copied:].zero_()
         return cls(storage, fill, header_blocks)
 
-    def has_room(self, num_tokens: int) -> bool:
+    def claim(self, end: int, num_new: int) -> bool:
+        """Take the room for ``num_new`` tokens behind token ``end``; False if another cache has it, or there is none.
+
+        Threads that continue one cache ask at the same time: to one of them the room is given, the others copy.
+        """
+        with _claiming:
+            is_free = end == self.fill and self._has_room(end + num_new)
+            if is_free:
+                self.fill = end + num_new
+        return is_free
+
+    def _has_room(self, num_tokens: int) -> bool:
         """Whether the storage holds ``num_tokens`` tokens, counted from its first block of tokens."""
         return num_tokens <= (self.storage.shape[0] - self.header_blocks) * BLOCK_TOKENS
 

@@ -195,9 +195,9 @@ class AdoptingCall:
 
     def __call__(self, *args: Any) -> Any:
         report.ran()
-        if self._guard is not None:
-            self._guard.look(with_parts(args, self._stacks))
-            self._guard = None
+        guard, self._guard = self._guard, None  # another thread may make its first call, too
+        if guard is not None:
+            guard.look(with_parts(args, self._stacks))
         plain = [
             adoption
             for index, parts in self._caches.items()

@@ -333,23 +333,20 @@ class PackedTensor(PackedSubclass):
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
             return PackedTensor(data, cache_meta, size)
-        first_block = self._first_block_to_append(num_new)
-        if self._lineage is None or first_block is None:
-            first_block, buffer = 0, GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks)
-        else:
-            buffer = self._lineage.buffer
-            buffer.fill += num_new
+        own = self._claimed(num_new)
+        buffer, first_block = own or (GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks), 0)
         packed = buffer.storage[first_block : first_block + self.packed_layout.growing_blocks(end)]
-        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, buffer.fill))
+        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end))
 
-    def _first_block_to_append(self, num_new: int) -> int | None:
-        """Where this cache begins in its growing buffer if it can be extended in place, else None."""
+    def _claimed(self, num_new: int) -> tuple[GrowingBuffer, int] | None:
+        """Its growing buffer, now with room for ``num_new`` tokens behind it, and where in that this cache begins; None
+        if it cannot be extended in place."""
         if self._lineage is None or self.packed.shape[1:] != self._lineage.buffer.storage.shape[1:]:
             return None
         buffer = self._lineage.buffer
         first_block = self.packed.storage_offset() // buffer.storage.stride(0)
         end = first_block * BLOCK_TOKENS + self.start + self.num_tokens
-        return first_block if end == buffer.fill and buffer.has_room(end + num_new) else None
+        return (buffer, first_block) if buffer.claim(end, num_new) else None
 
     def __tensor_flatten__(self) -> tuple[list[str], CacheMeta]:
         if not isinstance(self.start, int) and is_functionalized(self._packed):

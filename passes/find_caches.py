@@ -8,7 +8,7 @@ other use raises a Refusal, which becomes the site's reason.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
+from kvcompile.passes.no_cache import no_cache
 from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.read_pool import read_pool
 from kvcompile.passes.read_stack import read_stack
@@ -124,7 +125,7 @@ class CacheFinder:
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
         if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
-            raise _no_cache(root, role)
+            raise no_cache(root, role)
         return trace_read(operand, returned, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -189,7 +190,7 @@ class CacheFinder:
             shifts = is_shifting(changes, base, read.token_axis) and not any(map(_swaps_axes, states))
             if shifts and write_back is not None:
                 return "static", write_back
-            raise _no_cache(root, role)
+            raise no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
                 if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
@@ -204,7 +205,7 @@ class CacheFinder:
         if returned is not None:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
-        raise _no_cache(root, role)
+        raise no_cache(root, role)
 
     def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
         """The output that is the cache or a slice of its tokens, and that slice as a move."""
@@ -300,27 +301,20 @@ def _check_whole(root: Node, role: Role) -> None:
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first, root))
+        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=detail)
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        raise Refusal(Reason.gathered, role=role, source=first.name, detail=_why_no_pool(first))
+        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
+        raise Refusal(Reason.gathered, role=role, source=first.name, detail=detail)
 
 
-def _why_no_pool(node: Node) -> str:
-    """Why input ``node``, of which an index gathers tokens for attention, was not taken for a pool."""
+def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
+    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
     try:
-        read_pool(node)
+        read(*nodes)
     except UsedAsWholeError as error:
         return f"which is also used by {error}"
-    return "which is not a tensor of slots or blocks of its own"
-
-
-def _why_whole(node: Node, part: Node) -> str:
-    """Why input ``node``, of which attention reads ``part``, was not split into its parts."""
-    try:
-        read_stack(node, part)
-    except UsedAsWholeError as error:
-        return f"which is also used by {error}"
-    return "which is not made of caches [batch, heads, tokens, head_dim]"
+    return None
 
 
 def _holds_tokens(root: Node) -> bool:
@@ -329,22 +323,6 @@ def _holds_tokens(root: Node) -> bool:
         return root.op == "placeholder"
     first = first_state(root)
     return first.op == "placeholder" or _is_zeros(first)
-
-
-def _no_cache(root: Node, role: Role) -> Refusal:
-    """Why ``root`` is no cache: it is made in this graph from new rows alone, or from a cache among other things.
-
-    Attention of earlier layers is no part of how it is made: what a model computes from that is new.
-    """
-    pending, seen = [root], {root}
-    while pending:
-        node = pending.pop()
-        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder":
-            return Refusal(Reason.computed_from_cache, role=role)
-        operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
-        seen.update(operands)
-        pending.extend(operands)
-    return Refusal(Reason.no_cache, role=role)
 
 
 def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:

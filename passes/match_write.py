@@ -35,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.tensor_axes import same_sizes
 from kvcompile.passes.trace_read import SAME_OPS, with_defaults
 
 aten = torch.ops.aten
@@ -265,8 +266,7 @@ def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
     shape = shape_of(source)
     whole = _whole(node, token_axis, n)
     constant = len(shape) == 4 and all(statically_known_true(shape[i] == 1) for i in (3 - token_axis, 3))
-    covers = all(statically_known_true(a == b) for a, b in zip(shape_of(index), whole, strict=True))
-    if not constant or not covers:
+    if not constant or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
 
     num_tokens = shape_of(base)[token_axis]
@@ -276,7 +276,7 @@ def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
         pos = pos.reshape(-1) if batch == 1 else pos.reshape(batch, -1)
         return heads_first(x, token_axis), wrapped(pos, num_tokens), None
 
-    if not all(statically_known_true(a == b) for a, b in zip(shape_of(value), whole, strict=True)):
+    if not same_sizes(shape_of(value), whole):
         raise _refuse(node, role, "its source has another shape than its index")
     return _write(node, base, "scatter", token_axis, normalise, value, source)
 

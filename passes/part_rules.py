@@ -163,44 +163,30 @@ def _cat(reader: Reader, user: Node) -> State:
     return state.map(longer)
 
 
-def _select_scatter(reader: Reader, user: Node) -> State:
-    base, source, dim, index = with_defaults(user, None, None, 0, 0)
+def _scatter(reader: Reader, user: Node) -> State:
+    """``select_scatter`` and ``slice_scatter``."""
+    selects = user.target is aten.select_scatter.default
+    base, source, dim, *where = with_defaults(user, None, None, 0, *((0,) if selects else (None, None, 1)))
     state, rank = reader.state(base, user), len(shape_of(base))
     dim = dim % rank
-    if dim in state.dims:
-        at = state.dims.index(dim)
-        index = _constant(user, index, state.size(dim))
+    dims = without(state.dims, dim) if selects else state.dims
 
     def changed(part: PartIndex, value: Value) -> Value:
-        if dim not in state.dims:
-            new = reader.part(user, source, without(state.dims, dim), part, rank - 1)
-            return Made(user, user.target, (value, new, state.dim_of_part(dim), index))
-        if part[at] != index:
-            return value
-        of_source = tuple(place for stacked, place in zip(state.dims, part, strict=True) if stacked != dim)
-        return reader.part(user, source, without(state.dims, dim), of_source, rank - 1)
+        new = reader.part(user, source, dims, part, rank - selects)
+        return Made(user, user.target, (value, new, state.dim_of_part(dim), *where))
 
-    return state.map(changed)
+    if dim not in state.dims:
+        return state.map(changed)
+    at, size = state.dims.index(dim), state.size(dim)
+    indices: Sequence[int] = [_constant(user, where[0], size)] if selects else _range(user, where, size)
 
-
-def _slice_scatter(reader: Reader, user: Node) -> State:
-    base, source, dim, *bounds = with_defaults(user, None, None, 0, None, None, 1)
-    state, rank = reader.state(base, user), len(shape_of(base))
-    dim = dim % rank
-    if dim in state.dims:
-        at = state.dims.index(dim)
-        indices = _range(user, bounds, state.size(dim))
-
-    def changed(part: PartIndex, value: Value) -> Value:
-        if dim not in state.dims:
-            new = reader.part(user, source, state.dims, part, rank)
-            return Made(user, user.target, (value, new, state.dim_of_part(dim), *bounds))
+    def replaced(part: PartIndex, value: Value) -> Value:
         if part[at] not in indices:
             return value
-        of_source = (*part[:at], indices.index(part[at]), *part[at + 1 :])
-        return reader.part(user, source, state.dims, of_source, rank)
+        place = () if selects else (indices.index(part[at]),)
+        return reader.part(user, source, dims, part[:at] + place + part[at + 1 :], rank - selects)
 
-    return state.map(changed)
+    return state.map(replaced)
 
 
 def _index(reader: Reader, user: Node) -> State:
@@ -276,8 +262,8 @@ RULES: dict[Any, Rule] = {
     aten.copy.default: _copy,
     aten.where.self: _where,
     aten.cat.default: _cat,
-    aten.select_scatter.default: _select_scatter,
-    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _scatter,
+    aten.slice_scatter.default: _scatter,
     aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
 }

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.tensor_axes import same_sizes
 
 aten = torch.ops.aten
 
@@ -170,7 +171,7 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
             return None
         pieces = [piece.args[0] for piece in pieces]
     whole = statically_known_true(shape.pop(dim) == len(pieces))
-    alike = all(_same(shape_of(piece), shape) and _dtype(piece) == _dtype(node) for piece in pieces)
+    alike = all(same_sizes(shape_of(piece), shape) and _dtype(piece) == _dtype(node) for piece in pieces)
     return list(pieces) if whole and alike else None
 
 
@@ -185,7 +186,3 @@ def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
 def _dtype(node: Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
-
-
-def _same(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.part_rules import UsedAsWholeError
+from kvcompile.passes.tensor_axes import same_sizes
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS
 
 aten = torch.ops.aten
@@ -122,9 +123,7 @@ def _is_write(state: Node, put: Node) -> bool:
 def _is_pool(pool: Pool, view: Node) -> bool:
     """Whether a view has slots, or blocks and tokens, before heads and channels."""
     shape = shape_of(view)
-    return len(shape) in (3, 4) and all(
-        statically_known_true(size == own) for size, own in zip(shape[-2:], pool.vector_shape, strict=True)
-    )
+    return len(shape) in (3, 4) and same_sizes(shape[-2:], pool.vector_shape)
 
 
 def has_slots(state: Node, indices: list[Node | None]) -> bool:

@@ -45,9 +45,19 @@ class Reason(enum.Enum):
         "its {role} is computed from a cache and is not a view of it",
         "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
     )
+    already_quantized = (
+        "its {role} cache {source} holds {dtype}: the model has quantized it already, and dequantizes all of it here",
+        "use a cache that is not quantized (DynamicCache or StaticCache of Transformers), and choose its format in the "
+        "policy",
+    )
+    moved = (
+        "its {role} cache is moved between devices here ({source}), as one that is offloaded",
+        "keep the cache on the device of the model, without offloading: packed it takes a fraction of the memory",
+    )
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
-        "let a compiled function write it, or pack it beforehand with kvcompile.PackedTensor.from_dense",
+        "let the compiled function that reads it write it, without a graph break in between (offloaded caches of "
+        "Transformers cause one), or pack it beforehand with kvcompile.PackedTensor.from_dense",
     )
     dropout = (
         "it applies dropout (p={p})",
@@ -64,6 +74,11 @@ class Reason(enum.Enum):
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
         "read the whole cache or its first tokens, through views, and hide the rest with a mask",
+    )
+    tokens_first = (
+        "its {role} cache has its tokens in front of its sequences: [tokens, batch, num_kv_heads, head_dim]",
+        "keep it as [batch, tokens, num_kv_heads, head_dim] or [batch, num_kv_heads, tokens, head_dim], and pass "
+        "attention a view of that",
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",

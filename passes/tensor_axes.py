@@ -7,6 +7,7 @@ size 1 are dropped: a dimension without axes has size 1 or is broadcast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Size = int | torch.SymInt
+
+
+def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be equal, for all values of their symbols."""
+    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
 
 
 class Axis(NamedTuple):

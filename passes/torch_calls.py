@@ -21,6 +21,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from kvcompile.passes.tensor_axes import same_sizes
+
 _NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
 
 _IN_PLACE_OPERATORS = {
@@ -282,8 +284,4 @@ def _extent(tensor: Tensor) -> tuple[Any, Any]:
 def is_same_view(first: Tensor, second: Tensor) -> bool:
     """Whether two fake tensors of one storage are views of exactly the same elements in the same order."""
     place, other = ((*x.shape, *x.stride(), x.storage_offset()) for x in (first, second))
-    return (
-        first.dtype is second.dtype
-        and len(place) == len(other)
-        and all(statically_known_true(a == b) for a, b in zip(place, other, strict=True))
-    )
+    return first.dtype is second.dtype and same_sizes(place, other)

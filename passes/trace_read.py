@@ -258,6 +258,8 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     elif in_place:
         in_place = axes[0] == expected(0) and axes[2] in ([], [token_axis])
     if not in_place:
+        if len(axes) == 4 and axes[2] == [0]:
+            raise Refusal(Reason.tokens_first, role=role)
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
     # The first channels of values give the first channels of the output; a score takes all channels of its key.
     for axis in (0, head_axis) if role == "value" else (0, head_axis, 3):

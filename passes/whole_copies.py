@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.first_state import SELECTIONS
 from kvcompile.passes.match_write import shape_of
+from kvcompile.passes.tensor_axes import same_sizes
 from kvcompile.passes.trace_read import VIEW_OPS
 
 aten = torch.ops.aten
@@ -25,17 +25,10 @@ def drop_whole_copies(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         base, source, *_ = node.args
-        alike = (
-            base.meta["val"].dtype == source.meta["val"].dtype and base.meta["val"].dim() == source.meta["val"].dim()
-        )
-        same = alike and all(map(_equal, shape_of(base), shape_of(source)))
-        if same and base.op == "placeholder" and _made_from(source).op == "call_function":
+        alike = base.meta["val"].dtype == source.meta["val"].dtype and same_sizes(shape_of(base), shape_of(source))
+        if alike and base.op == "placeholder" and _made_from(source).op == "call_function":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-
-
-def _equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    return statically_known_true(one == other)
 
 
 def _made_from(node: Node) -> Node:

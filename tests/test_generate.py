@@ -88,6 +88,32 @@ def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -
     assert report.notes == []
 
 
+def assistant() -> Any:
+    """A model that mostly, but not always, guesses what the tiny Llama says."""
+    model = tiny_llama(num_layers=1)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+    return model
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=4)
+    cropped: list[type] = []
+    crop = transformers.DynamicCache.crop
+
+    def watched(cache: Any, tokens_to_remove: int) -> None:
+        cropped.extend([type(cache.layers[0].keys)] * (tokens_to_remove != 0))
+        crop(cache, tokens_to_remove)
+
+    monkeypatch.setattr(transformers.DynamicCache, "crop", watched)
+    result = generated(compiled_llama(), inputs=REPETITIVE, assistant_model=assistant(), max_new_tokens=4)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert PackedTensor in cropped
+
+
 @pytest.mark.usefixtures("without_code_generation")
 def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_otherwise() -> None:
     def conversation(model: Any) -> list[torch.Tensor]:
@@ -105,12 +131,15 @@ def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_o
         assert torch.equal(sequence, plain)
 
 
-def test_a_report_notes_that_generate_did_not_call_what_was_compiled() -> None:
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 2, "cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=" ".join
+)
+def test_a_report_notes_that_generate_did_not_call_what_was_compiled(mode: dict[str, Any]) -> None:
     model = tiny_llama(num_layers=1)
     config = transformers.CompileConfig(backend="kvquant", mode=None)
     config._compile_all_devices = True
     with collect_reports() as report:
-        model.generate(REPETITIVE, max_new_tokens=2, num_beams=2, cache_implementation="static", compile_config=config)
+        model.generate(REPETITIVE, max_new_tokens=2, compile_config=config, **mode)
     (note,) = report.notes
     assert "model.compile(backend='kvquant')" in note
     assert note in str(report)

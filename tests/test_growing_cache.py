@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from packed_caches import HEAD_DIM, INT8, assert_same, both_token_dims, pair, quantized, shape_of, values
 
-from kvcompile.growing_buffer import capacity_blocks
+from kvcompile.growing_buffer import GrowingBuffer, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.packed_tensor import PackedTensor
 
@@ -67,6 +70,17 @@ def test_a_second_append_to_the_same_cache_forks_it():
     assert len({storage_of(cache) for cache, _ in beams}) == 3
     beams = [append(*beam) for beam in beams]
     for cache, plain in [*beams, prompt]:
+        assert_same(cache, plain)
+
+
+def test_one_of_the_threads_that_continue_a_cache_has_its_room_and_the_others_copy(monkeypatch):
+    has_room = GrowingBuffer._has_room
+    monkeypatch.setattr(GrowingBuffer, "_has_room", lambda *of: time.sleep(0.01) or has_room(*of))  # others go on
+    prompt = pair(INT8, growing=True)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: append(*prompt), range(4)))
+    assert len({storage_of(cache) for cache, _ in answers}) == 4
+    for cache, plain in [*answers, prompt]:
         assert_same(cache, plain)
 
 

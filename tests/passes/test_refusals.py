@@ -378,6 +378,23 @@ def test_a_mask_of_attention_without_a_head_dimension_is_refused() -> None:
     assert reasons_after(fn, inputs()) == ["unknown_mask"]
 
 
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("batch", [1, B])
+def test_a_cache_with_its_tokens_in_front_of_its_sequences_is_refused(batch: int) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        kc[pos], vc[pos] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
+        return sdpa(q, kc.permute(1, 2, 0, 3), vc.permute(1, 2, 0, 3))
+
+    def args() -> list[Tensor]:
+        q, k, v, kc, vc, pos = inputs()
+        return [*(x[:batch] for x in (q, k, v)), *(x[:batch].permute(2, 0, 1, 3).contiguous() for x in (kc, vc)), pos]
+
+    given, expected = args(), args()
+    torch.testing.assert_close(run(fn, given, on_unsupported="ignore"), fn(*expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given, expected, rtol=0, atol=0)
+    assert [site.reason_code for site in last_report().sites] == ["tokens_first"]
+
+
 def test_a_site_that_shares_its_cache_with_a_refused_one_is_refused_too() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, kc: Tensor, vc: Tensor) -> Tensor:

@@ -1,0 +1,74 @@
+"""Why what attention reads is no cache: it is made of new rows alone, or of a cache in a way that cannot be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.layout import Role
+from kvcompile.passes.first_state import SELECTIONS, first_state
+from kvcompile.passes.marker import is_marker
+from kvcompile.passes.match_write import WRITE_OPS, shape_of
+from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.trace_read import VIEW_OPS
+
+aten = torch.ops.aten
+
+_ARRANGING = WRITE_OPS | VIEW_OPS | SELECTIONS | {aten.copy.default}
+_CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+def no_cache(root: Node, role: Role) -> Refusal:
+    """Why ``root`` is no cache."""
+    values = list(_reached(root, _values_of))
+    codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
+    if codes is not None:
+        return Refusal(Reason.already_quantized, role=role, source=codes.name, dtype=codes.meta["val"].dtype)
+    moved = next((node for node in (*values, *root.users) if _changes_device(node)), None)
+    if moved is not None:
+        devices = (node.meta["val"].device for node in (moved.args[0], moved))
+        return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
+    # Attention of earlier layers is no part of how it is made: what a model computes from that is new.
+    made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
+    return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)
+
+
+def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
+    """``root`` and what it is made of, as far as ``operands_of`` leads."""
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        yield node
+        operands = [operand for operand in operands_of(node) if operand not in seen]
+        seen.update(operands)
+        pending.extend(operands)
+
+
+def _values_of(node: Node) -> list[Node]:
+    """The operands whose values ``node`` has, number by number, however changed or arranged.
+
+    Those of a sum or product that are broadcast are none of them (scales and masks), nor are those of a projection.
+    """
+    operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
+    if len(operands) < 2 or node.target in _ARRANGING:
+        return operands
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return []
+    size = node.meta["val"].numel()
+    return [operand for operand in operands if statically_known_true(operand.meta["val"].numel() == size)]
+
+
+def _changes_device(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or len(node.all_input_nodes) != 1 or value.dim() != 4:
+        return False
+    before = node.all_input_nodes[0].meta.get("val")
+    return isinstance(before, torch.Tensor) and before.device != value.device
+
+
+def _is_later_state(node: Node) -> bool:
+    """Whether ``node`` is a cache that was passed in, after a write."""
+    return node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder"

@@ -1,0 +1,63 @@
+"""What is no cache is told apart: new rows, codes that the model dequantizes itself, caches of another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvcompile.passes.no_cache import no_cache
+from kvcompile.passes.refusal import Reason
+
+B, H, S, D = 2, 3, 40, 16
+
+
+def offloaded(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([past.to("meta"), new], 2)
+
+
+def written_after_it_was_moved(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    cache = past.to("meta")
+    cache[:, :, 3:4] = new
+    return cache
+
+
+def scaled(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([(codes.float() - 3) * new.amax(-1, keepdim=True), new], 2)
+
+
+def packed_by_two(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    codes = codes.flatten(0, 2)
+    values = torch.empty(2 * codes.shape[0], D, device="meta")
+    values[: codes.shape[0]] = codes & 15
+    values[codes.shape[0] :] = codes >> 4
+    return values.view(B, H, -1, D) * new.mean()
+
+
+def a_projection_by_quantized_weights(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    return new @ weight.float()
+
+
+def rows_under_a_mask_of_bytes(past: Tensor, new: Tensor, codes: Tensor, weight: Tensor) -> Tensor:
+    return new * codes[:, :1, :1, :1]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (offloaded, Reason.moved),
+        (written_after_it_was_moved, Reason.moved),
+        (scaled, Reason.already_quantized),
+        (packed_by_two, Reason.already_quantized),
+        (a_projection_by_quantized_weights, Reason.no_cache),
+        (rows_under_a_mask_of_bytes, Reason.no_cache),
+    ],
+)
+def test_why_keys_are_no_cache(make: Callable[..., Tensor], reason: Reason) -> None:
+    past, new = torch.empty(B, H, S, D), torch.empty(B, H, 1, D, device="meta")
+    codes = torch.empty(B, H, S, D, dtype=torch.uint8, device="meta")
+    graph = make_fx(torch.func.functionalize(make))(past, new, codes, codes[0, 0, :D]).graph
+    assert no_cache(graph.output_node().args[0], "key").reason is reason
