@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ STEPS = (5, 1, 1)
 
 @torch.no_grad()
 def run(model: Any) -> dict[str, Any]:
-    """Prefill and decode a prompt on packed caches.
+    """Prefill and decode a prompt on packed caches; code is generated on GPUs.
 
     Returns:
         ``logits`` [1, tokens, vocab_size]; ``cache`` the keys and values of the first layer, dequantized; ``sites`` the
@@ -37,16 +38,17 @@ def run(model: Any) -> dict[str, Any]:
     cache = fresh_cache(model, "static")
     prompt = torch.randint(0, model.config.vocab_size, (1, sum(STEPS)), generator=torch.Generator().manual_seed(1))
     logits: list[Tensor] = []
-    with without_code_generation(), kvcompile.collect_reports() as report:
-        for ids in prompt.split(STEPS, dim=1):
-            logits.append(compiled(input_ids=ids, past_key_values=cache).logits)
+    on_gpu = model.device.type == "cuda"
+    with nullcontext() if on_gpu else without_code_generation(), kvcompile.collect_reports() as report:
+        for ids in prompt.to(model.device).split(STEPS, dim=1):
+            logits.append(compiled(input_ids=ids, past_key_values=cache).logits.cpu())
     layer = cache.layers[0]
     assert isinstance(layer.keys, kvcompile.PackedTensor), "the cache of this rank is packed"
     assert isinstance(layer.values, kvcompile.PackedTensor), "the cache of this rank is packed"
     tokens = slice(sum(STEPS))
     return {
         "logits": torch.cat(logits, 1),
-        "cache": [x.dequantize()[:, :, tokens] for x in (layer.keys, layer.values)],
+        "cache": [x.dequantize()[:, :, tokens].cpu() for x in (layer.keys, layer.values)],
         "sites": [site.reason for site in report.sites],
     }
 

@@ -28,15 +28,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def of_ranks(checkpoint: Path) -> Any:
-    """What each rank has; they run under torchrun, with gloo on the CPU."""
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and torch.cuda.device_count() < WORLD_SIZE:
+        pytest.skip(f"needs {WORLD_SIZE} CUDA devices")
+    return str(request.param)
+
+
+@pytest.fixture
+def of_ranks(checkpoint: Path, device: str) -> Any:
+    """What each rank has; they run under torchrun, with gloo on the CPU or with NCCL, each on a GPU of its own."""
     program, output = Path(tensor_parallel_program.__file__), checkpoint / "ranks.pt"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
     paths = [*sys.path, str(program.parent)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*torchrun, str(program), str(checkpoint), str(output)], env=environment, capture_output=True, text=True
     )
@@ -44,8 +53,10 @@ def of_ranks(checkpoint: Path) -> Any:
     return torch.load(output)
 
 
-def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(checkpoint: Path, of_ranks: Any) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval()
+def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(
+    checkpoint: Path, device: str, of_ranks: Any
+) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint).eval().to(device)
     expected = tensor_parallel_program.run(model)
     assert len(of_ranks) == WORLD_SIZE
     for result in of_ranks:
