@@ -37,6 +37,7 @@ class Cache:
         readers: the markers of those sites.
         is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks; its
             later states are a cache [1, num_slots, num_kv_heads, head_dim].
+        computing: the nodes that lead from it, a cache of latents, to attention whose keys and values are computed.
         serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
     """
 
@@ -51,6 +52,7 @@ class Cache:
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
     is_pool: bool = False
+    computing: set[Node] = field(default_factory=set)
     serves_both: bool = False
     kept: CacheWrite | None = None
     returned: Node | None = None

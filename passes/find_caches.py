@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.first_state import first_state
+from kvcompile.passes.latents import has_one_head, read_latents, read_whole, views_of
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import (
     WRITE_OPS,
@@ -73,6 +74,14 @@ class Attention:
         return (self.key,) if self.key is self.value else (self.key, self.value)
 
 
+@dataclass(frozen=True)
+class AttentionOnLatents:
+    """A marker whose keys and values are computed from caches, with these proven."""
+
+    marker: Node
+    caches: tuple[Cache, ...]
+
+
 class CacheFinder:
     """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
 
@@ -94,8 +103,46 @@ class CacheFinder:
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
 
-    def attention(self, marker: Node) -> Attention:
+    def attention(self, marker: Node) -> Attention | AttentionOnLatents:
         """Prove the caches of one site; raises Refusal."""
+        try:
+            return self._attention(marker)
+        except Refusal as refusal:
+            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
+                raise
+            on_latents = self._attention_on_latents(marker)
+            if on_latents is None:
+                raise
+            return on_latents
+
+    def _attention_on_latents(self, marker: Node) -> AttentionOnLatents | None:
+        read = read_latents(marker, self._may_be_latents)
+        if read is None:
+            return None
+        latents = [self._latents(root, role) for root, role in read.roles.items()]
+        for cache in latents:
+            cache.computing |= read.computing
+            cache.readers.add(marker)
+        return AttentionOnLatents(marker, tuple(latents))
+
+    def _may_be_latents(self, node: Node) -> bool:
+        if not has_one_head(node):
+            return False
+        if node in self.packed_inputs:
+            return True
+        if node.target in WRITE_OPS and first_state(node).op == "placeholder":
+            return True
+        # New rows of a single token say nothing of the axis of tokens; where heads come first, it is the usual one.
+        return node in self.outputs.union(self.windows) and has_one_head(node, 1)
+
+    def _latents(self, root: Node, role: Role) -> Cache:
+        if root not in self.caches:
+            cache = self.caches[root] = self._prove(read_whole(root), role)
+            packed = self.packed_inputs.get(cache.base)
+            cache.role = packed.layout.role if packed is not None else role
+        return self.caches[root]
+
+    def _attention(self, marker: Node) -> Attention:
         call = Marker.of(marker)
         key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
         key = self._cache(key_read, "key")
@@ -243,7 +290,7 @@ class CacheFinder:
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
-        views = {node for read in cache.reads for node in read.chain}
+        views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
         if kept is not None and kept is not cache.root:
             views.update(node for node in sliced_by(kept) if node is not cache.root)
@@ -261,12 +308,12 @@ class CacheFinder:
     def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
         """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
 
-        Those are: it is in ``understood``; it asks for a size; it serves only originals of sites that read the cache,
-        which are erased if they are rewritten (and if one is not, neither is any other reader of the cache); it is the
-        marker of such a site, and ``node`` is what it reads as its key or value and nothing else; it is a view with
-        known uses only.
+        Those are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
+        originals of sites that read the cache, which are erased if they are rewritten (and if one is not, neither is
+        any other reader of the cache); it is the marker of such a site, and ``node`` is what it reads as its key or
+        value and nothing else; it is a view with known uses only.
         """
-        if user in understood or user.target in SIZE_OPS:
+        if user in understood or user in cache.computing or user.target in SIZE_OPS:
             return True
         if user in self.originals and self.originals[user] <= cache.readers:
             return True

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.packing import move_tokens
+from kvcompile.kernels.packing import move_tokens, read_tokens
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
-from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
+from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, heads_first, shape_of
 from kvcompile.passes.operand_slots import insert_operand_slots
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.split_stacks import SplitStack
@@ -145,6 +145,8 @@ class CacheRewriter:
         if cache.kind in ("static", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
+        if cache.computing:
+            self._dequantize(cache, layout)
         if cache.kept is not None:
             with self.graph.inserting_before(cache.kept.node.next):
                 state = self._changed(cache, layout, state, cache.kept)
@@ -152,6 +154,21 @@ class CacheRewriter:
             self._write_back(cache, data, state)
         if cache.kind in ("allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
+
+    def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
+        """Let all that computes keys and values from a cache of latents read its packed data instead."""
+        dtype, axis = cache.dtype, cache.token_axis
+
+        def latents(data: Tensor, num_tokens: int) -> Tensor:
+            x = read_tokens(data, layout, num_tokens).to(dtype)
+            return heads_first(x, axis).contiguous()  # [B, S, 1, D] if the tokens of the cache are on axis 1
+
+        users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
+        with self.graph.inserting_before(users[0]):
+            num_tokens = size_node(self.graph, shape_of(cache.root)[axis])
+            dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
+        for user in users:
+            user.replace_input_with(cache.root, dequantized)
 
     def _changed(self, cache: Cache, layout: PackedLayout, state: Node, write: CacheWrite) -> Node:
         """The packed data after a write, inserted at the graph's insertion point."""
