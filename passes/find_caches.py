@@ -33,7 +33,7 @@ from kvcompile.passes.read_pool import read_pool
 from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
-from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
+from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, swaps_axes, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class PackedInput:
 
     Attributes:
         layout: of its packed data.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
         growing: whether it grows by concatenation.
         is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
     """
@@ -185,13 +185,14 @@ class CacheFinder:
     def _prove(self, read: Read, role: Role) -> Cache:
         states, writes = self._history(read, role)
         base = states[0]
-        swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
+        swapped = sum(map(swaps_axes, states[1:])) % 2 == 1
         kind, write_back = self._kind(read, states, writes, swapped, role)
         token_axis = 3 - read.token_axis if swapped else read.token_axis
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
         cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
-        cache.is_pool = any(state.target is POOL_VIEW for state in states)
+        pool = next((state for state in states if state.target is POOL_VIEW), None)
+        cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
         cache.kept, cache.returned = self._returned(read, kind)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
@@ -210,7 +211,7 @@ class CacheFinder:
         while True:
             is_returned = node in self.outputs or node in self.windows
             if _keeps_values(node) and not is_returned:
-                node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
+                node, axis = node.args[0], 3 - axis if swaps_axes(node) else axis
             elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axis, role)
                 if write is None:
@@ -228,12 +229,12 @@ class CacheFinder:
         kept, returned = self._returned(read, "growing")
         if writes and writes[-1].form in ("cat", "slice"):
             grows = is_growing(writes if kept is None else [*writes, kept])
-            if grows and returned is not None and base.op == "placeholder" and not any(map(_swaps_axes, states)):
+            if grows and returned is not None and base.op == "placeholder" and not any(map(swaps_axes, states)):
                 return "growing", None
             shifted = self._shifted(read)
             changes = writes if shifted is None else [*writes, shifted]
             write_back = _find_write_back(changes[-1].node, base, swapped)
-            shifts = is_shifting(changes, base, read.token_axis) and not any(map(_swaps_axes, states))
+            shifts = is_shifting(changes, base, read.token_axis) and not any(map(swaps_axes, states))
             if shifts and write_back is not None:
                 return "static", write_back
             raise _no_cache(root, role)
@@ -408,21 +409,14 @@ def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
         if user.target is aten.copy_.default and user.args[0] is base and not swapped:
             return user
         if _keeps_values(user):
-            found = _find_write_back(user, base, swapped ^ _swaps_axes(user))
+            found = _find_write_back(user, base, swapped ^ swaps_axes(user))
             if found is not None:
                 return found
     return None
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or _swaps_axes(node)
-
-
-def _swaps_axes(node: Node) -> bool:
-    """Whether ``node`` is [B, H, S, D] from [B, S, H, D] or the reverse."""
-    if node.target is aten.permute.default:
-        return list(node.args[1]) == [0, 2, 1, 3]
-    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
+    return node.target in SAME_OPS or node.target is POOL_VIEW or swaps_axes(node)
 
 
 def _is_zeros(node: Node) -> bool:

@@ -43,7 +43,7 @@ class InputAction:
         index: position among the graph's inputs.
         kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
         layout: of the packed cache.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool of slots.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that receive the longer cache.
     """

@@ -149,6 +149,13 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     return _regroup(node, dims, role)
 
 
+def swaps_axes(node: Node) -> bool:
+    """Whether ``node`` exchanges the middle two of four axes: [B, H, S, D] from [B, S, H, D], or the reverse."""
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [0, 2, 1, 3]
+    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
+
+
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
     """The positional arguments of ``node``, those that are missing taken from ``defaults``."""
     given = list(node.args)
