@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.first_state import first_state
+from kvcompile.passes.head_ranges import head_ranges
 from kvcompile.passes.latents import has_one_head, read_latents, read_whole, views_of
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import (
@@ -444,15 +445,19 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     key, value = attention.key, attention.value
     for cache, operand in ((key, call.key), (value, call.value)):
         fits = len(query) == 4 and bool(query[0] == shape_of(operand)[0])
-        fits = fits and int(query[1]) % cache.num_kv_heads == 0 and (cache is value or int(query[3]) == cache.head_dim)
+        fits = fits and int(query[1]) % int(shape_of(operand)[1]) == 0
+        fits = fits and (cache is value or int(query[3]) == cache.head_dim)
         if not fits:
             raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))
     same_length = bool(attention.key_read.num_tokens == attention.value_read.num_tokens)
-    if key.num_kv_heads != value.num_kv_heads or not same_length:
+    ranges = head_ranges(attention.key_read, attention.value_read)
+    if not same_length or (ranges is None and key.num_kv_heads != value.num_kv_heads):
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
-    if attention.key_read.head_tiles != attention.value_read.head_tiles:
+    if ranges is None:
         raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
+    if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
+        raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

@@ -90,7 +90,7 @@ def read_whole(root: Node) -> Read:
     axis = next((axis for axis in (2, 1) if _is_written_along(root, axis)), None)
     if axis is None:
         axis = 2 if statically_known_true(shape_of(root)[1] == 1) else 1
-    return Read(root, (), axis, shape_of(root)[axis], shape_of(root)[3])
+    return Read(root, (), axis, shape_of(root)[axis], shape_of(root)[3], num_heads=1)
 
 
 def views_of(root: Node, computing: Collection[Node]) -> set[Node]:

@@ -1,6 +1,7 @@
 """Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
 
 copies   what is copied over all of a cache is what it holds     (whole_copies)
+splits   a part of a split that attention reads is a slice        (head_ranges)
 find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
 choose   ask the policy for formats and check that they fit       (here)
 settle   a cache is packed only if all its readers are            (here)
@@ -21,6 +22,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.expand_markers import expand_markers
 from kvcompile.passes.find_caches import Attention, AttentionOnLatents, CacheFinder, PackedInput
+from kvcompile.passes.head_ranges import slice_splits
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
@@ -70,6 +72,7 @@ def quantize_kv_cache(
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
     held_nodes = frozenset(placeholders[index] for index in held_inputs)
     drop_whole_copies(gm.graph)
+    slice_splits(gm.graph)
     candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)

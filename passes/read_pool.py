@@ -152,7 +152,7 @@ def _is_view(pool: Pool, state: Node, view: Node) -> bool:
     return all(statically_known_true(size == own) for size, own in zip(shape[-2:], pool.vector_shape, strict=True))
 
 
-def has_slots(state: Node, indices: list[Node | None], heads_first: bool = False) -> bool:
+def has_slots(state: Node, indices: list[Node | None], heads_first: bool) -> bool:
     """Whether ``indices`` of a state are integers that name slots, blocks, or blocks and tokens in them."""
     given = {axis: index.meta["val"] for axis, index in enumerate(indices) if index is not None}
     axes, device = list(given), state.meta["val"].device

@@ -19,6 +19,7 @@ from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import move_tokens, read_tokens
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.find_caches import Attention
+from kvcompile.passes.head_ranges import HeadRange, data_of_heads, head_ranges, joined, narrowed
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
@@ -185,16 +186,14 @@ class CacheRewriter:
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
-        marker, tiles = attention.marker, attention.key_read.head_tiles
+        marker = attention.marker
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            k_data, v_data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            ranges = head_ranges(attention.key_read, attention.value_read)
+            assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
-            if tiles != 1:
-                call = group_heads(self.graph, call, attention.key.num_kv_heads, tiles)
-            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
-            if tiles != 1:
-                result = tile_heads(self.graph, result, attention.key.num_kv_heads, tiles)
+            result = joined(self.graph, [self._attend(call, heads, data, (key, value), kv_len) for heads in ranges])
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
@@ -202,6 +201,25 @@ class CacheRewriter:
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
         replace_marker(self.graph, marker, result)
+
+    def _attend(
+        self,
+        marker: Marker,
+        heads: HeadRange,
+        data: tuple[Node, Node],
+        layouts: tuple[PackedLayout, PackedLayout],
+        kv_len: Any,
+    ) -> Node:
+        """Attention of a range of heads, inserted at the graph's insertion point."""
+        call = narrowed(self.graph, marker, heads)
+        k_data = data_of_heads(self.graph, data[0], heads.key, heads.num_heads)
+        v_data = k_data if data[1] is data[0] else data_of_heads(self.graph, data[1], heads.value, heads.num_heads)
+        if heads.tiles != 1:
+            call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
+        result = insert_attention(self.graph, call, k_data, v_data, *layouts, kv_len)
+        if heads.tiles != 1:
+            result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
+        return result
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
         """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""
