@@ -7,7 +7,6 @@ other use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -29,12 +28,10 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
-from kvcompile.passes.part_rules import UsedAsWholeError
-from kvcompile.passes.read_pool import read_pool
-from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, swaps_axes, trace_read, view_chain
+from kvcompile.passes.why_no_cache import check_whole, name_of, no_cache, used_elsewhere
 from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
@@ -134,7 +131,7 @@ class CacheFinder:
         if node.target in WRITE_OPS and first_state(node).op == "placeholder":
             return True
         # New rows of a single token say nothing of the axis of tokens; where heads come first, it is the usual one.
-        return node in self.outputs.union(self.windows) and has_one_head(node, 1)
+        return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
 
     def _latents(self, root: Node, role: Role) -> Cache:
         if root not in self.caches:
@@ -163,7 +160,7 @@ class CacheFinder:
         root, _ = view_chain(operand, self.dropping)
         if root.target is GATHER_SLOTS:
             return trace_read(operand, self.dropping, role)
-        _check_whole(root, role)
+        check_whole(root, role)
         if _holds_tokens(root) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
@@ -172,7 +169,7 @@ class CacheFinder:
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
         if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
-            raise _no_cache(root, role)
+            raise no_cache(root, role)
         return trace_read(operand, returned, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -238,7 +235,7 @@ class CacheFinder:
             shifts = is_shifting(changes, base, read.token_axis) and not any(map(swaps_axes, states))
             if shifts and write_back is not None:
                 return "static", write_back
-            raise _no_cache(root, role)
+            raise no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
                 if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
@@ -253,7 +250,7 @@ class CacheFinder:
         if returned is not None:
             writes[:] = [returned_rows(root, read.token_axis)]
             return "fresh", None
-        raise _no_cache(root, role)
+        raise no_cache(root, role)
 
     def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
         """The output that is the cache or a slice of its tokens, and that slice as a move."""
@@ -285,7 +282,7 @@ class CacheFinder:
         for state in states:
             for user in state.users:
                 if not self._is_understood(cache, state, user, understood):
-                    raise _used_elsewhere(cache, state, user)
+                    raise used_elsewhere(cache, state, user)
 
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
@@ -304,8 +301,8 @@ class CacheFinder:
                 if user is not self.output and self._is_understood(cache, node, user, understood):
                     continue
                 if node is cache.root:
-                    raise _used_elsewhere(cache, node, user)
-                raise Refusal(Reason.escaping_view, role=cache.role, user=_name_of(user))
+                    raise used_elsewhere(cache, node, user)
+                raise Refusal(Reason.escaping_view, role=cache.role, user=name_of(user))
 
     def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
         """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
@@ -343,65 +340,12 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
         return None
 
 
-def _check_whole(root: Node, role: Role) -> None:
-    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
-    first = first_state(root)
-    if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
-        return
-    if root.target is not aten.index.Tensor:
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=_why_whole(first, root))
-    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        raise Refusal(Reason.gathered, role=role, source=first.name, detail=_why_no_pool(first))
-
-
-def _why_no_pool(node: Node) -> str:
-    """Why input ``node``, of which an index gathers tokens for attention, was not taken for a pool."""
-    try:
-        read_pool(node)
-    except UsedAsWholeError as error:
-        return f"which is also used by {error}"
-    return "which is not a tensor of slots or blocks of its own"
-
-
-def _why_whole(node: Node, part: Node) -> str:
-    """Why input ``node``, of which attention reads ``part``, was not split into its parts."""
-    try:
-        read_stack(node, part)
-    except UsedAsWholeError as error:
-        return f"which is also used by {error}"
-    return "which is not made of caches [batch, heads, tokens, head_dim]"
-
-
 def _holds_tokens(root: Node) -> bool:
     """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
     if root.target not in WRITE_OPS:
         return root.op == "placeholder"
     first = first_state(root)
     return first.op == "placeholder" or _is_zeros(first)
-
-
-def _no_cache(root: Node, role: Role) -> Refusal:
-    """Why ``root`` is no cache: it is made in this graph from new rows alone, or from a cache among other things.
-
-    Attention of earlier layers is no part of how it is made: what a model computes from that is new.
-    """
-    pending, seen = [root], {root}
-    while pending:
-        node = pending.pop()
-        if node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder":
-            return Refusal(Reason.computed_from_cache, role=role)
-        operands = [] if is_marker(node) else [operand for operand in node.all_input_nodes if operand not in seen]
-        seen.update(operands)
-        pending.extend(operands)
-    return Refusal(Reason.no_cache, role=role)
-
-
-def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
-    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=_name_of(user))
-
-
-def _name_of(user: Node) -> str:
-    return "the caller" if user.op == "output" else user.format_node() or user.name
 
 
 def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:

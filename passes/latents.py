@@ -60,16 +60,14 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
     if not (key and value) or not (_is_projected(key) or _is_projected(value)):
         return None
     given = [call.original, call.key, call.value, *([call.mask] if call.mask is not None else [])]
-    every = _behind(given, is_cache)
-    for root in _behind([call.query], is_cache).keys() & every.keys():
-        if is_cache(root):
-            raise Refusal(Reason.used_elsewhere, role="key", source=root.name, user="the query")
+    every, query = _behind(given, is_cache), _behind([call.query], is_cache)
     roots = [node for node, is_computed in every.items() if not is_computed]
     has_shared = any(root in key and root in value for root in roots)
     roles: dict[Node, Role] = {}
     for root in roots:
-        only_key = root in key and root not in value
-        roles[root] = "key" if root in key and not (only_key and has_shared) else "value"
+        if root in query:
+            raise Refusal(Reason.used_elsewhere, role="key", source=root.name, user="the query")
+        roles[root] = "key" if root in key and (root in value or not has_shared) else "value"
     computing = frozenset(node for node, is_computed in every.items() if is_computed)
     return LatentsRead(roles, computing | {marker})
 
