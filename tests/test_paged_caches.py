@@ -107,8 +107,7 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("fn", [blocks_and_offsets, heads_before_tokens])
+@pytest.mark.parametrize(("fn", "dim"), [(blocks_and_offsets, 0), (heads_before_tokens, 1)])
 def test_one_tensor_may_hold_the_pools_of_keys_and_values(fn: Step, dim: int) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:
         return fn(q, k, v, kv.select(dim, 0), kv.select(dim, 1), *places)
