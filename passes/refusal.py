@@ -43,7 +43,8 @@ class Reason(enum.Enum):
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
+        "cache keys and values in the form in which attention reads them, or latents of one head that a projection "
+        "makes keys and values of; and return or write back all that it reads",
     )
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
