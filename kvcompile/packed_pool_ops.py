@@ -76,9 +76,11 @@ def _permute(pool: PackedPool, dims: Sequence[int]) -> Any:
 
 @handles_pool(aten.slice.Tensor)
 def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Blocks one behind the other are a view."""
+    """Blocks one behind the other are a view; so is all of a dimension, which an index slices if its size is a
+    symbol."""
     if dim % pool.dim() != 0 or step != 1:
-        return NotImplemented
+        is_whole = step == 1 and start in (None, 0) and (end is None or end >= pool.shape[dim])
+        return _alias(pool) if is_whole else NotImplemented
     first, last, _ = slice(start, end).indices(pool.shape[0])
     return _blocks(pool, first, max(last - first, 0))
 

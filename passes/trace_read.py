@@ -65,7 +65,7 @@ class Factor:
 
     axis: int
     size: Size
-    start: int | None = None
+    start: Size | None = None
 
     @property
     def is_one(self) -> bool:
@@ -182,10 +182,10 @@ def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
         return dims
     if dims[axis] and all(factor.axis == SLOTS for factor in dims[axis]):
         return [*dims[:axis], [Factor(SLOTS, size)], *dims[axis + 1 :]]
-    start = 0 if start is None else start
+    start = start.meta["val"] if isinstance(start, Node) else start or 0
     if isinstance(start, int) and isinstance(full, int) and start < 0:
         start = max(start + full, 0)
-    if not isinstance(start, int) or start < 0 or step != 1 or len(dims[axis]) != 1:
+    if not statically_known_true(start >= 0) or step != 1 or len(dims[axis]) != 1:
         raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
     (factor,) = dims[axis]
     first = start if factor.start is None else start + factor.start
@@ -300,7 +300,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         num_tokens,
         num_channels,
         num_heads=int(part.size),
-        first_head=part.start or 0,
+        first_head=0 if part.start is None else int(part.start),
         head_tiles=math.prod(int(factor.size) for factor in turns),
     )
 
@@ -315,6 +315,8 @@ def _check_slices(dims: list[list[Factor]], shape: torch.Size, token_axis: int, 
         if factor.axis == 0 or (factor.axis == 3 and role != "value"):
             if not is_whole:
                 raise Refusal(Reason.unknown_read, role=role, op="a slice of batch or channels")
-        elif factor.axis != 3 - token_axis and factor.start:
+        elif (
+            factor.axis != 3 - token_axis and factor.start is not None and not statically_known_true(factor.start == 0)
+        ):
             what = "tokens" if factor.axis == token_axis else "channels"
             raise Refusal(Reason.unknown_read, role=role, op=f"a slice of {what} without the first")

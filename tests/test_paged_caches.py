@@ -90,13 +90,12 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         slots, table, mask = places
         keys[slots] = k
-        values[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = v
+        values[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = v
         read = slots_of(table)
         k = keys.index_select(0, read.flatten()).view(*read.shape, -1, HEAD_DIM)
-        return attend(q, k.transpose(1, 2), values[table].flatten(1, 2).transpose(1, 2), mask)
+        return attend(q, k.transpose(1, 2), values[table].transpose(1, 2).flatten(2, 3), mask)
 
-    keys, values = plain_pools(blocks_and_offsets)
-    pools = reference_pools((keys.flatten(0, 1), values))
+    pools = reference_pools((plain_pools(index_copy_and_index)[0], plain_pools(heads_before_tokens)[1]))
     reference = copy.deepcopy(pools)
     run = compiled(step, dynamic=True)
     for q_len, num_blocks in ((3, 5), (5, 7)):

@@ -133,6 +133,19 @@ def test_heads_of_any_format_are_read_apart(format_name: str) -> None:
     check(some_heads, caches(format_name))
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_numbers_of_heads_may_be_symbols() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, *past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return differential(q, keys, values), keys, values
+
+    (q, *caches), (_, k, v) = rows(), rows()
+    run = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"}, dynamic=True)
+    out, *packed = run(q, k, v, *caches)
+    torch.testing.assert_close(out, differential(q, *(cache.dequantize() for cache in packed)), rtol=1e-4, atol=1e-5)
+    assert [type(cache) for cache in packed] == [PackedTensor] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format_name", ["int8_per_token_head", "turboquant_4bit"])
 @pytest.mark.parametrize("fn", [differential, some_heads])
