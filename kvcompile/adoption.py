@@ -14,6 +14,7 @@ from kvcompile.packed_pool import packed_of
 from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import AXES_OF_WHOLE
+from kvcompile.passes.cache import HEADS_FIRST_POOL
 
 
 class AdoptionError(KVCompileError):
@@ -28,9 +29,9 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
 
     Args:
         plain: [batch, heads, tokens, head_dim], [batch, tokens, heads, head_dim], or a pool: [num_slots, heads,
-            head_dim] or [num_blocks, block_size, heads, head_dim].
+            head_dim], [num_blocks, block_size, heads, head_dim] or [num_blocks, heads, block_size, head_dim].
         layout: format and role of the packed cache.
-        token_dim: 2 or 1: the dimension of tokens; 0 for a pool.
+        token_dim: 2 or 1: the dimension of tokens; 0 for a pool, HEADS_FIRST_POOL for the last of them.
         growing: whether the cache grows by concatenation.
 
     Returns:
@@ -87,8 +88,8 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
     """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
-    axes = AXES_OF_WHOLE.get(token_dim, "")
-    block_dims = int(token_dim == 0 and plain.dim() == stack_dims + 4)
+    axes = AXES_OF_WHOLE.get(0 if token_dim == HEADS_FIRST_POOL else token_dim, "")
+    block_dims = int(token_dim == HEADS_FIRST_POOL or (token_dim == 0 and plain.dim() == stack_dims + 4))
     if (
         plain.dim() != stack_dims + block_dims + len(axes)
         or plain.shape[-1] != layout.head_dim

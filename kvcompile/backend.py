@@ -20,10 +20,11 @@ from kvcompile.input_places import InputPlaces
 from kvcompile.key_outliers import KeyGuard
 from kvcompile.options import BackendOptions
 from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
-from kvcompile.packed_pool import slots_of
+from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
+from kvcompile.passes.cache import HEADS_FIRST_POOL
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
@@ -166,7 +167,7 @@ class _GraphCompiler:
             self.stages.show(Stage.aten, gm, self.sites)
             return
         self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
-        page_pools(gm)
+        page_pools(gm, self._packed_pools())
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(
@@ -195,13 +196,22 @@ class _GraphCompiler:
     def _packed_inputs(self) -> dict[int, PackedInput]:
         """The inputs that are packed caches, or views of some that still have all axes of one."""
         caches = {index: slots_of(value) for index, value in self._arriving_packed().items()}
+        pools = self._packed_pools()
         return {
             index: PackedInput(
-                value.packed_layout, value.token_dim, value.growing, value.is_whole or value.can_be_copied_whole
+                value.packed_layout,
+                HEADS_FIRST_POOL if pools.get(index) else value.token_dim,
+                value.growing,
+                value.is_whole or value.can_be_copied_whole,
             )
             for index, value in caches.items()
             if isinstance(value, PackedTensor) and value.axes in AXES_OF_WHOLE.values()
         }
+
+    def _packed_pools(self) -> dict[int, bool]:
+        """The inputs that are packed pools of blocks, and whether these hold heads before tokens."""
+        packed = self._arriving_packed()
+        return {index: value.heads_first for index, value in packed.items() if isinstance(value, PackedPool)}
 
     def _dequantized_inputs(self, gm: GraphModule) -> list[DequantizedInput]:
         """The packed inputs that are no proven caches: the graph uses their values in ways of its own."""

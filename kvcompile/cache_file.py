@@ -145,6 +145,7 @@ class _Writer:
                 "pool": name,
                 "slots": self.describe(tensor.slots, _join(name, "slots")),
                 "shape": list(tensor.shape),
+                "heads_first": tensor.heads_first,
             }
         if isinstance(tensor, PackedTensor):
             meta = tensor.cache_meta
@@ -204,7 +205,7 @@ class _Reader:
         if kind == "stack":
             return PackedStack([self.make(part) for part in content["parts"]], content["shape"], content.get("dims"))
         if kind == "pool":
-            return PackedPool(self.make(content["slots"]), content["shape"])
+            return PackedPool(self.make(content["slots"]), content["shape"], content.get("heads_first", False))
         data = self._file.get_tensor(name)
         return data if kind == "tensor" else self._packed(data, content)
 

@@ -26,6 +26,7 @@ from kvcompile.format_choice import Half
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.packed_subclass import PackedSubclass
+from kvcompile.passes.cache import HEADS_FIRST_POOL
 from kvcompile.passes.rewrite_caches import InputAction
 from kvcompile.passes.site import Site
 from kvcompile.policy import Match, Policy, Rule
@@ -172,6 +173,8 @@ class KeyGuard:
 
 def _heads_first(keys: Tensor, token_axis: int) -> Tensor:
     """[batch, heads, tokens, head_dim] of a plain cache."""
+    if token_axis == HEADS_FIRST_POOL:
+        keys, token_axis = keys.transpose(1, 2), 0
     if token_axis == 0:
         keys = keys.reshape(1, -1, *keys.shape[-2:])
     return keys if token_axis == 2 else keys.transpose(1, 2)

@@ -14,6 +14,9 @@ from kvcompile.passes.trace_read import Read
 
 Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
 
+HEADS_FIRST_POOL = -2
+"""In the place of a token axis: a pool [num_blocks, num_kv_heads, block_size, head_dim]; 0 stands for other pools."""
+
 
 @dataclass
 class Cache:
@@ -37,6 +40,8 @@ class Cache:
         readers: the markers of those sites.
         is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks; its
             later states are a cache [1, num_slots, num_kv_heads, head_dim].
+        heads_first: whether it is a pool whose blocks hold heads before tokens.
+        computing: the nodes that lead from it, a cache of latents, to attention whose keys and values are computed.
         serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
     """
 
@@ -51,6 +56,8 @@ class Cache:
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
     is_pool: bool = False
+    heads_first: bool = False
+    computing: set[Node] = field(default_factory=set)
     serves_both: bool = False
     kept: CacheWrite | None = None
     returned: Node | None = None
@@ -76,8 +83,10 @@ class Cache:
 
     @property
     def input_token_axis(self) -> int:
-        """``token_axis``, or 0 for the slots of a pool."""
-        return 0 if self.is_pool else self.token_axis
+        """``token_axis``, or what stands for it of a pool."""
+        if self.is_pool:
+            return HEADS_FIRST_POOL if self.heads_first else 0
+        return self.token_axis
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,8 +7,7 @@ other use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,8 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.first_state import first_state
+from kvcompile.passes.head_ranges import head_ranges
+from kvcompile.passes.latents import has_one_head, read_latents, read_whole, views_of
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.match_write import (
     WRITE_OPS,
@@ -27,13 +28,10 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
-from kvcompile.passes.no_cache import no_cache
-from kvcompile.passes.part_rules import UsedAsWholeError
-from kvcompile.passes.read_pool import read_pool
-from kvcompile.passes.read_stack import read_stack
+from kvcompile.passes.no_cache import check_whole, name_of, no_cache, used_elsewhere
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
-from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
+from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, swaps_axes, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
@@ -47,7 +45,7 @@ class PackedInput:
 
     Attributes:
         layout: of its packed data.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
         growing: whether it grows by concatenation.
         is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
     """
@@ -74,6 +72,14 @@ class Attention:
         return (self.key,) if self.key is self.value else (self.key, self.value)
 
 
+@dataclass(frozen=True)
+class AttentionOnLatents:
+    """A marker whose keys and values are computed from caches, with these proven."""
+
+    marker: Node
+    caches: tuple[Cache, ...]
+
+
 class CacheFinder:
     """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
 
@@ -95,8 +101,46 @@ class CacheFinder:
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
 
-    def attention(self, marker: Node) -> Attention:
+    def attention(self, marker: Node) -> Attention | AttentionOnLatents:
         """Prove the caches of one site; raises Refusal."""
+        try:
+            return self._attention(marker)
+        except Refusal as refusal:
+            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
+                raise
+            on_latents = self._attention_on_latents(marker)
+            if on_latents is None:
+                raise
+            return on_latents
+
+    def _attention_on_latents(self, marker: Node) -> AttentionOnLatents | None:
+        read = read_latents(marker, self._may_be_latents)
+        if read is None:
+            return None
+        latents = [self._latents(root, role) for root, role in read.roles.items()]
+        for cache in latents:
+            cache.computing |= read.computing
+            cache.readers.add(marker)
+        return AttentionOnLatents(marker, tuple(latents))
+
+    def _may_be_latents(self, node: Node) -> bool:
+        if not has_one_head(node):
+            return False
+        if node in self.packed_inputs:
+            return True
+        if node.target in WRITE_OPS and first_state(node).op == "placeholder":
+            return True
+        # New rows of a single token say nothing of the axis of tokens; where heads come first, it is the usual one.
+        return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
+
+    def _latents(self, root: Node, role: Role) -> Cache:
+        if root not in self.caches:
+            cache = self.caches[root] = self._prove(read_whole(root), role)
+            packed = self.packed_inputs.get(cache.base)
+            cache.role = packed.layout.role if packed is not None else role
+        return self.caches[root]
+
+    def _attention(self, marker: Node) -> Attention:
         call = Marker.of(marker)
         key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
         key = self._cache(key_read, "key")
@@ -116,7 +160,7 @@ class CacheFinder:
         root, _ = view_chain(operand, self.dropping)
         if root.target is GATHER_SLOTS:
             return trace_read(operand, self.dropping, role)
-        _check_whole(root, role)
+        check_whole(root, role)
         if _holds_tokens(root) or root in self.dropping:
             read = trace_read(operand, self.dropping, role)
             states, writes = self._history(read, role)
@@ -139,13 +183,14 @@ class CacheFinder:
     def _prove(self, read: Read, role: Role) -> Cache:
         states, writes = self._history(read, role)
         base = states[0]
-        swapped = sum(map(_swaps_axes, states[1:])) % 2 == 1
+        swapped = sum(map(swaps_axes, states[1:])) % 2 == 1
         kind, write_back = self._kind(read, states, writes, swapped, role)
         token_axis = 3 - read.token_axis if swapped else read.token_axis
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
         cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
-        cache.is_pool = any(state.target is POOL_VIEW for state in states)
+        pool = next((state for state in states if state.target is POOL_VIEW), None)
+        cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
         cache.kept, cache.returned = self._returned(read, kind)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
@@ -164,7 +209,7 @@ class CacheFinder:
         while True:
             is_returned = node in self.outputs or node in self.windows
             if _keeps_values(node) and not is_returned:
-                node, axis = node.args[0], 3 - axis if _swaps_axes(node) else axis
+                node, axis = node.args[0], 3 - axis if swaps_axes(node) else axis
             elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axis, role)
                 if write is None:
@@ -182,12 +227,12 @@ class CacheFinder:
         kept, returned = self._returned(read, "growing")
         if writes and writes[-1].form in ("cat", "slice"):
             grows = is_growing(writes if kept is None else [*writes, kept])
-            if grows and returned is not None and base.op == "placeholder" and not any(map(_swaps_axes, states)):
+            if grows and returned is not None and base.op == "placeholder" and not any(map(swaps_axes, states)):
                 return "growing", None
             shifted = self._shifted(read)
             changes = writes if shifted is None else [*writes, shifted]
             write_back = _find_write_back(changes[-1].node, base, swapped)
-            shifts = is_shifting(changes, base, read.token_axis) and not any(map(_swaps_axes, states))
+            shifts = is_shifting(changes, base, read.token_axis) and not any(map(swaps_axes, states))
             if shifts and write_back is not None:
                 return "static", write_back
             raise no_cache(root, role)
@@ -237,14 +282,14 @@ class CacheFinder:
         for state in states:
             for user in state.users:
                 if not self._is_understood(cache, state, user, understood):
-                    raise _used_elsewhere(cache, state, user)
+                    raise used_elsewhere(cache, state, user)
 
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
         if cache.kind == "fresh":
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
-        views = {node for read in cache.reads for node in read.chain}
+        views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
         if kept is not None and kept is not cache.root:
             views.update(node for node in sliced_by(kept) if node is not cache.root)
@@ -256,18 +301,18 @@ class CacheFinder:
                 if user is not self.output and self._is_understood(cache, node, user, understood):
                     continue
                 if node is cache.root:
-                    raise _used_elsewhere(cache, node, user)
-                raise Refusal(Reason.escaping_view, role=cache.role, user=_name_of(user))
+                    raise used_elsewhere(cache, node, user)
+                raise Refusal(Reason.escaping_view, role=cache.role, user=name_of(user))
 
     def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
         """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
 
-        Those are: it is in ``understood``; it asks for a size; it serves only originals of sites that read the cache,
-        which are erased if they are rewritten (and if one is not, neither is any other reader of the cache); it is the
-        marker of such a site, and ``node`` is what it reads as its key or value and nothing else; it is a view with
-        known uses only.
+        Those are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
+        originals of sites that read the cache, which are erased if they are rewritten (and if one is not, neither is
+        any other reader of the cache); it is the marker of such a site, and ``node`` is what it reads as its key or
+        value and nothing else; it is a view with known uses only.
         """
-        if user in understood or user.target in SIZE_OPS:
+        if user in understood or user in cache.computing or user.target in SIZE_OPS:
             return True
         if user in self.originals and self.originals[user] <= cache.readers:
             return True
@@ -295,28 +340,6 @@ def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
         return None
 
 
-def _check_whole(root: Node, role: Role) -> None:
-    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
-    first = first_state(root)
-    if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
-        return
-    if root.target is not aten.index.Tensor:
-        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=detail)
-    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
-        raise Refusal(Reason.gathered, role=role, source=first.name, detail=detail)
-
-
-def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
-    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
-    try:
-        read(*nodes)
-    except UsedAsWholeError as error:
-        return f"which is also used by {error}"
-    return None
-
-
 def _holds_tokens(root: Node) -> bool:
     """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
     if root.target not in WRITE_OPS:
@@ -325,35 +348,20 @@ def _holds_tokens(root: Node) -> bool:
     return first.op == "placeholder" or _is_zeros(first)
 
 
-def _used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
-    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=_name_of(user))
-
-
-def _name_of(user: Node) -> str:
-    return "the caller" if user.op == "output" else user.format_node() or user.name
-
-
 def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
     """The ``copy_`` into ``base`` of ``node``, or of its transpose if ``swapped``."""
     for user in node.users:
         if user.target is aten.copy_.default and user.args[0] is base and not swapped:
             return user
         if _keeps_values(user):
-            found = _find_write_back(user, base, swapped ^ _swaps_axes(user))
+            found = _find_write_back(user, base, swapped ^ swaps_axes(user))
             if found is not None:
                 return found
     return None
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or _swaps_axes(node)
-
-
-def _swaps_axes(node: Node) -> bool:
-    """Whether ``node`` is [B, H, S, D] from [B, S, H, D] or the reverse."""
-    if node.target is aten.permute.default:
-        return list(node.args[1]) == [0, 2, 1, 3]
-    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
+    return node.target in SAME_OPS or node.target is POOL_VIEW or swaps_axes(node)
 
 
 def _is_zeros(node: Node) -> bool:
@@ -381,15 +389,19 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     key, value = attention.key, attention.value
     for cache, operand in ((key, call.key), (value, call.value)):
         fits = len(query) == 4 and bool(query[0] == shape_of(operand)[0])
-        fits = fits and int(query[1]) % cache.num_kv_heads == 0 and (cache is value or int(query[3]) == cache.head_dim)
+        fits = fits and int(query[1]) % int(shape_of(operand)[1]) == 0
+        fits = fits and (cache is value or int(query[3]) == cache.head_dim)
         if not fits:
             raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))
     same_length = bool(attention.key_read.num_tokens == attention.value_read.num_tokens)
-    if key.num_kv_heads != value.num_kv_heads or not same_length:
+    ranges = head_ranges(attention.key_read, attention.value_read)
+    if not same_length or (ranges is None and key.num_kv_heads != value.num_kv_heads):
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
-    if attention.key_read.head_tiles != attention.value_read.head_tiles:
+    if ranges is None:
         raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
+    if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
+        raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

@@ -1,7 +1,12 @@
-"""Why what attention reads is no cache: it is made of new rows alone, or of a cache in a way that cannot be packed."""
+"""Stage B, analysis: why what attention reads is no cache, or not one of its own.
+
+It is made of new rows alone, or of a cache in a way that cannot be packed; it is a part of something larger; something
+else uses it.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -9,9 +14,13 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout import Role
+from kvcompile.passes.cache import Cache
 from kvcompile.passes.first_state import SELECTIONS, first_state
 from kvcompile.passes.marker import is_marker
 from kvcompile.passes.match_write import WRITE_OPS, shape_of
+from kvcompile.passes.part_rules import UsedAsWholeError
+from kvcompile.passes.read_pool import read_pool
+from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import VIEW_OPS
 
@@ -72,3 +81,35 @@ def _changes_device(node: Node) -> bool:
 def _is_later_state(node: Node) -> bool:
     """Whether ``node`` is a cache that was passed in, after a write."""
     return node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder"
+
+
+def check_whole(root: Node, role: Role) -> None:
+    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
+    first = first_state(root)
+    if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
+        return
+    if root.target is not aten.index.Tensor:
+        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=detail)
+    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
+        raise Refusal(Reason.gathered, role=role, source=first.name, detail=detail)
+
+
+def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
+    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
+    try:
+        read(*nodes)
+    except UsedAsWholeError as error:
+        return f"which is also used by {error}"
+    return None
+
+
+def used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
+    """``user`` uses ``state`` of a cache in a way of its own."""
+    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=name_of(user))
+
+
+def name_of(user: Node) -> str:
+    """What the reader of a reason is told of a node."""
+    return "the caller" if user.op == "output" else user.format_node() or user.name

@@ -3,11 +3,12 @@
 That is what it means: every write goes to tokens of that sequence, and what attention reads are tokens of it in another
 order. Two ops, which exist in stage B only, carry the difference. ``kvcompile::pool_view`` views the pool as a cache
 [1, num_slots, num_kv_heads, head_dim] and back; ``kvcompile::gather_slots`` takes tokens from such a cache. The passes
-behind this one treat a pool as any other cache; what they leave of the two ops becomes ``view`` and ``index`` again.
+behind this one treat a pool as any other cache; what they leave of the two ops becomes indexing of the pool again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 aten = torch.ops.aten
 
 
-def page_pools(gm: GraphModule) -> None:
-    """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place."""
+def page_pools(gm: GraphModule, heads_first: Mapping[int, bool]) -> None:
+    """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place.
+
+    ``heads_first``: of the inputs, by position, that are packed pools, whether blocks hold heads before tokens.
+    """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
-    for placeholder in gm.graph.find_nodes(op="placeholder"):
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         try:
-            pool = read_pool(placeholder) if placeholder in attended else None
+            pool = read_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
         except UsedAsWholeError:
             continue  # the sites that read it are refused, and say so
         if pool is not None:
@@ -39,13 +43,51 @@ def page_pools(gm: GraphModule) -> None:
 
 
 def expand_pools(graph: Graph) -> None:
-    """Put PyTorch's own operators in the place of those that are left."""
-    for node in graph.find_nodes(op="call_function", target=POOL_VIEW):
-        node.target = aten.view.default
-    for node in graph.find_nodes(op="call_function", target=GATHER_SLOTS):
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(inline(graph, lambda cache, slots: cache[0][slots], *node.args))
-        graph.erase_node(node)
+    """Index pools themselves, with PyTorch's own operators, where the two that stand for that are left."""
+    pools: dict[Node, Node] = {}  # state of a cache -> state of the pool that it is a view of
+    heads_first: dict[Node, bool] = {}
+    for node in list(graph.nodes):
+        cache = node.args[0] if node.op == "call_function" and node.args else None
+        if node.target is POOL_VIEW and cache not in pools:
+            pools[node], heads_first[node] = cache, node.args[2]
+        elif isinstance(cache, Node) and cache in pools:
+            with graph.inserting_before(node):
+                if node.target is aten.index_put.default:
+                    _, (_, slots), vectors = node.args
+                    pools[node] = inline(graph, _put(heads_first[cache]), pools[cache], slots, vectors)
+                    heads_first[node] = heads_first[cache]
+                elif node.target is GATHER_SLOTS:
+                    gathered = inline(graph, _gather(heads_first[cache]), pools[cache], node.args[1])
+                    node.replace_all_uses_with(gathered)
+                else:
+                    assert node.target is POOL_VIEW, f"{node.format_node()} is no use of a pool"
+                    node.replace_all_uses_with(pools[cache])
+    for node in reversed(list(graph.nodes)):
+        if node.target in (POOL_VIEW, GATHER_SLOTS) or node in pools:
+            graph.erase_node(node)
+
+
+def _put(heads_first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def put(pool: Tensor, slots: Tensor, vectors: Tensor) -> Tensor:
+        return aten.index_put.default(pool, _indices(pool, slots, heads_first), vectors[0])
+
+    return put
+
+
+def _gather(heads_first: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def gather(pool: Tensor, slots: Tensor) -> Tensor:
+        return aten.index.Tensor(pool, _indices(pool, slots, heads_first))
+
+    return gather
+
+
+def _indices(pool: Tensor, slots: Tensor, heads_first: bool) -> list[Tensor | None]:
+    """The indices of a pool that name these slots of it."""
+    if pool.dim() == 3:
+        return [slots]
+    block_size = pool.shape[2 if heads_first else 1]
+    block, offset = slots // block_size, slots % block_size
+    return [block, None, offset] if heads_first else [block, offset]
 
 
 class _PoolRewriter:
@@ -78,17 +120,21 @@ class _PoolRewriter:
             self.graph.erase_node(node)
 
     def _view(self, node: Node, shape: tuple[Any, ...]) -> Node:
-        view = self.graph.call_function(POOL_VIEW, (node, [size_node(self.graph, size) for size in shape]))
+        sizes = [size_node(self.graph, size) for size in shape]
+        view = self.graph.call_function(POOL_VIEW, (node, sizes, self.pool.heads_first))
         with fake_mode_of(self.graph):
-            view.meta["val"] = node.meta["val"].view(shape)
+            view.meta["val"] = node.meta["val"].new_empty(shape)
         return view
 
     def _write(self, node: Node) -> Node:
         state, indices, value, *_ = node.args
         slots = self._slots(state, indices)
         vector_shape = self.pool.vector_shape
+        has_heads_first = self._is_of_blocks_with_heads_first(state, indices)
 
         def one_sequence(x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            if has_heads_first:
+                x = x.reshape(*[1] * (3 - x.dim()), *x.shape).transpose(-3, -2)
             return x.expand(*slots.shape, *vector_shape).reshape(1, -1, *vector_shape), slots.reshape(-1)
 
         x, positions = inline(self.graph, one_sequence, value, slots)
@@ -101,15 +147,26 @@ class _PoolRewriter:
         state, indices = node.args
         gather = self.graph.call_function(GATHER_SLOTS, (self.caches[state], self._slots(state, indices)))
         gather.meta = dict(node.meta)
+        if self._is_of_blocks_with_heads_first(state, indices):
+            order = list(range(node.meta["val"].dim()))
+            order[-3:-1] = order[-2], order[-3]
+            gather.meta["val"] = node.meta["val"].permute(order)
+            gather = self.graph.call_function(aten.permute.default, (gather, order))
+            gather.meta = dict(node.meta)
         node.replace_all_uses_with(gather)
 
-    def _slots(self, state: Node, indices: list[Node]) -> Node:
+    def _is_of_blocks_with_heads_first(self, state: Node, indices: list[Node | None]) -> bool:
+        """Whether indices name whole blocks, which are [num_kv_heads, block_size, head_dim]."""
+        return self.pool.has_heads_first(state) and sum(index is not None for index in indices) == 1
+
+    def _slots(self, state: Node, indices: list[Node | None]) -> Node:
         """The slots that indices of a state name; those outside of it are not slots of the pool either."""
         shape = shape_of(state)
         given = [index for index in indices if index is not None]
         if len(shape) == 3:
             return given[0]
-        num_blocks, block_size = (size_node(self.graph, size) for size in shape[:2])
+        size_of_block = shape[2 if self.pool.has_heads_first(state) else 1]
+        num_blocks, block_size = (size_node(self.graph, size) for size in (shape[0], size_of_block))
 
         def slots(num_blocks: Any, block_size: Any, block: Tensor, *token: Tensor) -> Tensor:
             block, inside = _counted_from_first(block, num_blocks)

@@ -1,6 +1,7 @@
 """Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
 
 copies   what is copied over all of a cache is what it holds     (whole_copies)
+splits   a part of a split that attention reads is a slice        (head_ranges)
 find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
 choose   ask the policy for formats and check that they fit       (here)
 settle   a cache is packed only if all its readers are            (here)
@@ -20,7 +21,8 @@ from torch.fx import GraphModule, Node
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.expand_markers import expand_markers
-from kvcompile.passes.find_caches import Attention, CacheFinder, PackedInput
+from kvcompile.passes.find_caches import Attention, AttentionOnLatents, CacheFinder, PackedInput
+from kvcompile.passes.head_ranges import slice_splits
 from kvcompile.passes.mark_attention import layer_index
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
@@ -39,7 +41,7 @@ ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 @dataclass
 class _Candidate:
     site: Site
-    attention: Attention | None = None
+    attention: Attention | AttentionOnLatents | None = None
     layouts: dict[str, PackedLayout] = field(default_factory=dict)
 
 
@@ -70,6 +72,7 @@ def quantize_kv_cache(
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
     held_nodes = frozenset(placeholders[index] for index in held_inputs)
     drop_whole_copies(gm.graph)
+    slice_splits(gm.graph)
     candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
     _choose(candidates, choose_formats, packed_nodes)
     _settle(candidates)
@@ -94,6 +97,8 @@ def quantize_kv_cache(
     for candidate in accepted:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
+        if isinstance(attention, AttentionOnLatents):
+            continue  # it stays as the model wrote it, on what is computed from dequantized latents
         with parts.attending(gm, candidate.site):
             rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
     rewriter.erase_logical([cache for cache, _ in layouts.values()])
@@ -154,6 +159,8 @@ def _prove(finder: CacheFinder, marker: Node, candidate: _Candidate) -> None:
         if call.unsupported is None or refusal.reason is Reason.no_cache:
             raise
     _check_call(call)
+    if isinstance(candidate.attention, AttentionOnLatents):
+        candidate.site.attention += ", computed from latents"
 
 
 def _check_call(marker: Marker) -> None:
@@ -214,7 +221,8 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if attention cannot read a cache of this layout as it does."""
     on_gpu = cache.root.meta["val"].device.type == "cuda"
-    if on_gpu and not layout.format.has_levels and not (cache.serves_both and layout.residual is None):
+    holds_latents = cache.serves_both or cache.computing
+    if on_gpu and not layout.format.has_levels and not (holds_latents and layout.residual is None):
         detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if cache.serves_both and cache.is_pool:

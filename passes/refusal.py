@@ -37,13 +37,14 @@ class Reason(enum.Enum):
     )
     gathered = (
         "its {role} is gathered by an index from {source}, {detail}",
-        "keep a pool [num_slots, num_kv_heads, head_dim] or [num_blocks, block_size, num_kv_heads, head_dim] for the "
-        "keys of a layer and one for its values; write and read it by integer indices of slots or blocks, and pass "
-        "what is read to attention alone",
+        "keep a pool [num_slots, num_kv_heads, head_dim], [num_blocks, block_size, num_kv_heads, head_dim] or "
+        "[num_blocks, num_kv_heads, block_size, head_dim] for the keys of a layer and one for its values; write and "
+        "read it by integer indices of slots or blocks, and pass what is read to attention alone",
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, and return or write back all that it reads",
+        "cache keys and values in the form in which attention reads them, or latents of one head that a projection "
+        "makes keys and values of; and return or write back all that it reads",
     )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model has quantized it already, and dequantizes all of it here",

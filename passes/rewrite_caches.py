@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.packing import move_tokens
+from kvcompile.kernels.packing import move_tokens, read_tokens
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.find_caches import Attention
+from kvcompile.passes.head_ranges import HeadRange, data_of_heads, head_ranges, joined, narrowed
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
-from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
+from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, heads_first, shape_of
 from kvcompile.passes.operand_slots import insert_operand_slots
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.split_stacks import SplitStack
@@ -43,7 +44,7 @@ class InputAction:
         index: position among the graph's inputs.
         kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
         layout: of the packed cache.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool of slots.
+        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that receive the longer cache.
     """
@@ -145,6 +146,8 @@ class CacheRewriter:
         if cache.kind in ("static", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
+        if cache.computing:
+            self._dequantize(cache, layout)
         if cache.kept is not None:
             with self.graph.inserting_before(cache.kept.node.next):
                 state = self._changed(cache, layout, state, cache.kept)
@@ -152,6 +155,21 @@ class CacheRewriter:
             self._write_back(cache, data, state)
         if cache.kind in ("allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
+
+    def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
+        """Let all that computes keys and values from a cache of latents read its packed data instead."""
+        dtype, axis = cache.dtype, cache.token_axis
+
+        def latents(data: Tensor, num_tokens: int) -> Tensor:
+            x = read_tokens(data, layout, num_tokens).to(dtype)
+            return heads_first(x, axis).contiguous()  # [B, S, 1, D] if the tokens of the cache are on axis 1
+
+        users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
+        with self.graph.inserting_before(users[0]):
+            num_tokens = size_node(self.graph, shape_of(cache.root)[axis])
+            dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
+        for user in users:
+            user.replace_input_with(cache.root, dequantized)
 
     def _changed(self, cache: Cache, layout: PackedLayout, state: Node, write: CacheWrite) -> Node:
         """The packed data after a write, inserted at the graph's insertion point."""
@@ -168,16 +186,14 @@ class CacheRewriter:
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
-        marker, tiles = attention.marker, attention.key_read.head_tiles
+        marker = attention.marker
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            k_data, v_data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            ranges = head_ranges(attention.key_read, attention.value_read)
+            assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
-            if tiles != 1:
-                call = group_heads(self.graph, call, attention.key.num_kv_heads, tiles)
-            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
-            if tiles != 1:
-                result = tile_heads(self.graph, result, attention.key.num_kv_heads, tiles)
+            result = joined(self.graph, [self._attend(call, heads, data, (key, value), kv_len) for heads in ranges])
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
@@ -185,6 +201,25 @@ class CacheRewriter:
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
         replace_marker(self.graph, marker, result)
+
+    def _attend(
+        self,
+        marker: Marker,
+        heads: HeadRange,
+        data: tuple[Node, Node],
+        layouts: tuple[PackedLayout, PackedLayout],
+        kv_len: Any,
+    ) -> Node:
+        """Attention of a range of heads, inserted at the graph's insertion point."""
+        call = narrowed(self.graph, marker, heads)
+        k_data = data_of_heads(self.graph, data[0], heads.key, heads.num_heads)
+        v_data = k_data if data[1] is data[0] else data_of_heads(self.graph, data[1], heads.value, heads.num_heads)
+        if heads.tiles != 1:
+            call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
+        result = insert_attention(self.graph, call, k_data, v_data, *layouts, kv_len)
+        if heads.tiles != 1:
+            result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
+        return result
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
         """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""

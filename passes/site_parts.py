@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch.fx import GraphModule, Node
 
 from kvcompile.passes.cache import Cache
-from kvcompile.passes.find_caches import Attention
+from kvcompile.passes.find_caches import Attention, AttentionOnLatents
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.parts import Part, note_part, noting_new_nodes
 from kvcompile.passes.site import Site
@@ -18,7 +18,7 @@ from kvcompile.passes.trace_read import view_chain
 class SiteParts:
     """The sites of one graph, and the caches that were proven behind them."""
 
-    def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | None]) -> None:
+    def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | AttentionOnLatents | None]) -> None:
         """``sites`` and ``attentions``: one for every marker of the graph; None where the caches were not proven."""
         self._sites = sites
         self._attentions = attentions
@@ -49,10 +49,17 @@ class SiteParts:
         return Part(name, tuple(sites), tuple(self._sites[index].module for index in sites))
 
 
-def _proven(attention: Attention) -> Iterator[tuple[str, Node, Sequence[Node]]]:
+def _reads(attention: Attention | AttentionOnLatents) -> list[tuple[Cache, Sequence[Node]]]:
+    """The caches of a site, and the nodes that read each for it."""
+    if isinstance(attention, Attention):
+        return [(attention.key, attention.key_read.chain), (attention.value, attention.value_read.chain)]
+    return [(cache, [user for user in cache.root.users if user in cache.computing]) for cache in attention.caches]
+
+
+def _proven(attention: Attention | AttentionOnLatents) -> Iterator[tuple[str, Node, Sequence[Node]]]:
     """(name of the part, value of the cache that is read, nodes) of the caches of a site."""
-    for cache, read in ((attention.key, attention.key_read), (attention.value, attention.value_read)):
-        yield f"{cache.role} read", cache.root, read.chain
+    for cache, chain in _reads(attention):
+        yield f"{cache.role} read", cache.root, chain
         written = "rows" if cache.kind == "fresh" else "write"
         yield (
             f"{cache.role} {written}",

@@ -58,10 +58,19 @@ SLOTS = -2
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a dimension: cache dimension ``axis``, a repetition (``axis`` -1) or gathered tokens (SLOTS)."""
+    """A factor of a dimension: cache dimension ``axis``, a repetition (``axis`` -1) or gathered tokens (SLOTS).
+
+    ``start``: if it is a slice of a cache dimension, the index of its first element there.
+    """
 
     axis: int
     size: Size
+    start: Size | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is 1 and says nothing."""
+        return self.start is None and statically_known_true(self.size == 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,9 @@ class Read:
         token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
         num_tokens: how many tokens, from the first on, are visible; of a pool, how many are read for a sequence.
         num_channels: how many channels, from the first on; of keys all of them.
-        head_tiles: how often the operand has all heads in turn; within each turn, every head may be repeated besides.
+        num_heads: how many heads.
+        first_head: the first of them.
+        head_tiles: how often the operand has them in turn; within each turn, every head may be repeated besides.
     """
 
     root: Node
@@ -83,6 +94,8 @@ class Read:
     token_axis: int
     num_tokens: Size
     num_channels: Size
+    num_heads: int
+    first_head: int = 0
     head_tiles: int = 1
 
     @property
@@ -149,6 +162,13 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     return _regroup(node, dims, role)
 
 
+def swaps_axes(node: Node) -> bool:
+    """Whether ``node`` exchanges the middle two of four axes: [B, H, S, D] from [B, S, H, D], or the reverse."""
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [0, 2, 1, 3]
+    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
+
+
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
     """The positional arguments of ``node``, those that are missing taken from ``defaults``."""
     given = list(node.args)
@@ -162,9 +182,14 @@ def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
         return dims
     if dims[axis] and all(factor.axis == SLOTS for factor in dims[axis]):
         return [*dims[:axis], [Factor(SLOTS, size)], *dims[axis + 1 :]]
-    if start not in (0, None) or step != 1 or len(dims[axis]) != 1:
+    start = start.meta["val"] if isinstance(start, Node) else start or 0
+    if isinstance(start, int) and isinstance(full, int) and start < 0:
+        start = max(start + full, 0)
+    if not statically_known_true(start >= 0) or step != 1 or len(dims[axis]) != 1:
         raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
-    return [*dims[:axis], [Factor(dims[axis][0].axis, size)], *dims[axis + 1 :]]
+    (factor,) = dims[axis]
+    first = start if factor.start is None else start + factor.start
+    return [*dims[:axis], [Factor(factor.axis, size, first)], *dims[axis + 1 :]]
 
 
 def _expand(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
@@ -173,7 +198,7 @@ def _expand(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
     old = node.args[0].meta["val"].shape
     old = [1] * (len(shape) - len(old)) + list(old)
     return [
-        dim if statically_known_true(size == was) else [Factor(-1, size)]
+        dim if statically_known_true(size == was) else [Factor(-1, size), *(one for one in dim if not one.is_one)]
         for dim, size, was in zip(dims, shape, old, strict=True)
     ]
 
@@ -210,7 +235,7 @@ def _with_slots_merged(factors: list[Factor]) -> list[Factor]:
     """Factors other than 1, neighbours of gathered tokens as one."""
     merged: list[Factor] = []
     for factor in factors:
-        if statically_known_true(factor.size == 1):
+        if factor.is_one:
             continue
         if merged and factor.axis == merged[-1].axis == SLOTS:
             merged[-1] = Factor(SLOTS, merged[-1].size * factor.size)
@@ -223,6 +248,8 @@ def _taken(factors: list[Factor], size: Size) -> tuple[list[Factor], Size]:
     """The first factors, taken from the list until their product is ``size``, and the product."""
     taken: list[Factor] = []
     product: Size = 1
+    if factors and statically_known_true(factors[0].size == size):  # also a slice of one
+        return [factors.pop(0)], size
     while not statically_known_true(product == size) and factors:
         taken.append(factors.pop(0))
         product = product * taken[-1].size
@@ -241,7 +268,7 @@ def _divided(sizes: list[Size], total: Size) -> tuple[list[list[Factor]], Size]:
 
 def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], role: str) -> Read:
     shape = root.meta["val"].shape
-    axes = [[factor.axis for factor in dim if not statically_known_true(factor.size == 1)] for dim in dims]
+    axes = [[factor.axis for factor in dim if not factor.is_one] for dim in dims]
     tokens = dims[2] if len(dims) == 4 else []
     gathers = chain[:1] and chain[0].target is GATHER_SLOTS
     token_axis = 1 if gathers or any(factor.axis == 1 for factor in tokens) else 2
@@ -261,15 +288,37 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         if len(axes) == 4 and axes[2] == [0]:
             raise Refusal(Reason.tokens_first, role=role)
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
-    # The first channels of values give the first channels of the output; a score takes all channels of its key.
-    for axis in (0, head_axis) if role == "value" else (0, head_axis, 3):
-        sizes = [factor.size for dim in dims for factor in dim if factor.axis == axis]
-        if any(not statically_known_true(size == shape[axis]) for size in sizes):
-            raise Refusal(Reason.unknown_read, role=role, op="a slice of batch, heads or channels")
+    _check_slices(dims, shape, token_axis, role)
     num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
     if gathers:
         num_tokens = chain[-1].meta["val"].shape[2]
     num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
+    part = next((factor for factor in dims[1] if factor.axis == head_axis), Factor(head_axis, shape[head_axis]))
     turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if heads else ()
-    tiles = math.prod(int(factor.size) for factor in turns)
-    return Read(root, chain, token_axis, num_tokens, num_channels, tiles)
+    return Read(
+        root,
+        chain,
+        token_axis,
+        num_tokens,
+        num_channels,
+        num_heads=int(part.size),
+        first_head=0 if part.start is None else int(part.start),
+        head_tiles=math.prod(int(factor.size) for factor in turns),
+    )
+
+
+def _check_slices(dims: list[list[Factor]], shape: torch.Size, token_axis: int, role: str) -> None:
+    """Raise Refusal for a slice of anything but some heads, the first tokens, or the first channels of values.
+
+    The first channels of values give the first channels of the output; a score takes all channels of its key.
+    """
+    for factor in (factor for dim in dims for factor in dim if factor.axis >= 0):
+        is_whole = statically_known_true(factor.size == shape[factor.axis])
+        if factor.axis == 0 or (factor.axis == 3 and role != "value"):
+            if not is_whole:
+                raise Refusal(Reason.unknown_read, role=role, op="a slice of batch or channels")
+        elif (
+            factor.axis != 3 - token_axis and factor.start is not None and not statically_known_true(factor.start == 0)
+        ):
+            what = "tokens" if factor.axis == token_axis else "channels"
+            raise Refusal(Reason.unknown_read, role=role, op=f"a slice of {what} without the first")

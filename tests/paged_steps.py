@@ -112,27 +112,58 @@ def blocks_of_which_the_first_tokens_are_read(
     return attend(q, k, v, mask[..., :read])
 
 
-FORMS: dict[Step, bool] = {
-    index_copy_and_index: False,
-    assignment_and_index_select: False,
-    repeated_heads_and_other_dtype: False,
-    written_out_attention: False,
-    all_sequences_as_one: False,
-    blocks_viewed_as_slots: True,
-    blocks_and_offsets: True,
-    blocks_of_which_the_first_tokens_are_read: True,
+def heads_before_tokens(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Tensor:
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    keys[block, :, offset] = k
+    values[block - values.shape[0], :, offset - BLOCK_SIZE] = v
+    k = keys[table].permute(0, 2, 1, 3, 4).flatten(2, 3)
+    read = slots_of(table)
+    return attend(q, k, values[read // BLOCK_SIZE, :, read % BLOCK_SIZE].transpose(1, 2), mask)
+
+
+def heads_before_tokens_exchanged(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Tensor:
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    keys.transpose(1, 2)[block, offset] = k
+    values.permute(0, 2, 1, 3).index_put_((block, offset), v)
+    k = keys.transpose(1, 2)[table].flatten(1, 2).transpose(1, 2)
+    v = values.index_select(0, table.flatten()).unflatten(0, table.shape).transpose(1, 2).flatten(2, 3)
+    return attend(q, k, v, mask)
+
+
+FORMS: dict[Step, str] = {
+    index_copy_and_index: "slots",
+    assignment_and_index_select: "slots",
+    repeated_heads_and_other_dtype: "slots",
+    written_out_attention: "slots",
+    all_sequences_as_one: "slots",
+    blocks_viewed_as_slots: "blocks",
+    blocks_and_offsets: "blocks",
+    blocks_of_which_the_first_tokens_are_read: "blocks",
+    heads_before_tokens: "blocks with heads first",
+    heads_before_tokens_exchanged: "blocks with heads first",
 }
-"""Ways to write and read paged caches, and whether their pools are made of blocks."""
+"""Ways to write and read paged caches, and what their pools are made of."""
+
+_SHAPES = {
+    "slots": (NUM_BLOCKS * BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM),
+    "blocks": (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM),
+    "blocks with heads first": (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM),
+}
 
 
 def plain_pools(fn: Step, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    shape = (NUM_BLOCKS, BLOCK_SIZE) if FORMS[fn] else (NUM_BLOCKS * BLOCK_SIZE,)
-    return tuple(torch.randn(*shape, NUM_KV_HEADS, HEAD_DIM, device=device) for _ in range(2))
+    return tuple(torch.randn(_SHAPES[FORMS[fn]], device=device) for _ in range(2))
 
 
 def packed_pool(x: Tensor, role: str, format_name: str = POLICY) -> PackedPool | PackedTensor:
     layout = PackedLayout(format_name, role, x.shape[-1])
-    return PackedPool.from_dense(x, layout) if x.dim() == 4 else PackedTensor.from_dense(x, layout, 0)
+    if x.dim() == 3:
+        return PackedTensor.from_dense(x, layout, 0)
+    return PackedPool.from_dense(x, layout, heads_first=x.shape == _SHAPES["blocks with heads first"])
 
 
 def reference_pools(pools: tuple[Tensor, Tensor], format_name: str = POLICY) -> list[Any]:

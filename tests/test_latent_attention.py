@@ -216,13 +216,15 @@ def test_a_tensor_that_another_attention_reads_as_values_is_left_alone() -> None
 @pytest.mark.parametrize(("spec", "shared"), [("fp8_ds_mla", False), ("fp8_ds_mla[recent=1,sinks=0,float32]", True)])
 def test_what_no_kernel_knows_stays_as_it_is_on_a_gpu(spec: str, shared: bool) -> None:
     value = SimpleNamespace(device=torch.device("cuda"))
-    cache: Any = SimpleNamespace(root=SimpleNamespace(meta={"val": value}), serves_both=shared, is_pool=False)
+    root = SimpleNamespace(meta={"val": value})
+    cache: Any = SimpleNamespace(root=root, serves_both=shared, is_pool=False, computing=set())
     with pytest.raises(Refusal, match="on a GPU it is for latents that serve as keys and values, none of them kept"):
         _check_shared(cache, PackedLayout.parse(spec, "key", WIDTH))
 
 
 def test_a_cache_packed_with_scales_per_key_channel_does_not_serve_as_values() -> None:
-    cache: Any = SimpleNamespace(root=SimpleNamespace(meta={"val": torch.zeros(1)}), serves_both=True, is_pool=False)
+    root = SimpleNamespace(meta={"val": torch.zeros(1)})
+    cache: Any = SimpleNamespace(root=root, serves_both=True, is_pool=False, computing=set())
     with pytest.raises(Refusal, match="the scales of int4_per_channel are those of key channels"):
         _check_shared(cache, PackedLayout.parse("int4_per_channel[recent=1,sinks=0,float32]", "key", 128))
 

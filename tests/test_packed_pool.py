@@ -62,6 +62,66 @@ def test_a_write_of_vectors_quantizes_them(write: Callable[[Tensor, Tensor], Any
     assert torch.equal(pool.dequantize(), quantized(plain, INT8))
 
 
+def pair_with_heads_first() -> tuple[PackedPool, Tensor]:
+    x = values(9, 3, 5, INT8.head_dim)
+    return PackedPool.from_dense(x, INT8, heads_first=True), quantized(x, INT8)
+
+
+def test_a_pool_with_heads_first_looks_like_the_plain_one() -> None:
+    pool, plain = pair_with_heads_first()
+    table = torch.tensor([[3, 0], [8, 3]])
+    assert (pool.shape, pool.block_size) == (plain.shape, 5)
+    assert torch.equal(pool.dequantize(), plain)
+    assert torch.equal(pool[table], plain[table])
+    assert torch.equal(pool[table, :, table % 5], plain[table, :, table % 5])
+    assert_same(pool[4], plain[4])
+    assert_same(pool.transpose(1, 2).flatten(0, 1), plain.transpose(1, 2).flatten(0, 1))
+    assert pool.flatten(0, 1).equal(plain.flatten(0, 1))
+    zeros = PackedPool.zeros(plain.shape, plain.dtype, INT8, heads_first=True)
+    assert torch.equal(zeros.dequantize(), torch.zeros_like(plain))
+    assert zeros.slots.shape == pool.slots.shape
+
+
+WRITES_WITH_HEADS_FIRST: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "blocks and slots": lambda pool, x: pool.__setitem__(([1, 8, -1], slice(None), [4, 0, -2]), x[:3, :, 0]),
+    "blocks": lambda pool, x: pool.index_put_((torch.tensor([7, 2]),), x[:2]),
+    "blocks alike in all heads": lambda pool, x: pool.index_put_((torch.tensor([7, 2]),), x[0, 0]),
+    "index_copy_": lambda pool, x: pool.index_copy_(0, torch.tensor([7, 2]), x[:2]),
+    "exchanged": lambda pool, x: pool.transpose(1, 2).__setitem__(([1, 8], [4, 0]), x[:2, :, 0]),
+    "exchanged block": lambda pool, x: pool.permute(0, 2, 1, 3)[2].copy_(x[0].transpose(0, 1)),
+    "some slots": lambda pool, x: pool[3, :, 1:3].copy_(x[0, :, :2]),
+    "some blocks": lambda pool, x: pool[2:4].copy_(x[:2]),
+    "another pool": lambda pool, x: pool.copy_(x),
+    "a packed pool": lambda pool, x: pool.copy_(PackedPool.from_dense(x.transpose(1, 2), INT8).transpose(1, 2)),
+    "zeros": lambda pool, x: pool[1:].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_WITH_HEADS_FIRST.values(), ids=WRITES_WITH_HEADS_FIRST)
+def test_a_write_of_vectors_to_a_pool_with_heads_first_quantizes_them(write: Callable[[Tensor, Tensor], Any]) -> None:
+    pool, plain = pair_with_heads_first()
+    x = quantized(values(*plain.shape), INT8)
+    write(pool, x), write(plain, x)
+    assert torch.equal(pool.dequantize(), quantized(plain, INT8))
+
+
+def test_any_other_write_to_a_pool_with_heads_first_raises_and_loses_nothing() -> None:
+    pool, plain = pair_with_heads_first()
+    index = torch.tensor([1])
+    writes = [
+        lambda: pool[:, 1].zero_(),
+        lambda: pool.__setitem__((index, index), plain[1:2, 1]),
+        lambda: pool.__setitem__((slice(None), slice(None), index), plain[:, :, :1]),
+        lambda: pool.flatten(0, 1).zero_(),
+    ]
+    for write in writes:
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"packed|read"):
+            write()
+    assert torch.equal(pool.dequantize(), plain)
+    with pytest.raises(IndexError):
+        pool[index, :, torch.tensor([5])] = plain[:1, :, 0]
+
+
 def test_any_other_write_raises_and_loses_nothing() -> None:
     pool, plain = pair()
     for write in (lambda: pool.mul_(2), lambda: pool[..., 0].zero_(), lambda: pool[:, 1].zero_()):
@@ -72,8 +132,9 @@ def test_any_other_write_raises_and_loses_nothing() -> None:
         pool[torch.tensor([9]), torch.tensor([0])] = plain[0, :1]
 
 
-def test_a_pool_is_copied_saved_and_loaded_packed(tmp_path: Path) -> None:
-    pool, plain = pair()
+@pytest.mark.parametrize("pool_and_plain", [pair, pair_with_heads_first])
+def test_a_pool_is_copied_saved_and_loaded_packed(pool_and_plain: Callable[[], Any], tmp_path: Path) -> None:
+    pool, plain = pool_and_plain()
     file = io.BytesIO()
     torch.save(pool, file)
     file.seek(0)
@@ -87,6 +148,7 @@ def test_a_pool_is_copied_saved_and_loaded_packed(tmp_path: Path) -> None:
     pool.zero_()
     for copied in copies:
         assert isinstance(copied, PackedPool)
+        assert copied.heads_first == pool.heads_first
         assert torch.equal(copied.dequantize(), plain)
 
 

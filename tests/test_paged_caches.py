@@ -23,6 +23,7 @@ from paged_steps import (
     blocks_of_which_the_first_tokens_are_read,
     blocks_viewed_as_slots,
     compiled,
+    heads_before_tokens,
     index_copy_and_index,
     inputs,
     packed_pool,
@@ -38,6 +39,7 @@ import kvcompile.backend
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_stack import PackedStack
+from kvcompile.passes.cache import HEADS_FIRST_POOL
 from kvcompile.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
@@ -88,13 +90,12 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         slots, table, mask = places
         keys[slots] = k
-        values[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = v
+        values[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = v
         read = slots_of(table)
         k = keys.index_select(0, read.flatten()).view(*read.shape, -1, HEAD_DIM)
-        return attend(q, k.transpose(1, 2), values[table].flatten(1, 2).transpose(1, 2), mask)
+        return attend(q, k.transpose(1, 2), values[table].transpose(1, 2).flatten(2, 3), mask)
 
-    keys, values = plain_pools(blocks_and_offsets)
-    pools = reference_pools((keys.flatten(0, 1), values))
+    pools = reference_pools((plain_pools(index_copy_and_index)[0], plain_pools(heads_before_tokens)[1]))
     reference = copy.deepcopy(pools)
     run = compiled(step, dynamic=True)
     for q_len, num_blocks in ((3, 5), (5, 7)):
@@ -105,13 +106,15 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_one_tensor_may_hold_the_pools_of_keys_and_values() -> None:
+@pytest.mark.parametrize(("fn", "dim"), [(blocks_and_offsets, 0), (heads_before_tokens, 1)])
+def test_one_tensor_may_hold_the_pools_of_keys_and_values(fn: Step, dim: int) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:
-        return blocks_and_offsets(q, k, v, kv[0], kv[1], *places)
+        return fn(q, k, v, kv.select(dim, 0), kv.select(dim, 1), *places)
 
-    kv = torch.stack(plain_pools(blocks_and_offsets))
-    layouts = {(index,): (PackedLayout(POLICY, role, HEAD_DIM), 0) for index, role in enumerate(("key", "value"))}
-    reference = PackedStack.from_dense(kv, layouts)
+    kv = torch.stack(plain_pools(fn), dim)
+    token_axis = HEADS_FIRST_POOL if fn is heads_before_tokens else 0
+    layouts = {(at,): (PackedLayout(POLICY, role, HEAD_DIM), token_axis) for at, role in enumerate(("key", "value"))}
+    reference = PackedStack.from_dense(kv, layouts, (dim,))
     run = compiled(step)
     for _ in range(2):
         new, places = inputs(1, 3)
@@ -119,6 +122,21 @@ def test_one_tensor_may_hold_the_pools_of_keys_and_values() -> None:
     assert isinstance(kv, PackedStack)
     assert [type(pool) for pool in kv.parts] == [PackedPool, PackedPool]
     assert torch.equal(kv.dequantize(), reference.dequantize())
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_packed_pool_knows_that_heads_come_first_where_indices_name_whole_blocks() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        keys[table[:, 0]], values[table[:, 1]] = k, v
+        return attend(q, *(x[table].transpose(1, 2).flatten(2, 3) for x in (keys, values)), mask)
+
+    pools = reference_pools(plain_pools(heads_before_tokens))
+    reference = copy.deepcopy(pools)
+    (q, *_), (_, table, mask) = inputs(1, 3)
+    k, v = torch.randn(2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.randn(BLOCK_SIZE, HEAD_DIM)  # v: of all heads
+    assert_close(compiled(step)(q, k, v, *pools, table, mask), step(q, k, v, *reference, table, mask))
+    for pool, expected in zip(pools, reference, strict=True):
+        assert torch.equal(pool.dequantize(), expected.dequantize())
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -241,13 +259,13 @@ def out_of_range_negative_block(places: list[Tensor]) -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("fn", [index_copy_and_index, blocks_viewed_as_slots, blocks_and_offsets])
+@pytest.mark.parametrize("fn", [index_copy_and_index, blocks_viewed_as_slots, blocks_and_offsets, heads_before_tokens])
 def test_what_lies_outside_the_pool_is_an_error(fn: Step) -> None:
     pools, step = reference_pools(plain_pools(fn)), compiled(fn)
     new, places = inputs(1, 3)
     step(*new, *pools, *places)
     spoils = [out_of_range_slot, out_of_range_block]
-    if FORMS[fn]:  # slots that are computed from a negative block may lie in the pool
+    if FORMS[fn] != "slots":  # slots that are computed from a negative block may lie in the pool
         spoils.append(out_of_range_negative_block)
     for spoil in spoils:
         spoilt = [place.clone() for place in places]
@@ -261,7 +279,7 @@ def test_what_lies_outside_the_pool_is_an_error(fn: Step) -> None:
 def test_a_prompt_that_attends_to_itself_only_writes_to_packed_pools(fn: Step) -> None:
     def prefill(x: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
         k, v = x * 2, x + 1
-        place = (slots // BLOCK_SIZE, slots % BLOCK_SIZE) if FORMS[fn] else (slots,)
+        place = (slots // BLOCK_SIZE, slots % BLOCK_SIZE) if FORMS[fn] == "blocks" else (slots,)
         keys.index_put_(place, k), values.index_put_(place, v)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(k, k, v, is_causal=True)

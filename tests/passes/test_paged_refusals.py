@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from paged_steps import (
+    BLOCK_SIZE,
     NUM_KV_HEADS,
     Step,
     assert_close,
     attend,
     blocks_and_offsets,
     compiled,
+    heads_before_tokens,
     index_copy_and_index,
     inputs,
     plain_pools,
@@ -107,6 +109,35 @@ def pool_for_keys_and_values(
     return attend(q, *(keys[slots_of(table)].transpose(1, 2) for _ in range(2)), mask)
 
 
+def heads_returned_from_a_gather(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Any:
+    out = heads_before_tokens(q, k, v, keys, values, slots, table, mask)
+    return out, keys[table]
+
+
+def heads_read_as_tokens(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Any:
+    heads_before_tokens(q, k, v, keys, values, slots, table, mask)
+    k, v = (x[table].flatten(1, 2).transpose(1, 2)[:, :NUM_KV_HEADS] for x in (keys, values))
+    return attend(q, k, v, mask[..., : k.shape[2]])
+
+
+def heads_written_as_tokens(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Any:
+    keys[slots // BLOCK_SIZE, slots % NUM_KV_HEADS] = k.flatten(2).repeat(1, 1, 8).unflatten(2, (BLOCK_SIZE, -1))
+    return heads_before_tokens(q, k, v, keys, values, slots, table, mask)
+
+
+def one_head_written(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
+) -> Any:
+    keys[slots // BLOCK_SIZE, 1, slots % BLOCK_SIZE] = k[:, :, 1]
+    return heads_before_tokens(q, k, v, keys, values, slots, table, mask)
+
+
 REFUSED: dict[Step, tuple[str, str]] = {
     pool_returned_from_a_gather: ("escaping_view", "the caller"),
     pool_summed_up: ("gathered", "aten.sum"),
@@ -119,14 +150,24 @@ REFUSED: dict[Step, tuple[str, str]] = {
     pool_whose_heads_are_gathered_as_tokens: ("unknown_read", "gather_slots"),
     pool_scaled: ("computed_from_cache", "not a view"),
     pool_for_keys_and_values: ("shared_key_value", "sequences share it"),
+    heads_returned_from_a_gather: ("used_elsewhere", "gather_slots"),
+    heads_read_as_tokens: ("unknown_read", "aten.view"),
+    heads_written_as_tokens: ("gathered", "index_put"),
+    one_head_written: ("gathered", "aten.select"),
 }
+WITH_HEADS_FIRST = (
+    heads_returned_from_a_gather,
+    heads_read_as_tokens,
+    heads_written_as_tokens,
+    one_head_written,
+)
 
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_what_only_looks_like_a_paged_cache_is_refused_with_its_reason(fn: Step) -> None:
     new, places = inputs(1, 3)
-    pools = plain_pools(index_copy_and_index)
+    pools = plain_pools(heads_before_tokens if fn in WITH_HEADS_FIRST else index_copy_and_index)
     expected_pools = [pool.clone() for pool in pools]
     out = compiled(fn, on_unsupported="ignore")(*new, *pools, *places)
     torch.testing.assert_close(out, fn(*new, *expected_pools, *places), rtol=1e-5, atol=1e-6)
@@ -154,6 +195,22 @@ def test_a_refused_pool_stays_plain_beside_packed_ones() -> None:
     assert [type(pool) for pool in pools] == [PackedPool, PackedPool, Tensor, Tensor]
     assert torch.equal(pools[2], expected_pools[2])
     assert torch.equal(pools[3], expected_pools[3])
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", [blocks_and_offsets, heads_before_tokens])
+def test_pools_that_are_left_alone_in_a_stack_are_indexed_as_they_lie(fn: Step) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:
+        return fn(q, k, v, kv[:, 0], kv[:, 1], *places)
+
+    new, places = inputs(1, 3)
+    kv = torch.stack(plain_pools(fn), 1)
+    expected_kv = kv.clone()
+    policy = {"version": 1, "default": {"dtype": "auto"}}
+    out = compiled(step, policy)(*new, kv, *places)
+    assert_close(out, step(*new, expected_kv, *places))
+    assert type(kv) is Tensor
+    assert torch.equal(kv, expected_kv)
 
 
 @pytest.mark.usefixtures("without_code_generation")
