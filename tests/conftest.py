@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,3 +53,19 @@ def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
+    """The graphs that would go to Inductor, one after the other; they run node by node."""
+    import kvcompile.backend
+
+    graphs: list[torch.fx.Graph] = []
+    interpret = kvcompile.backend.compile_fx_inner
+
+    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(copy.deepcopy(gm.graph))
+        return interpret(gm, example_inputs, **kwargs)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
+    return graphs
