@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
