@@ -18,7 +18,7 @@ from kvcompile.policy import Policy
 PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
-CHUNKS = [100, 7, *[1] * 50]  # across the block boundaries at 64 and 128
+CHUNKS = [100, 7, *[1] * 24]  # across the block boundaries at 64 and 128
 MAX_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 170, 4, 2, 64
 
 Write = Callable[[Tensor, Tensor, int], None]
