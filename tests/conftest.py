@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device are skipped where there is none; fixtures that tests of several files use."""
+"""Which tests run, with how many threads, and the fixtures that tests of several files use."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a CUDA device the tests that need one are skipped."""
     if torch.cuda.is_available():
         return
     for item in items:
