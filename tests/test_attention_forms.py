@@ -68,7 +68,7 @@ CASES = [
 ]
 
 GENERATED_ON_CPU = [Case(mask="causal", q_len=5), Case(mask="float"), *CASES[-3:]]
-"""Every dtype, a rotated and a packed format, a mask of every kind and the lengths that Inductor loops over."""
+"""Each dtype, formats with a rotation and without, and masks that are bool, float and causal."""
 
 
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:

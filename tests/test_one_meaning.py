@@ -26,9 +26,9 @@ ON_CPU = {
     (torch.float32, "turboquant_4bit_nc", "dynamic"),
     (torch.bfloat16, "int4_per_token_head", "static"),
 }
-"""What runs on a CPU: each preset and each dtype with one kind of cache, for what passes do with the one they do with
-the other. The last test has int8. They run node by node; generated code is that of the last test, of
-test_hand_written_model.py and of test_output_code.py."""
+"""What runs on a CPU, node by node: each preset but int8, which the last test has, and each dtype. What passes do with
+one kind of cache they do with the other. Generated code is compared in the last test, in test_hand_written_model.py and
+in test_output_code.py."""
 
 
 def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
