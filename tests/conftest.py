@@ -1,7 +1,9 @@
-"""Tests that need a CUDA device are skipped where there is none; fixtures that tests of several files use."""
+"""Which tests run, with how many threads, and the fixtures that tests of several files use."""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 
 
+def pytest_configure() -> None:
+    """One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a CUDA device the tests that need one are skipped."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -52,3 +62,19 @@ def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
+    """The graphs that would go to Inductor, one after the other; they run node by node."""
+    import kvcompile.backend
+
+    graphs: list[torch.fx.Graph] = []
+    interpret = kvcompile.backend.compile_fx_inner
+
+    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(copy.deepcopy(gm.graph))
+        return interpret(gm, example_inputs, **kwargs)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
+    return graphs

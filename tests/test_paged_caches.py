@@ -33,9 +33,9 @@ from paged_steps import (
 )
 from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx import Graph
 
 import kvcompile
-import kvcompile.backend
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_stack import PackedStack
@@ -45,22 +45,8 @@ from kvcompile.policy import Policy
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
-@pytest.fixture
-def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that go to Inductor."""
-    graphs: list[Any] = []
-    interpret = kvcompile.backend.compile_fx_inner
-
-    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        graphs.append(copy.deepcopy(gm.graph))
-        return interpret(gm, example_inputs, **kwargs)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
-    return graphs
-
-
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
-def test_every_form_is_packed_and_means_what_it_does_on_packed_pools(fn: Step, rewritten_graphs: list[Any]) -> None:
+def test_every_form_is_packed_and_means_what_it_does_on_packed_pools(fn: Step, rewritten_graphs: list[Graph]) -> None:
     pools = plain_pools(fn)
     reference = reference_pools(pools)
     storage = pools[0].untyped_storage()._weak_ref()
@@ -188,7 +174,7 @@ def test_generated_code_serves_layers_that_hold_their_pools() -> None:
     assert kvcompile.cache_nbytes(layers) < 0.3 * plain
 
 
-def test_operators_serve_gpus(rewritten_graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_serve_gpus(rewritten_graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     """They run their specifications on a CPU."""
     monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
     fn = blocks_of_which_the_first_tokens_are_read

@@ -36,8 +36,8 @@ from stack_forms import (
     roles_within_tokens,
 )
 from torch import Tensor
+from torch.fx import Graph
 
-import kvcompile.backend
 from kvcompile import cache_nbytes, last_report
 from kvcompile.errors import AliasedCacheError
 from kvcompile.packed_stack import PackedStack
@@ -48,23 +48,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
-@pytest.fixture
-def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that go to Inductor."""
-    graphs: list[Any] = []
-    interpret = kvcompile.backend.compile_fx_inner
-
-    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        graphs.append(gm)
-        return interpret(gm, example_inputs, **kwargs)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
-    return graphs
-
-
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tensor(
-    fn: Step, rewritten_graphs: list[Any]
+    fn: Step, rewritten_graphs: list[Graph]
 ) -> None:
     cache = plain_stack(fn)
     reference = packed_stack(fn, cache)
@@ -82,9 +68,9 @@ def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tens
     sources = {source.source for site in last_report().sites for source in site.caches}
     name = next(iter(sources)).partition("'")[2].partition("'")[0]
     assert sources == {f"L['{name}'][{subscript(fn, part)}]" for part in packed_parts(fn)}
-    for gm in rewritten_graphs:
-        assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_scatter.default)
-        placeholders = gm.graph.find_nodes(op="placeholder")
+    for graph in rewritten_graphs:
+        assert not graph.find_nodes(op="call_function", target=torch.ops.aten.select_scatter.default)
+        placeholders = graph.find_nodes(op="placeholder")
         assert len(placeholders) == len(packed_parts(fn)) + 4
         assert all(node.meta["val"].dim() <= 4 for node in placeholders)
 
@@ -140,7 +126,7 @@ def test_a_part_that_is_not_packed_stays_plain_beside_packed_ones(fn: Step, poli
         assert_close(cache.dequantize(), reference.dequantize())
 
 
-def test_a_graph_knows_the_strides_of_plain_parts_beside_packed_ones_and_without(rewritten_graphs: list[Any]) -> None:
+def test_a_graph_knows_the_strides_of_plain_parts_beside_packed_ones_and_without(rewritten_graphs: list[Graph]) -> None:
     """Beside packed parts a plain one lies in memory of its own; a part of a plain tensor is a view of it."""
 
     def fn(one: Tensor, other: Tensor, *rest: Tensor) -> Tensor:
@@ -153,10 +139,10 @@ def test_a_graph_knows_the_strides_of_plain_parts_beside_packed_ones_and_without
     policy = {"version": 1, "rules": [{"match": {"layers": "1"}, "dtype": "auto"}], "default": {"dtype": POLICY}}
     one, other = plain_stack(by_layer_and_sequence), plain_stack(by_layer_and_sequence)
     compiled(fn, policy, on_unsupported="ignore")(one, other, *inputs(2, 5))
-    (gm,) = rewritten_graphs
+    (graph,) = rewritten_graphs
     known = {
         node.meta["val"].stride()
-        for node in gm.graph.find_nodes(op="placeholder")
+        for node in graph.find_nodes(op="placeholder")
         if node.meta["val"].shape == one[0, :, 0].shape
     }
     assert isinstance(one, PackedStack)

@@ -6,6 +6,7 @@ the same tests in a process of their own.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -31,6 +32,7 @@ def poisoned_outputs():
 
 
 if INTERPRETED:
+    import triton.language as tl
     from triton.runtime import interpreter
 
     # Triton 3.6 turns an array of one element into an index, which NumPy refuses since 2.4.
@@ -41,3 +43,18 @@ if INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_lang_tensor_with_index
+
+    # For every call of a function the interpreter looks through the language for what it has not replaced yet; within
+    # a launch that has been done, and takes longer than most functions.
+    _patch_lang = interpreter._patch_lang
+
+    @functools.cache
+    def _languages_of(fn):
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def _patch_lang_where_it_is_not(fn):
+        if any(tl.core.is_builtin(language.load) for language in _languages_of(fn)):
+            return _patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = _patch_lang_where_it_is_not

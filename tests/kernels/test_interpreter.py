@@ -27,7 +27,7 @@ pytest.importorskip("triton")
     ],
 )
 def test_the_kernels_agree_with_the_specification_in_the_interpreter(suite):
-    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider"]
+    options = ["-q", "-n", "0", "-m", "not gpu", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(suite))]
     result = subprocess.run(
         command,

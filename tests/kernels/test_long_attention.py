@@ -79,11 +79,12 @@ def test_blocks_that_slots_hold_are_read_as_they_are(key, value, device):
     case.check()
 
 
-@pytest.mark.parametrize("num_sms", [1, 64])
+@pytest.mark.parametrize("num_sms", [1, 16, 64])  # one split of all tiles, splits of two tiles, of one
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkeypatch):
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
-    case = LongCase(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, batch=1)
+    heads = {"batch": 1, "num_kv_heads": 1, "group_size": 1}
+    case = LongCase(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, **heads)
     case.check(is_causal=is_causal)
 
 
