@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -180,10 +181,19 @@ def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, 
 
 @node_by_node
 def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
+    """Threads adopt caches at once, continue one prompt, and decode.
+
+    Where threads use different graphs of a function at once, Dynamo may compile a graph again (each call moves its
+    graph to the front of the list that the others go through), and then takes no calls. So all are at the same stage.
+    """
     fixed, growing = ([compiled(fn), compiled(fn)] for fn in (step, growing_step))
     layouts = [PackedLayout("float32", role, HEAD_DIM) for role in ("key", "value")]
 
-    def decode(thread: int, prompt: list[PackedTensor]) -> None:
+    def new_prompt() -> list[PackedTensor]:
+        rows = torch.randn(2, BATCH, HEADS, 20, HEAD_DIM)
+        return [PackedTensor.from_dense(x, layout, 2, growing=True) for x, layout in zip(rows, layouts, strict=True)]
+
+    def decode(thread: int, prompt: list[PackedTensor], adopted: Callable[[], object]) -> None:
         """Fill caches, and continue the prompt, which is that of all threads."""
         torch.set_grad_enabled(False)  # the mode of a thread is its own
         generator = torch.Generator().manual_seed(thread)
@@ -197,19 +207,23 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
             out, *longer = growing[thread % 2](q, k, v, *longer, pos)
             plain, *expected_longer = growing_step(q, k, v, *expected_longer, pos)
             torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+            if start == 0:
+                adopted()
         for packed, plain in zip((*caches, *longer), (*expected, *expected_longer), strict=True):
             assert isinstance(packed, PackedTensor)
             assert torch.equal(packed.dequantize(), plain)
 
-    def new_prompt() -> list[PackedTensor]:
-        rows = torch.randn(2, BATCH, HEADS, 20, HEAD_DIM)
-        return [PackedTensor.from_dense(x, layout, 2, growing=True) for x, layout in zip(rows, layouts, strict=True)]
+    decode(0, new_prompt(), lambda: None)
+    warm = new_caches()
 
-    for region in range(2):  # PyTorch takes no calls of compiled code while another thread compiles
-        decode(region, new_prompt())
+    def use_graph_for_packed_caches() -> None:
+        fixed[0](*tokens(1, 1)[:3], *warm, torch.tensor([1]))
+
+    fixed[0](*tokens(1, 0)[:3], *warm, torch.tensor([0]))  # plain caches, as in each thread's first step
     graphs, prompt = counters["stats"]["unique_graphs"], new_prompt()
+    barrier = Barrier(4, use_graph_for_packed_caches, timeout=60)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda thread: decode(thread, prompt), range(4)))
+        list(threads.map(lambda thread: decode(thread, prompt, barrier.wait), range(4)))
     assert counters["stats"]["unique_graphs"] == graphs
 
 
