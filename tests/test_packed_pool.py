@@ -54,14 +54,6 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_of_vectors_quantizes_them(write: Callable[[Tensor, Tensor], Any]) -> None:
-    pool, plain = pair()
-    x = quantized(values(*plain.shape), INT8)
-    write(pool, x), write(plain, x)
-    assert torch.equal(pool.dequantize(), quantized(plain, INT8))
-
-
 def pair_with_heads_first() -> tuple[PackedPool, Tensor]:
     x = values(9, 3, 5, INT8.head_dim)
     return PackedPool.from_dense(x, INT8, heads_first=True), quantized(x, INT8)
@@ -97,9 +89,20 @@ WRITES_WITH_HEADS_FIRST: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES_WITH_HEADS_FIRST.values(), ids=WRITES_WITH_HEADS_FIRST)
-def test_a_write_of_vectors_to_a_pool_with_heads_first_quantizes_them(write: Callable[[Tensor, Tensor], Any]) -> None:
-    pool, plain = pair_with_heads_first()
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        *(pytest.param(pair, write, id=name) for name, write in WRITES.items()),
+        *(
+            pytest.param(pair_with_heads_first, write, id=f"{name}, heads first")
+            for name, write in WRITES_WITH_HEADS_FIRST.items()
+        ),
+    ],
+)
+def test_a_write_of_vectors_quantizes_them(
+    make: Callable[[], tuple[PackedPool, Tensor]], write: Callable[[Tensor, Tensor], Any]
+) -> None:
+    pool, plain = make()
     x = quantized(values(*plain.shape), INT8)
     write(pool, x), write(plain, x)
     assert torch.equal(pool.dequantize(), quantized(plain, INT8))
