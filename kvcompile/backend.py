@@ -23,8 +23,8 @@ from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
-from kvcompile.passes.cache import HEADS_FIRST_POOL
+from kvcompile.packed_tensor import WHOLE_AXES, PackedTensor
+from kvcompile.passes.cache_axes import BLOCK_AXES
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
@@ -166,6 +166,7 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
+        gm.graph.eliminate_dead_code()  # what reads a cache for nothing does not see it
         self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         page_pools(gm, self._packed_pools())
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
@@ -200,12 +201,12 @@ class _GraphCompiler:
         return {
             index: PackedInput(
                 value.packed_layout,
-                HEADS_FIRST_POOL if pools.get(index) else value.token_dim,
+                BLOCK_AXES[pools[index]] if index in pools else value.axes,
                 value.growing,
                 value.is_whole or value.can_be_copied_whole,
             )
             for index, value in caches.items()
-            if isinstance(value, PackedTensor) and value.axes in AXES_OF_WHOLE.values()
+            if isinstance(value, PackedTensor) and value.axes in WHOLE_AXES
         }
 
     def _packed_pools(self) -> dict[int, bool]:

@@ -219,10 +219,10 @@ class AdoptingCall:
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
     """The parts that must be packed of each input before stacks are split."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
-    result: dict[int, dict[PartIndex, tuple[PackedLayout, int]]] = {}
+    result: dict[int, dict[PartIndex, tuple[PackedLayout, str]]] = {}
     for action in caches:
         index, part = origin.get(action.index, (action.index, ()))
-        result.setdefault(index, {})[part] = action.layout, action.token_axis
+        result.setdefault(index, {})[part] = action.layout, action.axes
     return dict(result)
 
 
@@ -277,9 +277,8 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
     if isinstance(cache, PackedTensor):
         return cache.whole()
-    return PackedTensor.from_dense(cache, action.layout, action.token_axis, growing=True)
+    return PackedTensor.from_dense(cache, action.layout, action.axes, growing=True)
 
 
 def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
-    axes = "bhtd" if action.token_axis == 2 else "bthd"
-    return PackedTensor.over(data, action.layout, action.dtype, axes, shape, growing=action.growing)
+    return PackedTensor.over(data, action.layout, action.dtype, action.axes, shape, growing=action.growing)

@@ -76,11 +76,6 @@ class Reason(enum.Enum):
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
         "read the whole cache or its first tokens, through views, and hide the rest with a mask",
     )
-    tokens_first = (
-        "its {role} cache has its tokens in front of its sequences: [tokens, batch, num_kv_heads, head_dim]",
-        "keep it as [batch, tokens, num_kv_heads, head_dim] or [batch, num_kv_heads, tokens, head_dim], and pass "
-        "attention a view of that",
-    )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",
         "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ or cat",

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.passes.cache_axes import CACHE_AXES
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS
 
@@ -81,7 +82,7 @@ class Read:
         root: the cache value that is read, of rank 4.
         chain: the view nodes between root and operand, root excluded, operand included. If the first is no view but
             ``kvcompile::gather_slots``, ``root`` is a pool.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
         num_tokens: how many tokens, from the first on, are visible; of a pool, how many are read for a sequence.
         num_channels: how many channels, from the first on; of keys all of them.
         num_heads: how many heads.
@@ -91,16 +92,12 @@ class Read:
 
     root: Node
     chain: tuple[Node, ...]
-    token_axis: int
+    axes: str
     num_tokens: Size
     num_channels: Size
     num_heads: int
     first_head: int = 0
     head_tiles: int = 1
-
-    @property
-    def head_axis(self) -> int:
-        return 3 - self.token_axis
 
     @property
     def gathers(self) -> bool:
@@ -160,13 +157,6 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     if target is aten.repeat.default:
         return _repeat(node, dims)
     return _regroup(node, dims, role)
-
-
-def swaps_axes(node: Node) -> bool:
-    """Whether ``node`` exchanges the middle two of four axes: [B, H, S, D] from [B, S, H, D], or the reverse."""
-    if node.target is aten.permute.default:
-        return list(node.args[1]) == [0, 2, 1, 3]
-    return node.target is aten.transpose.int and {axis % 4 for axis in node.args[1:]} == {1, 2}
 
 
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
@@ -268,37 +258,23 @@ def _divided(sizes: list[Size], total: Size) -> tuple[list[list[Factor]], Size]:
 
 def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], role: str) -> Read:
     shape = root.meta["val"].shape
-    axes = [[factor.axis for factor in dim if not factor.is_one] for dim in dims]
-    tokens = dims[2] if len(dims) == 4 else []
-    gathers = chain[:1] and chain[0].target is GATHER_SLOTS
-    token_axis = 1 if gathers or any(factor.axis == 1 for factor in tokens) else 2
-    head_axis = 3 - token_axis
-
-    def expected(axis: int) -> list[int]:
-        return [] if statically_known_true(shape[axis] == 1) else [axis]
-
-    heads = expected(head_axis)
-    repeated = [axis for axis in axes[1] if axis != -1] if len(axes) == 4 else [-1]
-    in_place = repeated == heads and axes[3] == expected(3)
-    if in_place and gathers:
-        in_place = {*axes[0], *axes[2]} <= {SLOTS, -1}
-    elif in_place:
-        in_place = axes[0] == expected(0) and axes[2] in ([], [token_axis])
-    if not in_place:
-        if len(axes) == 4 and axes[2] == [0]:
-            raise Refusal(Reason.tokens_first, role=role)
+    gathers = bool(chain) and chain[0].target is GATHER_SLOTS
+    axes = _axes_of_root(dims, shape, gathers) if len(dims) == 4 else None
+    if axes is None:
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
-    _check_slices(dims, shape, token_axis, role)
-    num_tokens = next((factor.size for factor in tokens if factor.axis == token_axis), shape[token_axis])
+    _check_slices(dims, shape, axes, role)
+    head_axis, token_axis = axes.index("h"), axes.index("t")
+    num_tokens = next((factor.size for factor in dims[2] if factor.axis == token_axis), shape[token_axis])
     if gathers:
         num_tokens = chain[-1].meta["val"].shape[2]
     num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
     part = next((factor for factor in dims[1] if factor.axis == head_axis), Factor(head_axis, shape[head_axis]))
-    turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if heads else ()
+    has_one_head = statically_known_true(shape[head_axis] == 1)
+    turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if not has_one_head else ()
     return Read(
         root,
         chain,
-        token_axis,
+        axes,
         num_tokens,
         num_channels,
         num_heads=int(part.size),
@@ -307,18 +283,51 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     )
 
 
-def _check_slices(dims: list[list[Factor]], shape: torch.Size, token_axis: int, role: str) -> None:
+def _axes_of_root(dims: list[list[Factor]], shape: torch.Size, gathers: bool) -> str | None:
+    """The order of a cache of which ``dims`` are [batch, heads, tokens, head_dim]; None if it has no such order.
+
+    Where several fit, because of sizes of 1, it is that of which the views show most.
+    """
+    if gathers:
+        in_place = _are(dims[1], 2, shape, repeated=True) and _are(dims[3], 3, shape)
+        return "bthd" if in_place and {*_axes_in(dims[0]), *_axes_in(dims[2])} <= {SLOTS, -1} else None
+
+    def fits(axes: str) -> bool:
+        batch, heads, tokens, channels = (axes.index(axis) for axis in "bhtd")
+        return (
+            _are(dims[0], batch, shape)
+            and _are(dims[1], heads, shape, repeated=True)
+            and (_are(dims[2], tokens, shape) or not _axes_in(dims[2]))
+            and _are(dims[3], channels, shape)
+        )
+
+    def seen(axes: str) -> int:
+        shown = zip("bhtd", dims, strict=True)
+        return sum(any(factor.axis == axes.index(axis) for factor in dim) for axis, dim in shown)
+
+    return max(filter(fits, CACHE_AXES), key=seen, default=None)
+
+
+def _are(factors: list[Factor], axis: int, shape: torch.Size, *, repeated: bool = False) -> bool:
+    """Whether a dimension is ``axis`` of the cache and nothing else; its elements, or all of them, may be repeated."""
+    found = [factor for factor in _axes_in(factors) if not (repeated and factor == -1)]
+    return found == ([] if statically_known_true(shape[axis] == 1) else [axis])
+
+
+def _axes_in(factors: list[Factor]) -> list[int]:
+    return [factor.axis for factor in factors if not factor.is_one]
+
+
+def _check_slices(dims: list[list[Factor]], shape: torch.Size, axes: str, role: str) -> None:
     """Raise Refusal for a slice of anything but some heads, the first tokens, or the first channels of values.
 
     The first channels of values give the first channels of the output; a score takes all channels of its key.
     """
     for factor in (factor for dim in dims for factor in dim if factor.axis >= 0):
-        is_whole = statically_known_true(factor.size == shape[factor.axis])
-        if factor.axis == 0 or (factor.axis == 3 and role != "value"):
+        axis, is_whole = axes[factor.axis], statically_known_true(factor.size == shape[factor.axis])
+        if axis == "b" or (axis == "d" and role != "value"):
             if not is_whole:
                 raise Refusal(Reason.unknown_read, role=role, op="a slice of batch or channels")
-        elif (
-            factor.axis != 3 - token_axis and factor.start is not None and not statically_known_true(factor.start == 0)
-        ):
-            what = "tokens" if factor.axis == token_axis else "channels"
+        elif axis != "h" and factor.start is not None and not statically_known_true(factor.start == 0):
+            what = "tokens" if axis == "t" else "channels"
             raise Refusal(Reason.unknown_read, role=role, op=f"a slice of {what} without the first")

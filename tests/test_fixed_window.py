@@ -93,12 +93,12 @@ def test_every_token_is_quantized_once_and_read_by_all_queries_that_see_it(
         out = step(q, *new, *caches)
         read = [read_by(update, window, x) for window, x in zip(windows, new, strict=True)]
         windows = [x[:, :, -WINDOW:] for x in read]
-        packed = [PackedTensor.from_dense(x, layout, 2).dequantize() for x, layout in zip(read, layouts, strict=True)]
+        packed = [PackedTensor.from_dense(x, layout).dequantize() for x, layout in zip(read, layouts, strict=True)]
         expected = F.scaled_dot_product_attention(q, *packed, enable_gqa=True)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         for cache, window, layout in zip(caches, windows, layouts, strict=True):
             assert isinstance(cache, PackedTensor)
-            expected = PackedTensor.from_dense(window, layout, 2).dequantize()
+            expected = PackedTensor.from_dense(window, layout).dequantize()
             torch.testing.assert_close(cache.dequantize().transpose(token_dim, 2), expected, rtol=0, atol=1e-6)
     assert {cache.kind for site in last_report().sites for cache in site.caches} == {"static"}
 

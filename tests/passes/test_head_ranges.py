@@ -81,7 +81,7 @@ READS: dict[Attend, int] = {
 def caches(format_name: str = "int8_per_token_head", device: str = "cpu") -> list[Tensor]:
     shape = BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM
     layouts = (PackedLayout.parse(format_name, role, HEAD_DIM) for role in ("key", "value"))
-    return [PackedTensor.from_dense(torch.randn(shape, device=device), layout, 2) for layout in layouts]
+    return [PackedTensor.from_dense(torch.randn(shape, device=device), layout) for layout in layouts]
 
 
 def step_of(fn: Attend) -> Callable[..., Tensor]:
