@@ -31,6 +31,7 @@ from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.page_pools import page_pools
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.returned_inputs import drop_returned_inputs
 from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.passes.split_stacks import SplitStack, contiguous_parts, names_of_parts, places_of, split_stacks
@@ -167,6 +168,7 @@ class _GraphCompiler:
             self.stages.show(Stage.aten, gm, self.sites)
             return
         gm.graph.eliminate_dead_code()  # what reads a cache for nothing does not see it
+        drop_returned_inputs(gm.graph)
         self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         page_pools(gm, self._packed_pools())
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
