@@ -116,6 +116,59 @@ def mistral(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tens
     return by_products(q, repeat_kv(caches["keys"]), repeat_kv(caches["values"]), causal(q.shape[1], MAX_LEN, start))
 
 
+def one_head_for_all(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """Multi-query attention without a dimension of heads, [B, S, D]."""
+    positions = torch.arange(start, start + q.shape[1])
+    caches["keys"].index_copy_(1, positions, k[:, :, 0])
+    caches["values"].index_copy_(1, positions, v[:, :, 0])
+    scores = torch.einsum("bnhd,bsd->bhns", q, caches["keys"]) * HEAD_DIM**-0.5
+    weights = scores.masked_fill(~causal(q.shape[1], MAX_LEN, start), -torch.inf).softmax(-1)
+    return torch.einsum("bhns,bsd->bnhd", weights, caches["values"])
+
+
+def one_growing_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """The same with keys and values that are concatenated."""
+    for name, x in (("keys", k[:, :, 0] * 1), ("values", v[:, :, 0] * 1)):
+        caches[name] = torch.cat([caches[name], x], 1) if caches.get(name) is not None else x
+    keys, values = caches["keys"].unsqueeze(1), caches["values"].unsqueeze(1)
+    visible = causal(q.shape[1], keys.shape[2], start)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, visible, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def deepseek(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """DeepSeek's reference, absorbed: queries and outputs are brought to the space of the latents, which all heads
+    share; the rotary part of the scores comes of a small cache of its own, which stays as it is."""
+    end = start + q.shape[1]
+    caches["latents"][:BATCH, start:end] = k[:, :, 0]
+    caches["rotary"][:BATCH, start:end] = v[:, :, 0, :16]
+    scores = torch.einsum("bshc,btc->bsht", q, caches["latents"][:BATCH, :end])
+    scores = scores + torch.einsum("bshr,btr->bsht", q[..., :16], caches["rotary"][:BATCH, :end])
+    scores = (scores * HEAD_DIM**-0.5).masked_fill(~causal(q.shape[1], end, start)[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).type_as(q)
+    return torch.einsum("bsht,btc->bshc", weights, caches["latents"][:BATCH, :end])
+
+
+def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """[S, B * H, D], as ``nn.MultiheadAttention`` has them: batches of matrices are sequences and heads alike."""
+    n = q.shape[1]
+    q, k, v = (x.transpose(0, 1).reshape(n, -1, HEAD_DIM) * 1 for x in (q, k, v))
+    for name, x in (("keys", k), ("values", v)):
+        caches[name] = torch.cat([caches[name], x]) if caches.get(name) is not None else x
+    scores = torch.bmm(q.transpose(0, 1) * HEAD_DIM**-0.5, caches["keys"].permute(1, 2, 0))
+    weights = scores.masked_fill(~causal(n, len(caches["keys"]), start), -torch.inf).softmax(-1)
+    out = torch.bmm(weights, caches["values"].transpose(0, 1)).transpose(0, 1)
+    return out.reshape(n, BATCH, NUM_HEADS, HEAD_DIM).transpose(0, 1)
+
+
+def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """[S, H, D]: a program for one sequence; here the first."""
+    end = start + q.shape[1]
+    caches["keys"][start:end], caches["values"][start:end] = k[0], v[0]
+    keys, values = (caches[name][None, :end] for name in ("keys", "values"))
+    return by_products(q[:1], repeat_kv(keys), repeat_kv(values), causal(q.shape[1], end, start))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layer", [llama, mistral])
 def test_a_cache_of_its_own_tensors_is_packed(layer: Layer, policy: str) -> None:
@@ -146,3 +199,54 @@ def test_what_packed_caches_do_in_eager_code_is_not_compiled() -> None:
     compiled = torch.compile(step, backend=lambda gm, inputs: graphs.append(gm) or gm.forward)
     torch.testing.assert_close(compiled(caches["keys"], stack["kv"]), step(caches["keys"], stack["kv"]))
     assert not graphs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("layer", "shape", "num_kv_heads"),
+    [
+        (one_head_for_all, (BATCH, MAX_LEN, HEAD_DIM), 1),
+        (one_growing_head, None, 1),
+        (torch_multi_head, None, NUM_HEADS),
+        (one_sequence, (MAX_LEN, NUM_KV_HEADS, HEAD_DIM), NUM_KV_HEADS),
+    ],
+)
+def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
+    layer: Layer, shape: tuple[int, ...] | None, num_kv_heads: int, policy: str
+) -> None:
+    caches = {name: torch.zeros(shape) for name in ("keys", "values")} if shape else {}
+    report = check_layer(layer, caches, policy, num_kv_heads)
+    for cache in caches.values():
+        assert isinstance(cache, PackedTensor)
+        assert cache.dim() == 3
+    assert {cache.shape[-1] for site in report.sites for cache in site.caches} == {HEAD_DIM}
+
+
+def test_attention_on_shared_latents_is_packed() -> None:
+    caches = {"latents": torch.zeros(BATCH, MAX_LEN, HEAD_DIM), "rotary": torch.zeros(BATCH, MAX_LEN, 16)}
+    check_layer(deepseek, caches, POLICIES[0], num_kv_heads=1)
+    assert isinstance(caches["latents"], PackedTensor)
+    assert type(caches["rotary"]) is Tensor
+
+
+def test_what_is_not_packed_of_caches_of_three_dimensions_is_as_it_was() -> None:
+    def step(
+        q: Tensor, k: Tensor, kept: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([kept[0], k], 1), torch.cat([kept[1], k], 1)
+        scores = torch.einsum("bnhd,bsd->bhns", q, keys).softmax(-1)
+        out = torch.einsum("bhns,bsd->bnhd", scores, values * 2)  # values are computed anew
+        for cache in caches:
+            cache[:, :1] = k
+        return F.scaled_dot_product_attention(out, *(x[:, None] for x in caches), enable_gqa=True), keys, values
+
+    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})
+    q, k = torch.randn(BATCH, NUM_HEADS, 3, HEAD_DIM), torch.randn(BATCH, 1, HEAD_DIM)
+    kept = torch.randn(BATCH, 5, HEAD_DIM), torch.randn(BATCH, 5, HEAD_DIM)
+    caches = torch.randn(BATCH, 9, HEAD_DIM), torch.randn(BATCH, 9, HEAD_DIM)
+    expected = step(q.transpose(1, 2), k, kept, tuple(x.clone() for x in caches))
+    out, keys, values = compiled(q.transpose(1, 2), k, kept, caches)
+    assert sorted(site.reason_code or "" for site in kvcompile.last_report().sites) == ["", "no_cache"]
+    assert all(isinstance(cache, PackedTensor) for cache in caches)
+    torch.testing.assert_close(out, expected[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close((keys, values), expected[1:])
