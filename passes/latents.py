@@ -89,7 +89,7 @@ def read_whole(root: Node) -> Read:
     shape = shape_of(root)
     orders = [axes for axes in CACHE_AXES if statically_known_true(shape[axes.index("h")] == 1)]
     axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
-    return Read(root, (), axes, shape[axes.index("t")], shape[3], num_heads=1)
+    return Read(root, (), axes, shape[axes.index("t")], shape[3], 1, shape[axes.index("b")])
 
 
 def views_of(root: Node, computing: Collection[Node]) -> set[Node]:

@@ -14,6 +14,8 @@ in the model                          in the functional graph
 ``cache.scatter_(2, index, k)``       ``scatter.src(cache, 2, expand(pos), k)``
 ``cache.copy_(where(m, k, cache))``   ``where(m, k, cache)``
 ``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
+``cache[a:b, :, pos] = k``            one of the above on ``slice(cache, 0, a, b)``,
+                                      put back by ``slice_scatter(cache, ..., 0)``
 ====================================  ===========================================
 
 Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
@@ -37,7 +39,7 @@ from kvcompile.passes.cache_axes import heads_first
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.tensor_axes import same_sizes
-from kvcompile.passes.trace_read import SAME_OPS, with_defaults
+from kvcompile.passes.trace_read import SAME_OPS, is_same_view, with_defaults
 
 aten = torch.ops.aten
 
@@ -57,6 +59,7 @@ class CacheWrite:
         normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
             ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
         moves: whether it moves tokens.
+        first_sequence: of some neighbouring sequences that it writes, an int or a node of one; None if it is all.
     """
 
     node: Node
@@ -66,6 +69,7 @@ class CacheWrite:
     own: tuple[Node, ...]
     normalise: Callable[[Graph], Normalised]
     moves: bool = False
+    first_sequence: Any = None
 
     @property
     def drops_tokens(self) -> bool:
@@ -225,25 +229,64 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
-    base, _, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
+    base, part, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
+    if axis == axes.index("b") and step == 1:
+        return _match_some_sequences(node, axes, role)
     if axis != axes.index("t") or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
-    value, own = _source(node)
-    num_tokens = _num_tokens(base, axes)
-    n = _num_tokens(node.args[1], axes)
+    written, own, first_sequence = node, (), None
+    if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
+        written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
+    value, read = _source(written)
+    num_tokens, shape = _num_tokens(base, axes), shape_of(written.args[1])
 
     def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
-        x = x.expand(_whole(node, axes, n))
-        return heads_first(x, axes), wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
+        x = heads_first(x.expand(shape), axes)
+        return x, wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
 
-    first = _first_of_slice(start, num_tokens)
-    return _write(node, base, "slice_scatter", axes, normalise, value, first, n, own=own)
+    first, n = _first_of_slice(start, num_tokens), shape[axes.index("t")]
+    write = _write(node, base, "slice_scatter", axes, normalise, value, first, n, own=(*own, *read))
+    return write if first_sequence is None else _of_some_sequences(write, first_sequence)
 
 
-def _first_of_slice(start: Any, num_tokens: Any) -> Any:
-    """The first position of a slice; a node of it may still be negative, and count from the end."""
+def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
+    """A write to a slice of the batch, which is then put back."""
+    part = node.args[1]
+    write = match_write(part, axes, role)
+    if write is None or write.first_sequence is not None or not _is_put_back(node, part):
+        raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
+    own = (part, write.base, *write.own)
+    write = replace(write, node=node, base=node.args[0], own=own)
+    return _of_some_sequences(write, _first_sequence(node, axes, role))
+
+
+def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
+    return replace(write, form=f"{write.form} of some sequences", first_sequence=first_sequence)
+
+
+def _is_put_back(scatter: Node, part: Node) -> bool:
+    """Whether ``scatter`` puts ``part``, a write to a slice, to where that was taken from."""
+    base, _, *place = with_defaults(scatter, None, None, 0, None, None, 1)
+    taken = part.args[0]
+    if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
+        return False
+    before, *taken_from = with_defaults(taken, None, 0, None, None, 1)
+    return is_same_view(before, base) and taken_from == place
+
+
+def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
+    """The first index of a slice of the batch, an int or a node of one."""
+    start = with_defaults(scatter, None, None, 0, None, None, 1)[3]
+    first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
+    if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
+        raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")
+    return first
+
+
+def _first_of_slice(start: Any, size: Any) -> Any:
+    """The first index of a slice; a node of it may still be negative, and count from the end."""
     start = 0 if start is None else start
-    return torch.sym_max(start + num_tokens, 0) if isinstance(start, int) and start < 0 else start
+    return torch.sym_max(start + size, 0) if isinstance(start, int) and start < 0 else start
 
 
 def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:

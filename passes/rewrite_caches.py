@@ -180,7 +180,7 @@ class CacheRewriter:
         if x is not None:
             if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
-            return insert_store(self.graph, state, layout, x, positions, valid)
+            return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
         if write.drops_tokens:
             return self._window(cache, layout, state, positions, write)
         return inline(self.graph, move_tokens, state, layout, positions)
@@ -190,7 +190,8 @@ class CacheRewriter:
         marker = attention.marker
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            k_data = self._read(attention.key_read, key)
+            data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
             ranges = head_ranges(attention.key_read, attention.value_read)
             assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
@@ -223,11 +224,15 @@ class CacheRewriter:
         return result
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
-        """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""
+        """The packed data that attention reads, inserted at the graph's insertion point if it is not all of a cache."""
         data = self.packed[read.root]
-        if not read.gathers:
+        if read.gathers:
+            return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        if read.first_sequence is None:
             return data
-        return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        first, count = (size_node(self.graph, size) for size in (read.first_sequence, read.num_sequences))
+        part: Node = inline(self.graph, lambda data, first, count: data.narrow(1, first, count), data, first, count)
+        return part
 
     def erase_logical(self, caches: list[Cache]) -> None:
         """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""

@@ -86,7 +86,9 @@ class Read:
         num_tokens: how many tokens, from the first on, are visible; of a pool, how many are read for a sequence.
         num_channels: how many channels, from the first on; of keys all of them.
         num_heads: how many heads.
+        num_sequences: how many sequences; of a pool, those of the query.
         first_head: the first of them.
+        first_sequence: the first of those; None if they are all.
         head_tiles: how often the operand has them in turn; within each turn, every head may be repeated besides.
     """
 
@@ -96,7 +98,9 @@ class Read:
     num_tokens: Size
     num_channels: Size
     num_heads: int
+    num_sequences: Size
     first_head: int = 0
+    first_sequence: Size | None = None
     head_tiles: int = 1
 
     @property
@@ -157,6 +161,14 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     if target is aten.repeat.default:
         return _repeat(node, dims)
     return _regroup(node, dims, role)
+
+
+def is_same_view(node: Any, other: Any) -> bool:
+    """Whether two arguments of nodes are one value, or the same views of one."""
+    if not isinstance(node, Node) or not isinstance(other, Node) or node is other:
+        return bool(node == other)
+    same_op = node.target is other.target and node.target in VIEW_OPS and node.kwargs == other.kwargs
+    return same_op and len(node.args) == len(other.args) and all(map(is_same_view, node.args, other.args))
 
 
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
@@ -278,7 +290,9 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         num_tokens,
         num_channels,
         num_heads=int(part.size),
+        num_sequences=chain[-1].meta["val"].shape[0] if chain else shape[axes.index("b")],
         first_head=0 if part.start is None else int(part.start),
+        first_sequence=next((factor.start for factor in dims[0] if factor.axis == axes.index("b")), None),
         head_tiles=math.prod(int(factor.size) for factor in turns),
     )
 
@@ -319,15 +333,14 @@ def _axes_in(factors: list[Factor]) -> list[int]:
 
 
 def _check_slices(dims: list[list[Factor]], shape: torch.Size, axes: str, role: str) -> None:
-    """Raise Refusal for a slice of anything but some heads, the first tokens, or the first channels of values.
+    """Raise Refusal for a slice of anything but sequences, heads, the first tokens, or the first channels of values.
 
     The first channels of values give the first channels of the output; a score takes all channels of its key.
     """
     for factor in (factor for dim in dims for factor in dim if factor.axis >= 0):
         axis, is_whole = axes[factor.axis], statically_known_true(factor.size == shape[factor.axis])
-        if axis == "b" or (axis == "d" and role != "value"):
-            if not is_whole:
-                raise Refusal(Reason.unknown_read, role=role, op="a slice of batch or channels")
-        elif axis != "h" and factor.start is not None and not statically_known_true(factor.start == 0):
+        if axis == "d" and role != "value" and not is_whole:
+            raise Refusal(Reason.unknown_read, role=role, op="a slice of channels")
+        if axis in "td" and factor.start is not None and not statically_known_true(factor.start == 0):
             what = "tokens" if axis == "t" else "channels"
             raise Refusal(Reason.unknown_read, role=role, op=f"a slice of {what} without the first")

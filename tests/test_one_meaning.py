@@ -47,7 +47,7 @@ def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
                 packed = PackedTensor.from_dense(getattr(layer, name), layout)
             else:
                 heads = config.num_key_value_heads
-                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, 2, model.device)
+                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, device=model.device)
             setattr(layer, name, packed)
     return cache
 

@@ -157,10 +157,6 @@ def every_other_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k[:, ::2], v[:, ::2])
 
 
-def heads_of_some_sequences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q[:1], k[:1], v[:1])
-
-
 def last_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, *(x.split([10, 60], 2)[1] for x in (k, v)))
 
@@ -179,7 +175,6 @@ def halves_exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 REFUSED: dict[Attend, str] = {
     every_other_head: "unknown_read",
-    heads_of_some_sequences: "unknown_read",
     last_tokens: "unknown_read",
     last_channels_of_values: "unknown_read",
     more_values_than_keys: "unknown_read",

@@ -159,8 +159,8 @@ def keys_become_8_bit_floats(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Te
     return sdpa(q, kc.to(torch.float8_e5m2).float(), vc)
 
 
-def write_of_some_sequences(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
-    kc[:1, :, 5:6] = k[:1]
+def write_of_whole_sequences(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    kc[:1] = k[:1]
     write(vc, v, pos)
     return sdpa(q, kc, vc)
 
@@ -217,7 +217,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
-    write_of_some_sequences: "unknown_write",
+    write_of_whole_sequences: "unknown_write",
     write_of_some_channels: "used_elsewhere",
     write_that_depends_on_the_channel: "unknown_write",
     sequences_in_another_order: "computed_from_cache",
