@@ -161,6 +161,30 @@ def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
     return out.reshape(n, BATCH, NUM_HEADS, HEAD_DIM).transpose(0, 1)
 
 
+def merged_heads(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """[B * H, S, D], as sequence-to-sequence toolkits have them: each head of each sequence is one of the batch."""
+    n = q.shape[1]
+    q, k, v = (x.transpose(1, 2).reshape(-1, n, HEAD_DIM) * 1 for x in (q, k, v))
+    for name, x in (("keys", k), ("values", v)):
+        caches[name] = torch.cat([caches[name], x], 1) if caches.get(name) is not None else x
+    kv_len = caches["keys"].shape[1]
+    scores = torch.baddbmm(torch.zeros(()), q, caches["keys"].mT, beta=0, alpha=HEAD_DIM**-0.5)
+    scores = scores.view(BATCH, NUM_HEADS, n, kv_len).masked_fill(~causal(n, kv_len, start), -torch.inf)
+    out = torch.bmm(scores.softmax(-1).view(-1, n, kv_len), caches["values"])
+    return out.view(BATCH, NUM_HEADS, n, HEAD_DIM).transpose(1, 2)
+
+
+def falcon(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
+    """[B * num_kv_heads, S, D], of fixed size here, seen as [B, num_kv_heads, S, D] by attention."""
+    n = q.shape[1]
+    for name, x in (("keys", k), ("values", v)):
+        caches[name][:, start : start + n] = x.transpose(1, 2).reshape(-1, n, HEAD_DIM)
+    keys, values = (caches[name].view(-1, NUM_KV_HEADS, MAX_LEN, HEAD_DIM) for name in ("keys", "values"))
+    visible = causal(n, MAX_LEN, start)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, visible, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
 def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
     """[S, H, D]: a program for one sequence; here the first."""
     end = start + q.shape[1]
@@ -208,6 +232,8 @@ def test_what_packed_caches_do_in_eager_code_is_not_compiled() -> None:
         (one_head_for_all, (BATCH, MAX_LEN, HEAD_DIM), 1),
         (one_growing_head, None, 1),
         (torch_multi_head, None, NUM_HEADS),
+        (merged_heads, None, NUM_HEADS),
+        (falcon, (BATCH * NUM_KV_HEADS, MAX_LEN, HEAD_DIM), NUM_KV_HEADS),
         (one_sequence, (MAX_LEN, NUM_KV_HEADS, HEAD_DIM), NUM_KV_HEADS),
     ],
 )
@@ -220,6 +246,29 @@ def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
         assert isinstance(cache, PackedTensor)
         assert cache.dim() == 3
     assert {cache.shape[-1] for site in report.sites for cache in site.caches} == {HEAD_DIM}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.view(NUM_KV_HEADS, BATCH, MAX_LEN, HEAD_DIM).transpose(0, 1),  # heads before sequences
+        lambda x: x.view(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)[:, 1:].expand(-1, NUM_KV_HEADS, -1, -1),
+        lambda x: x.view(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)[1:].expand(BATCH, -1, -1, -1),
+        lambda x: x.view(-1, MAX_LEN // 2, 2, HEAD_DIM).transpose(1, 2)[:BATCH],  # tokens in two parts
+    ],
+)
+def test_parts_of_a_dimension_that_are_not_all_sequences_and_heads_are_refused(read: Callable[[Tensor], Tensor]) -> None:
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys[:, 3:4], values[:, 3:4] = k, k
+        return F.scaled_dot_product_attention(q, read(keys), read(values), enable_gqa=True)
+
+    q, k = torch.randn(BATCH, NUM_HEADS, 1, HEAD_DIM), torch.randn(BATCH * NUM_KV_HEADS, 1, HEAD_DIM)
+    caches = [torch.randn(BATCH * NUM_KV_HEADS, MAX_LEN, HEAD_DIM) for _ in range(2)]
+    expected = step(q, k, *(x.clone() for x in caches))
+    out = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})(q, k, *caches)
+    torch.testing.assert_close(out, expected)
+    (site,) = kvcompile.last_report().sites
+    assert site.reason_code == "unknown_read"
 
 
 def test_attention_on_shared_latents_is_packed() -> None:
