@@ -29,6 +29,7 @@ from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import pack_blocks, read_tokens
 from kvcompile.kernels.residual import header_of
+from kvcompile.packed_flex import let_flex_attention_read
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.passes.cache_axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
@@ -429,3 +430,6 @@ def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
     """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
     tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+let_flex_attention_read(PackedTensor)

@@ -234,18 +234,19 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         return _match_some_sequences(node, axes, role)
     if axis != axes.index("t") or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
-    written, own, first_sequence = node, (), None
+    written, first_sequence = node, None
+    own: tuple[Node, ...] = ()
     if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
         written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
     value, read = _source(written)
-    num_tokens, shape = _num_tokens(base, axes), shape_of(written.args[1])
+    num_tokens = _num_tokens(base, axes)
 
-    def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
+    def normalise(x: Tensor, first: Any, *shape: Any) -> tuple[Tensor, Tensor, None]:
         x = heads_first(x.expand(shape), axes)
-        return x, wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
+        return x, wrapped(torch.arange(x.shape[2], device=x.device) + first, num_tokens), None
 
-    first, n = _first_of_slice(start, num_tokens), shape[axes.index("t")]
-    write = _write(node, base, "slice_scatter", axes, normalise, value, first, n, own=(*own, *read))
+    first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
+    write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=(*own, *read))
     return write if first_sequence is None else _of_some_sequences(write, first_sequence)
 
 
