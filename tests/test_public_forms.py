@@ -19,7 +19,7 @@ from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 64, 140
-CHUNKS = (70, 5, 1, 1)
+CHUNKS = (70, 5, 1)
 POLICIES = ["int8_per_token_head", "turboquant_4bit_nc"]
 
 Caches = dict[str, Tensor]
@@ -193,8 +193,7 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) ->
     return by_products(q[:1], repeat_kv(keys), repeat_kv(values), causal(q.shape[1], end, start))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layer", [llama, mistral])
+@pytest.mark.parametrize(("layer", "policy"), [(llama, POLICIES[0]), (mistral, POLICIES[1])])
 def test_a_cache_of_its_own_tensors_is_packed(layer: Layer, policy: str) -> None:
     caches = sequences_first("keys", "values")
     check_layer(layer, caches, policy)
@@ -225,16 +224,15 @@ def test_what_packed_caches_do_in_eager_code_is_not_compiled() -> None:
     assert not graphs
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("layer", "shape", "num_kv_heads"),
+    ("layer", "shape", "num_kv_heads", "policy"),
     [
-        (one_head_for_all, (BATCH, MAX_LEN, HEAD_DIM), 1),
-        (one_growing_head, None, 1),
-        (torch_multi_head, None, NUM_HEADS),
-        (merged_heads, None, NUM_HEADS),
-        (falcon, (BATCH * NUM_KV_HEADS, MAX_LEN, HEAD_DIM), NUM_KV_HEADS),
-        (one_sequence, (MAX_LEN, NUM_KV_HEADS, HEAD_DIM), NUM_KV_HEADS),
+        (one_head_for_all, (BATCH, MAX_LEN, HEAD_DIM), 1, "int4"),
+        (one_growing_head, None, 1, "int8_per_token_head"),
+        (torch_multi_head, None, NUM_HEADS, "turboquant_4bit_nc"),
+        (merged_heads, None, NUM_HEADS, "int4"),
+        (falcon, (BATCH * NUM_KV_HEADS, MAX_LEN, HEAD_DIM), NUM_KV_HEADS, "turboquant_4bit_nc"),
+        (one_sequence, (MAX_LEN, NUM_KV_HEADS, HEAD_DIM), NUM_KV_HEADS, "int8_per_token_head"),
     ],
 )
 def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
@@ -257,7 +255,9 @@ def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
         lambda x: x.view(-1, MAX_LEN // 2, 2, HEAD_DIM).transpose(1, 2)[:BATCH],  # tokens in two parts
     ],
 )
-def test_parts_of_a_dimension_that_are_not_all_sequences_and_heads_are_refused(read: Callable[[Tensor], Tensor]) -> None:
+def test_parts_of_a_dimension_other_than_all_sequences_and_heads_are_refused(
+    read: Callable[[Tensor], Tensor],
+) -> None:
     def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys[:, 3:4], values[:, 3:4] = k, k
         return F.scaled_dot_product_attention(q, read(keys), read(values), enable_gqa=True)
