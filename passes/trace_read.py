@@ -130,6 +130,9 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
         root, chain = root.args[0], (root, *chain)
     shape = root.meta["val"].shape
     if len(shape) != 4:
+        if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
+            detail = f"the cache is seen in {len(shape)} dimensions there"
+            raise Refusal(Reason.unknown_write, role=role, op=root.target, detail=detail)
         raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
     dims = [[Factor(axis, size)] for axis, size in enumerate(shape)]
     for node in chain:
@@ -290,6 +293,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     gathers = bool(chain) and chain[0].target is GATHER_SLOTS
     axes = _axes_of_root(dims, shape, gathers) if len(dims) == 4 else None
     if axes is None:
+        _check_channels(root, dims, role)
         raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
     _check_slices(dims, shape, axes, role)
     head_axis, token_axis = axes.index("h"), axes.index("t")
@@ -363,6 +367,19 @@ def _divides(dims: list[list[Factor]], batch: int) -> bool:
 
 def _axes_in(factors: list[Factor]) -> list[int]:
     return [factor.axis for factor in factors if not factor.is_one]
+
+
+def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
+    """Raise Refusal if the last dimension of a cache is not that of channels."""
+    last = [[factor for factor in dim if factor.axis == 3 and not factor.is_one] for dim in dims]
+    if any(factor.part is not None for dim in last for factor in dim):
+        detail = "it holds several heads"
+    elif any(last[:-1]):
+        held = next(what for what, dim in zip(("sequences", "heads", "tokens"), last, strict=False) if dim)
+        detail = f"it holds {held}"
+    else:
+        return
+    raise Refusal(Reason.channels_not_last, role=role, shape=list(root.meta["val"].shape), detail=detail)
 
 
 def _check_slices(dims: list[list[Factor]], shape: torch.Size, axes: str, role: str) -> None:

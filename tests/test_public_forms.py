@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import kvcompile
 from kvcompile.packed_stack import PackedStack
@@ -271,6 +272,54 @@ def test_parts_of_a_dimension_other_than_all_sequences_and_heads_are_refused(
     assert site.reason_code == "unknown_read"
 
 
+def merged_channels(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, MAX_LEN, -1)  # [B, S, C], as Whisper has it
+    keys[:, 3:4] = k.flatten(2)
+    return keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+
+
+def transposed(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN)  # as GPT-2 and MPT have it
+    keys[..., 3:4] = k.permute(0, 2, 3, 1)
+    return keys.mT
+
+
+def flattened(k: Tensor, keys: Tensor) -> Tensor:
+    keys.view(-1, NUM_KV_HEADS, HEAD_DIM).index_copy_(0, torch.arange(BATCH) * MAX_LEN, k[:, 0])
+    return keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+
+
+def added(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM)
+    keys.add_(k * F.one_hot(torch.tensor(3), MAX_LEN)[:, None, None])  # as T5X does
+    return keys.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("write", "shape", "code", "detail"),
+    [
+        (merged_channels, (BATCH, MAX_LEN, -1), "channels_not_last", "it holds several heads"),
+        (transposed, (BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN), "channels_not_last", "it holds tokens"),
+        (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "seen in 3 dimensions"),
+        (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "every token of the cache anew"),
+    ],
+)
+def test_a_cache_that_cannot_be_packed_is_refused_for_what_it_is(
+    write: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], code: str, detail: str
+) -> None:
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, write(k, keys), write(k, values), enable_gqa=True)
+
+    q, k = torch.randn(BATCH, NUM_HEADS, 1, HEAD_DIM), torch.randn(BATCH, 1, NUM_KV_HEADS, HEAD_DIM)
+    caches = [torch.randn(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).view(shape).clone() for _ in range(2)]
+    expected = step(q, k, *(x.clone() for x in caches))
+    out = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})(q, k, *caches)
+    torch.testing.assert_close(out, expected)
+    (site,) = kvcompile.last_report().sites
+    assert site.reason_code == code
+    assert detail in str(site.reason)
+
+
 def test_attention_on_shared_latents_is_packed() -> None:
     caches = {"latents": torch.zeros(BATCH, MAX_LEN, HEAD_DIM), "rotary": torch.zeros(BATCH, MAX_LEN, 16)}
     check_layer(deepseek, caches, POLICIES[0], num_kv_heads=1)
@@ -299,3 +348,19 @@ def test_what_is_not_packed_of_caches_of_three_dimensions_is_as_it_was() -> None
     assert all(isinstance(cache, PackedTensor) for cache in caches)
     torch.testing.assert_close(out, expected[0], rtol=0.05, atol=0.05)
     torch.testing.assert_close((keys, values), expected[1:])
+
+
+def test_a_returned_cache_is_the_callers_beside_weights_of_a_tensor_subclass() -> None:
+    weight = TwoTensor(torch.eye(HEAD_DIM), torch.eye(HEAD_DIM))
+
+    def step(q: Tensor, k: Tensor, v: Tensor, caches: Caches, weight: Tensor) -> Tensor:
+        return llama(q @ weight, k, v, caches, 3)
+
+    caches = sequences_first("keys", "values")
+    run = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
+    for _ in range(2):
+        q, k, v = (torch.randn(BATCH, 1, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+        assert isinstance(run(q, k, v, caches, weight), TwoTensor)
+        for cache, x in zip(caches.values(), (k, v), strict=True):
+            assert isinstance(cache, PackedTensor)
+            torch.testing.assert_close(cache.dequantize()[:, 3:4], x, rtol=0, atol=0.05)
