@@ -301,7 +301,7 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
         (merged_channels, (BATCH, MAX_LEN, -1), "channels_not_last", "it holds several heads"),
         (transposed, (BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN), "channels_not_last", "it holds tokens"),
         (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "seen in 3 dimensions"),
-        (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "every token of the cache anew"),
+        (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces all of the cache"),
     ],
 )
 def test_a_cache_that_cannot_be_packed_is_refused_for_what_it_is(
