@@ -133,7 +133,7 @@ class _States:
         """What is no state of a cache reads one without that dimension; the states without it are erased."""
         for node, state in self.widened.items():
             known = {*self.widened, *self.widened.values()}
-            others = [user for user in node.users if user not in known and user.target is not aten.copy_.default]
+            others = [user for user in node.users if user not in known and not _writes_back(user, node)]
             if others:
                 squeezed = self._squeezed(state)
                 for user in others:
@@ -260,8 +260,8 @@ def _where(states: _States, mask: Node, value: Node, other: Node) -> _Args:
 
 
 def _cat(states: _States, tensors: list[Node], dim: int = 0) -> _Args:
-    if tensors[0] not in states.widened:
-        return None
+    if tensors[0] not in states.widened or any(tensor.meta["val"].dim() < 3 for tensor in tensors[1:]):
+        return None  # PyTorch takes an empty tensor of one dimension for one of any
     return [states.operand(tensor) for tensor in tensors], states.dim(tensors[0], dim)
 
 
@@ -287,11 +287,15 @@ def _narrow(graph: Graph, placeholder: Node) -> None:
     with graph.inserting_before(_behind_placeholders(placeholder)):
         state = _call(graph, aten.unsqueeze.default, placeholder, _NEW)
     for user in users:
-        if user.target is aten.copy_.default and user.args[0] is placeholder:
+        if _writes_back(user, placeholder):
             with graph.inserting_before(user):
                 user.args = (placeholder, _call(graph, aten.squeeze.dim, user.args[1], _NEW))
         else:
             user.replace_input_with(placeholder, state)
+
+
+def _writes_back(node: Node, placeholder: Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0] is placeholder
 
 
 def _behind_placeholders(node: Node) -> Node:
