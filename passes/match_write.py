@@ -39,7 +39,7 @@ from kvcompile.passes.cache_axes import heads_first
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.tensor_axes import same_sizes
-from kvcompile.passes.trace_read import SAME_OPS, is_same_view, with_defaults
+from kvcompile.passes.trace_read import SAME_OPS, views_alike, with_defaults
 
 aten = torch.ops.aten
 
@@ -272,7 +272,7 @@ def _is_put_back(scatter: Node, part: Node) -> bool:
     if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
         return False
     before, *taken_from = with_defaults(taken, None, 0, None, None, 1)
-    return is_same_view(before, base) and taken_from == place
+    return views_alike(before, base) and taken_from == place
 
 
 def _first_sequence(scatter: Node, axes: str, role: str) -> Any:

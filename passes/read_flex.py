@@ -11,6 +11,7 @@ import operator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -159,14 +160,15 @@ def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
 def _visible(writer: GraphWriter, mask: _BlockMask, key: Node, indices: list[Node]) -> Node | None:
     """Which keys are seen, bool and broadcast against [batch, num_heads, q_len, kv_len]; None if all are."""
     result = output_of(mask.mask_mod)
-    shows_all = getattr(read_call(result), "name", "") == "new_ones"
+    call = read_call(result) if isinstance(result, Node) else None
+    shows_all = call is not None and call.name == "new_ones"
     has_one_block = all(size >= _ALL_IN_ONE_BLOCK for size in mask.block_size)
     if shows_all and has_one_block:
         return None
     of_all_scores = AllScores(writer, dict(zip(_placeholders(mask.mask_mod), (*indices, *mask.captured), strict=True)))
     visible = of_all_scores.four_dimensional(result)
-    if value_of(visible).dtype is not torch.bool:
-        raise NotUnderstood("its mask_mod does not return a bool")
+    if not isinstance(value_of(visible), Tensor) or value_of(visible).dtype is not torch.bool:
+        raise NotUnderstood("its mask_mod does not return a bool tensor")
     if has_one_block:
         return visible
     visible = writer.call(torch.logical_and, visible, _in_blocks(writer, mask.partial, mask.block_size, key, indices))

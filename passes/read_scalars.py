@@ -134,7 +134,7 @@ def _is_index(index: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def output_of(function: GraphModule) -> Node:
-    """The result of a traced function."""
-    (result,) = torch.utils._pytree.tree_leaves(function.graph.output_node().args[0])
+def output_of(function: GraphModule) -> Any:
+    """The result of a traced function: a node, or a constant."""
+    (result,) = tree_leaves(function.graph.output_node().args[0])
     return result

@@ -155,7 +155,9 @@ def _name(node: Node) -> str | None:
             return None
     else:
         return None
-    if name.endswith("_") and not name.endswith("__"):
+    if name.endswith("__"):
+        name = name.strip("_")  # ``Tensor.__eq__``
+    elif name.endswith("_"):
         name = name[:-1]
     return _SYNONYMS.get(name, name)
 

@@ -170,12 +170,12 @@ def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     return _regroup(node, dims, role)
 
 
-def is_same_view(node: Any, other: Any) -> bool:
+def views_alike(node: Any, other: Any) -> bool:
     """Whether two arguments of nodes are one value, or the same views of one."""
     if not isinstance(node, Node) or not isinstance(other, Node) or node is other:
         return bool(node == other)
     same_op = node.target is other.target and node.target in VIEW_OPS and node.kwargs == other.kwargs
-    return same_op and len(node.args) == len(other.args) and all(map(is_same_view, node.args, other.args))
+    return same_op and len(node.args) == len(other.args) and all(map(views_alike, node.args, other.args))
 
 
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
