@@ -20,7 +20,7 @@ from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 64, 140
-CHUNKS = (70, 5, 1)
+CHUNKS = (70, 1)
 POLICIES = ["int8_per_token_head", "turboquant_4bit_nc"]
 
 Caches = dict[str, Tensor]
