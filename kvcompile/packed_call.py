@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.errors import AliasedCacheError
-from kvcompile.input_places import Concealed
+from kvcompile.input_places import Concealed, revealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
@@ -78,7 +78,7 @@ class PackedCall:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if self._conceals:
-            args[:] = [arg.cache if isinstance(arg, Concealed) else arg for arg in args]
+            args[:] = revealed(args)
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         new_tokens = [read(args) for _, read in self._inputs]
         args[:] = with_parts(args, self._stacks)
@@ -211,9 +211,10 @@ class AdoptingCall:
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
-        if self._conceals:
-            args = tuple(Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
-        return self._compiled(*args)
+        if not self._conceals:
+            return self._compiled(*args)
+        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
+        return revealed(self._compiled(*concealed))  # a model may return a cache that it was given
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:

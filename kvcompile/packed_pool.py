@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_subclass import PackedSubclass
@@ -89,6 +90,7 @@ class PackedPool(PackedSubclass):
         return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_pool_ops import dispatch_pool
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool, packed_of, slots_of
@@ -126,6 +127,7 @@ class PackedStack(PackedSubclass):
         return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_stack_ops import dispatch_stack
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
@@ -30,10 +31,10 @@ from kvcompile.kernels.packing import pack_blocks, read_tokens
 from kvcompile.kernels.residual import header_of
 from kvcompile.packed_flex import let_flex_attention_read
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.passes.cache_axes import CACHE_AXES, SLOT_AXES
+from kvcompile.passes.cache_axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
-WHOLE_AXES = frozenset((*CACHE_AXES, SLOT_AXES))
+WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
 """The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 STORED_AXES = "bhtd"
@@ -136,7 +137,8 @@ class PackedTensor(PackedSubclass):
             x: a cache with its dimensions in the order ``axes``.
             layout: format and role; its ``head_dim`` must be that of ``x``.
             axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``;
-                ``thd`` for a pool of slots [num_slots, heads, head_dim].
+                without the ``h`` of one head or the ``b`` of one sequence, such as ``thd`` for a pool of slots
+                [num_slots, heads, head_dim].
             growing: whether the cache grows by concatenation.
         """
         result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
@@ -167,7 +169,8 @@ class PackedTensor(PackedSubclass):
         if axes not in WHOLE_AXES:
             raise ValueError(
                 f"axes are {axes!r}; they are those of [batch, heads, tokens, head_dim] in some order, "
-                f"{', '.join(CACHE_AXES)}, or {SLOT_AXES}, those of a pool of slots [num_slots, heads, head_dim]"
+                f"{', '.join(CACHE_AXES)}; or of these without that of one head or one sequence, "
+                f"{', '.join(RANK_3_AXES)}; a pool of slots [num_slots, heads, head_dim] is {SLOT_AXES}"
             )
         if len(shape) != len(axes) or shape[-1] != layout.head_dim:
             raise ValueError(
@@ -268,7 +271,7 @@ class PackedTensor(PackedSubclass):
         A cache that grows is its own only until it is appended to, so that it may as well be a copy of a view; a write
         to one of fixed size has to reach the cache that it views.
         """
-        return self.growing and self.axes in CACHE_AXES and self.packed_layout.residual is None
+        return self.growing and self.axes in WHOLE_AXES and self.packed_layout.residual is None
 
     def whole(self) -> PackedTensor:
         """This cache if it :attr:`is_whole`, else a copy, which :attr:`can_be_copied_whole`."""
@@ -366,6 +369,7 @@ class PackedTensor(PackedSubclass):
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_ops import dispatch
 

@@ -15,6 +15,9 @@ aten = ops.aten
 CACHE_AXES = ("bhtd", "bthd", "tbhd", "thbd", "hbtd", "htbd")
 """The orders that a cache may have, the likelier first: where sizes are 1, several may fit."""
 
+RANK_3_AXES = ("btd", "tbd", "htd", "thd")
+"""Those of a cache of one head, or of one sequence, that has no dimension of it."""
+
 SLOT_AXES = "thd"
 BLOCK_AXES = ("nthd", "nhtd")
 
@@ -22,13 +25,26 @@ _SWAPPED = (0, 2, 1, 3)
 
 
 def heads_first(x: Tensor, axes: str) -> Tensor:
-    """[batch, heads, tokens, channels] from a tensor in the order ``axes``."""
+    """[batch, heads, tokens, channels] from a tensor in the order ``axes``, of four dimensions or three."""
+    if len(axes) == 3:
+        x, axes = x.unsqueeze(-2), rank_4_axes(axes)
     return x if axes == "bhtd" else x.permute([axes.index(axis) for axis in "bhtd"])
 
 
 def in_order(x: Tensor, axes: str) -> Tensor:
     """Inverse of :func:`heads_first`."""
     return x if axes == "bhtd" else x.permute(["bhtd".index(axis) for axis in axes])
+
+
+def rank_4_axes(axes: str) -> str:
+    """The order of a cache of three dimensions with a fourth in front of its channels."""
+    (missing,) = set("bhtd").difference(axes)
+    return f"{axes[:-1]}{missing}{axes[-1]}"
+
+
+def rank_3_axes(axes: str) -> str:
+    """Inverse of :func:`rank_4_axes`."""
+    return axes[:-2] + axes[-1]
 
 
 def permutes_vectors(node: Node) -> bool:

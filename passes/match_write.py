@@ -310,17 +310,19 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, axis, index, value = node.args
     if axis % 4 != axes.index("t"):
         raise _refuse(node, role, f"it scatters along dimension {axis}")
-    source, n = index, _num_tokens(index, axes)
-    if index.target is aten.expand.default:
-        source = index.args[0]
+    n = _num_tokens(index, axes)
+    source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
     shape = shape_of(source)
     whole = _whole(node, axes, n)
-    constant = len(shape) == 4 and _has_size_1(shape, axes)
-    if not constant or not same_sizes(shape_of(index), whole):
+    if len(shape) != 4 or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
-
     num_tokens = _num_tokens(base, axes)
     batch = shape[axes.index("b")]
+    all_batches = (1, whole[axes.index("b")])
+    if not statically_known_true(_num_tokens(source, axes) == n) or not any(
+        statically_known_true(batch == size) for size in all_batches
+    ):
+        raise _refuse(node, role, "its index repeats positions")
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
         pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)

@@ -76,6 +76,11 @@ class Reason(enum.Enum):
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
         "read the whole cache or its first tokens, through views, and hide the rest with a mask",
     )
+    channels_not_last = (
+        "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
+        "cache keys and values in an order that ends in head_dim: divide them into heads before they are cached, and "
+        "transpose keys where they are multiplied",
+    )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",
         "write vectors of all heads, with index_copy_, an index or slice assignment, scatter_, copy_ or cat",

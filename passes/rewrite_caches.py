@@ -228,6 +228,10 @@ class CacheRewriter:
         data = self.packed[read.root]
         if read.gathers:
             return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        if read.divides_batch:
+            sizes = [size_node(self.graph, size) for size in (read.num_sequences, read.num_heads)]
+            divided: Node = inline(self.graph, lambda data, *sizes: data.unflatten(1, sizes).squeeze(3), data, *sizes)
+            return divided
         if read.first_sequence is None:
             return data
         first, count = (size_node(self.graph, size) for size in (read.first_sequence, read.num_sequences))

@@ -108,6 +108,9 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "fill_ of a slice with zero": lambda c, x: c[:, :, 60:].fill_(0),
     "index_fill_ with zero": lambda c, x: c.index_fill_(2, torch.tensor([1, 65]), 0.0),
     "scatter_": lambda c, x: c.scatter_(2, torch.tensor([4, 69])[:, None].expand(2, 3, 2, HEAD_DIM), x),
+    "scatter_ of a repeated index": lambda c, x: c.scatter_(
+        2, torch.tensor([4, 69])[:, None].repeat(2, 3, 1, HEAD_DIM), x[:, :, :2]
+    ),
     "scatter_ per head": lambda c, x: c.scatter_(
         2, (torch.arange(12) * 6).reshape(2, 3, 2, 1).expand(2, 3, 2, HEAD_DIM), x[:, :, :2]
     ),
@@ -199,7 +202,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "accumulating index_put_": lambda c: c.index_put_((torch.tensor([1]),), torch.ones(HEAD_DIM), accumulate=True),
     "a mask of channels": lambda c: c.__setitem__(c.dequantize() > 0, 1.0),
     "indexed channels": lambda c: c.__setitem__((slice(None), slice(None), torch.tensor([1]), torch.tensor([2])), 1.0),
-    "scatter_ of single elements": lambda c: c.scatter_(2, torch.zeros(2, 3, 1, HEAD_DIM, dtype=torch.long), 1.0),
+    "scatter_ of single elements": lambda c: c.scatter_(2, torch.arange(HEAD_DIM).expand(2, 3, 1, -1), 1.0),
     "scatter_ along channels": lambda c: c.scatter_(3, torch.zeros(2, 3, 1, 1, dtype=torch.long), 1.0),
     "an out= argument": lambda c: torch.add(torch.ones(1), torch.ones(1), out=c),
     "a slice of channels": lambda c: c[..., :8].zero_(),

@@ -223,7 +223,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     sequences_in_another_order: "computed_from_cache",
     heads_in_another_order: "computed_from_cache",
     tokens_in_another_order_for_this_attention: "not_written_back",
-    write_through_a_view_of_the_storage: "no_cache",
+    write_through_a_view_of_the_storage: "unknown_write",
     the_graph_depends_on_data_in_between: "plain_read_only",
 }
 """Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
