@@ -2,7 +2,7 @@
 
     python docs/sweep.py                          # all of them: half an hour on a few cores
     python docs/sweep.py --architectures llama,t5 # these; the others stay as they are in coverage.json
-    python docs/sweep.py --missing                # those that are not in coverage.json yet
+    python docs/sweep.py --missing                # cases that are not in coverage.json yet
 
 Every architecture runs in a process of its own with each attention implementation and kind of cache that it has
 (``docs/sweep_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
@@ -19,33 +19,34 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
-from sweep_case import MAX_ERROR, STEPS, CaseResult, run_case
+from sweep_case import MAX_ERROR, STEPS, CacheKind, CaseResult, Implementation, run_case
 from sweep_models import ARCHITECTURES
 
 FOLDER = Path(__file__).parent
-CASES = [(attention, cache) for attention in ("sdpa", "eager") for cache in ("static", "dynamic")]
+Cases = Sequence[tuple[Implementation, CacheKind]]
+CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for cache in get_args(CacheKind)]
 TIMEOUT = 900
 """Seconds for one architecture."""
 
 Results = dict[str, list[CaseResult]]
 
 
-def run_all(architectures: Sequence[str], jobs: int) -> Iterator[tuple[str, list[CaseResult]]]:
-    """All cases of each architecture, as they are finished; ``jobs`` processes at a time.
+def run_all(architectures: Mapping[str, Cases], jobs: int) -> Iterator[tuple[str, list[CaseResult]]]:
+    """Those cases of each architecture, as they are finished; ``jobs`` processes at a time.
 
     A process that dies or hangs takes the cases with it that it has not finished.
     """
     torch.set_num_threads(1)  # the models are small; and a process without threads can be forked
     run_case("gpt2", "sdpa", "static")  # what is set up once, is set up before the first fork
-    waiting, running = list(architectures), []
+    waiting, running = list(architectures.items()), []
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(Run(waiting.pop(0), Path(folder)))
+                running.append(Run(*waiting.pop(0), Path(folder)))
             done = [run for run in running if run.is_over()]
             yield from ((run.architecture, run.results()) for run in done)
             running = [run for run in running if run not in done]
@@ -55,8 +56,9 @@ def run_all(architectures: Sequence[str], jobs: int) -> Iterator[tuple[str, list
 class Run:
     """The cases of one architecture in a process of its own, which writes a line of JSON for each."""
 
-    def __init__(self, architecture: str, folder: Path) -> None:
+    def __init__(self, architecture: str, cases: Cases, folder: Path) -> None:
         self.architecture = architecture
+        self._cases = cases
         self._file = folder / f"{architecture}.jsonl"
         self._end = time.monotonic() + TIMEOUT
         self._process = multiprocessing.get_context("fork").Process(target=self._write)
@@ -64,7 +66,7 @@ class Run:
 
     def _write(self) -> None:
         with self._file.open("w", encoding="utf-8", buffering=1) as file:
-            for attention, cache in CASES:
+            for attention, cache in self._cases:
                 file.write(json.dumps(run_case(self.architecture, attention, cache).to_dict()) + "\n")
 
     def is_over(self) -> bool:
@@ -78,7 +80,7 @@ class Run:
         finished = [CaseResult(**json.loads(line)) for line in lines if line.endswith("}")]
         known = {(case.attention, case.cache) for case in finished}
         ending = f"its process ended with {self._process.exitcode}"
-        lost = (case for case in CASES if case not in known)
+        lost = (case for case in self._cases if case not in known)
         return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
 
 
@@ -186,7 +188,7 @@ def load(path: Path) -> Results:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", help="names, separated by commas; default: all")
-    parser.add_argument("--missing", action="store_true", help="only those that coverage.json does not have yet")
+    parser.add_argument("--missing", action="store_true", help="only cases that coverage.json does not have yet")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
     options = parser.parse_args(arguments)
@@ -196,10 +198,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(ARCHITECTURES)}")
     store = options.folder / "coverage.json"
     results = load(store)
+    wanted: dict[str, Cases] = dict.fromkeys(names, CASES)
     if options.missing:
-        names = [name for name in names if name not in results]
-    for name, cases in run_all(names, options.jobs):
-        results[name] = cases
+        known = {name: [(case.attention, case.cache) for case in results.get(name, [])] for name in names}
+        wanted = {name: missing for name in names if (missing := [case for case in CASES if case not in known[name]])}
+    for name, cases in run_all(wanted, options.jobs):
+        results[name] = cases = [*(results.get(name, []) if options.missing else []), *cases]
         print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ", flush=True)
         data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
         store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")

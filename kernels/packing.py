@@ -28,7 +28,12 @@ def empty_packed(layout: PackedLayout, num_tokens: int, batch: int, num_kv_heads
 
 
 def write_tokens(
-    data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None = None
+    data: Tensor,
+    layout: PackedLayout,
+    x: Tensor,
+    positions: Tensor,
+    valid: Tensor | None = None,
+    first_sequence: int | None = None,
 ) -> Tensor:
     """``data`` with the tokens ``x`` encoded at ``positions``; ``data`` itself is not changed.
 
@@ -38,14 +43,24 @@ def write_tokens(
         positions: int64 [n], or [batch, n] for positions of each sequence; every one within the cache and, within a
             sequence, distinct.
         valid: optional bool, same shape as ``positions``; where False the slot keeps its bytes.
+        first_sequence: the sequence of ``data`` that is the first of ``x``, if ``data`` has others besides.
     """
+
+    def part(data: Tensor) -> Tensor:
+        return data if first_sequence is None else data.narrow(1, first_sequence, x.shape[0])
+
     if layout.residual is None:
-        return data.index_put(*_byte_update(data, layout, x, positions, valid))
-    if is_few(x) and x.shape[2]:
-        return data.index_put(*token_update(data, layout, x, positions, valid).scatter(layout))
-    data = data.clone()
-    write_tokens_(data, layout, x, positions, valid)
-    return data
+        index, values = _byte_update(part(data), layout, x, positions, valid)
+    elif is_few(x) and x.shape[2]:
+        index, values = token_update(part(data), layout, x, positions, valid).scatter(layout)
+    else:
+        data = data.clone()
+        write_tokens_(part(data), layout, x, positions, valid)
+        return data
+    if first_sequence is not None:
+        block, sequence, head, byte = index
+        index = block, sequence + first_sequence, head, byte
+    return data.index_put(index, values)
 
 
 def write_tokens_(

@@ -13,25 +13,22 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import packed_of
 from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import AXES_OF_WHOLE
-from kvcompile.passes.cache import HEADS_FIRST_POOL
 
 
 class AdoptionError(KVCompileError):
     """A plain cache cannot be adopted; the message says why. The cache is as it was."""
 
 
-def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedSubclass:
+def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedSubclass:
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
     Every name, list or module attribute that holds ``plain`` holds the packed cache afterwards, attributes that were
     set on the object are kept, and the plain storage is freed.
 
     Args:
-        plain: [batch, heads, tokens, head_dim], [batch, tokens, heads, head_dim], or a pool: [num_slots, heads,
-            head_dim], [num_blocks, block_size, heads, head_dim] or [num_blocks, heads, block_size, head_dim].
+        plain: a cache or a pool, with its dimensions in the order ``axes``.
         layout: format and role of the packed cache.
-        token_dim: 2 or 1: the dimension of tokens; 0 for a pool, HEADS_FIRST_POOL for the last of them.
+        axes: an order of :mod:`kvcompile.passes.cache_axes`.
         growing: whether the cache grows by concatenation.
 
     Returns:
@@ -41,8 +38,8 @@ def adopt(plain: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool 
         AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
             something holds a weak reference to it), or the format cannot hold it.
     """
-    check_adoptable(plain, {(): (layout, token_dim)})
-    _swap(plain, packed_of(plain, layout, token_dim, growing=growing))
+    check_adoptable(plain, {(): (layout, axes)})
+    _swap(plain, packed_of(plain, layout, axes, growing=growing))
     assert isinstance(plain, PackedSubclass)
     return plain
 
@@ -52,7 +49,7 @@ def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] |
     each in memory of its own.
 
     Args:
-        plain: [batch, heads, tokens, head_dim] or [batch, tokens, heads, head_dim] without its stacked dimensions.
+        plain: a cache or a pool without its stacked dimensions.
         parts: how its packed parts are stored.
         stacked_dims: its first dimensions by default.
 
@@ -68,8 +65,8 @@ def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] |
 def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
     """Raises AdoptionError if :func:`adopt_stack` with these arguments would, or :func:`adopt` of the part ``()``."""
     reason = _why_not_plain(plain)
-    for index, (layout, token_dim) in parts.items():
-        reason = reason or _why_not_packable(plain, len(index), layout, token_dim)
+    for index, (layout, axes) in parts.items():
+        reason = reason or _why_not_packable(plain, len(index), layout, axes)
     if reason is not None:
         raise _refusal(plain, reason)
 
@@ -86,19 +83,11 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
     return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
 
 
-def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, token_dim: int) -> str | None:
+def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
     """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
-    axes = AXES_OF_WHOLE.get(0 if token_dim == HEADS_FIRST_POOL else token_dim, "")
-    block_dims = int(token_dim == HEADS_FIRST_POOL or (token_dim == 0 and plain.dim() == stack_dims + 4))
-    if (
-        plain.dim() != stack_dims + block_dims + len(axes)
-        or plain.shape[-1] != layout.head_dim
-        or not plain.is_floating_point()
-    ):
-        return (
-            f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim} with tokens along "
-            f"dimension {token_dim}"
-        )
+    has_dims = plain.dim() == stack_dims + len(axes) and plain.shape[-1] == layout.head_dim
+    if not has_dims or not plain.is_floating_point():
+        return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
     return None

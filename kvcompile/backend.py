@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,16 @@ from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedStack
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import AXES_OF_WHOLE, PackedTensor
-from kvcompile.passes.cache import HEADS_FIRST_POOL
+from kvcompile.packed_tensor import WHOLE_AXES, PackedTensor
+from kvcompile.passes.cache_axes import BLOCK_AXES, RANK_3_AXES, rank_4_axes
 from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.page_pools import page_pools
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.rank_3_caches import widen_rank_3_caches
 from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.returned_inputs import drop_returned_inputs
 from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
 from kvcompile.passes.site import Site
 from kvcompile.passes.split_stacks import SplitStack, contiguous_parts, names_of_parts, places_of, split_stacks
@@ -166,21 +168,24 @@ class _GraphCompiler:
                 refuse(site, Refusal(Reason.input_mismatch, detail=mismatch))
             self.stages.show(Stage.aten, gm, self.sites)
             return
+        gm.graph.eliminate_dead_code()  # what reads a cache for nothing does not see it
+        drop_returned_inputs(gm.graph)
         self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         page_pools(gm, self._packed_pools())
+        rank_3 = widen_rank_3_caches(gm.graph)
         names = names_of_parts(self.places.in_aten(self.sources), self.stacks)
         self.stages.name_aten_inputs(names)
         self.sites, self.rewritten = quantize_kv_cache(
             gm,
             example_inputs,
             self.options.policy.formats_for,
-            self._packed_inputs(),
+            self._packed_inputs(rank_3.inputs),
             names,
             self._view_analysed,
             self._held_inputs(),
         )
         if self.rewritten is not None:
-            self.rewritten = replace(self.rewritten, stacks=self.stacks)
+            self.rewritten = replace(rank_3.restore(gm, self.rewritten), stacks=self.stacks)
             contiguous_parts(gm, self.rewritten, self._packed_stacks())
             self.stages.show(Stage.rewritten, gm, self.sites)
             after = neighbourhoods(gm.graph, len(self.sites))
@@ -193,19 +198,25 @@ class _GraphCompiler:
         self.stages.show(Stage.aten, gm, sites)
         self.views = [SiteView(before) for before in neighbourhoods(gm.graph, len(sites))]
 
-    def _packed_inputs(self) -> dict[int, PackedInput]:
-        """The inputs that are packed caches, or views of some that still have all axes of one."""
+    def _packed_inputs(self, rank_3: Collection[int]) -> dict[int, PackedInput]:
+        """The inputs that are packed caches, or views of some that still have all axes of one.
+
+        ``rank_3``: those, by position, that have a fourth dimension in the graph.
+        """
         caches = {index: slots_of(value) for index, value in self._arriving_packed().items()}
         pools = self._packed_pools()
+
+        def axes_of(index: int, cache: PackedTensor) -> str:
+            if index in pools:
+                return BLOCK_AXES[pools[index]]
+            return rank_4_axes(cache.axes) if index in rank_3 else cache.axes
+
         return {
             index: PackedInput(
-                value.packed_layout,
-                HEADS_FIRST_POOL if pools.get(index) else value.token_dim,
-                value.growing,
-                value.is_whole or value.can_be_copied_whole,
+                value.packed_layout, axes_of(index, value), value.growing, value.is_whole or value.can_be_copied_whole
             )
             for index, value in caches.items()
-            if isinstance(value, PackedTensor) and value.axes in AXES_OF_WHOLE.values()
+            if isinstance(value, PackedTensor) and value.axes in (RANK_3_AXES if index in rank_3 else WHOLE_AXES)
         }
 
     def _packed_pools(self) -> dict[int, bool]:

@@ -34,6 +34,11 @@ class Concealed(torch.Tensor):
         return concealed
 
 
+def revealed(values: Iterable[Any]) -> list[Any]:
+    """``values``, of concealed caches the caches."""
+    return [value.cache if isinstance(value, Concealed) else value for value in values]
+
+
 class InputPlaces:
     """Translates positions of plain inputs and caches between Dynamo's graph and the ATen graph.
 

@@ -26,7 +26,7 @@ from kvcompile.format_choice import Half
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.passes.cache import HEADS_FIRST_POOL
+from kvcompile.passes.cache_axes import BLOCK_AXES, SLOT_AXES, heads_first
 from kvcompile.passes.rewrite_caches import InputAction
 from kvcompile.passes.site import Site
 from kvcompile.policy import Match, Policy, Rule
@@ -167,17 +167,16 @@ class KeyGuard:
             keys = args[action.index]
             if isinstance(keys, PackedSubclass):
                 continue
-            if found := examine(_heads_first(keys, action.token_axis), action.layout.format_name, module):
+            if found := examine(_heads_first(keys, action.axes), action.layout.format_name, module):
                 self._note(str(found))
 
 
-def _heads_first(keys: Tensor, token_axis: int) -> Tensor:
-    """[batch, heads, tokens, head_dim] of a plain cache."""
-    if token_axis == HEADS_FIRST_POOL:
-        keys, token_axis = keys.transpose(1, 2), 0
-    if token_axis == 0:
-        keys = keys.reshape(1, -1, *keys.shape[-2:])
-    return keys if token_axis == 2 else keys.transpose(1, 2)
+def _heads_first(keys: Tensor, axes: str) -> Tensor:
+    """[batch, heads, tokens, head_dim] of a plain cache or pool."""
+    if axes in (SLOT_AXES, *BLOCK_AXES):
+        slots = keys.transpose(1, 2) if axes == "nhtd" else keys
+        return slots.reshape(1, -1, *slots.shape[-2:]).transpose(1, 2)
+    return heads_first(keys, axes)
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.errors import AliasedCacheError
-from kvcompile.input_places import Concealed
+from kvcompile.input_places import Concealed, revealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
@@ -78,7 +78,7 @@ class PackedCall:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if self._conceals:
-            args[:] = [arg.cache if isinstance(arg, Concealed) else arg for arg in args]
+            args[:] = revealed(args)
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         new_tokens = [read(args) for _, read in self._inputs]
         args[:] = with_parts(args, self._stacks)
@@ -211,18 +211,19 @@ class AdoptingCall:
                 if self._fallback is None:
                     self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
-        if self._conceals:
-            args = tuple(Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
-        return self._compiled(*args)
+        if not self._conceals:
+            return self._compiled(*args)
+        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
+        return revealed(self._compiled(*concealed))  # a model may return a cache that it was given
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
     """The parts that must be packed of each input before stacks are split."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
-    result: dict[int, dict[PartIndex, tuple[PackedLayout, int]]] = {}
+    result: dict[int, dict[PartIndex, tuple[PackedLayout, str]]] = {}
     for action in caches:
         index, part = origin.get(action.index, (action.index, ()))
-        result.setdefault(index, {})[part] = action.layout, action.token_axis
+        result.setdefault(index, {})[part] = action.layout, action.axes
     return dict(result)
 
 
@@ -277,9 +278,8 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
 def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
     if isinstance(cache, PackedTensor):
         return cache.whole()
-    return PackedTensor.from_dense(cache, action.layout, action.token_axis, growing=True)
+    return PackedTensor.from_dense(cache, action.layout, action.axes, growing=True)
 
 
 def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
-    axes = "bhtd" if action.token_axis == 2 else "bthd"
-    return PackedTensor.over(data, action.layout, action.dtype, axes, shape, growing=action.growing)
+    return PackedTensor.over(data, action.layout, action.dtype, action.axes, shape, growing=action.growing)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_subclass import PackedSubclass
 from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.cache import HEADS_FIRST_POOL
+from kvcompile.passes.cache_axes import BLOCK_AXES, SLOT_AXES
 
 
 class PackedPool(PackedSubclass):
@@ -44,7 +45,7 @@ class PackedPool(PackedSubclass):
     def from_dense(cls, x: Tensor, layout: PackedLayout, *, heads_first: bool = False) -> PackedPool:
         """Quantizes a plain pool [num_blocks, block_size, num_kv_heads, head_dim], or one with heads first."""
         slots = x.transpose(1, 2) if heads_first else x
-        return cls(PackedTensor.from_dense(slots.flatten(0, 1), layout, 0), x.shape, heads_first)
+        return cls(PackedTensor.from_dense(slots.flatten(0, 1), layout, SLOT_AXES), x.shape, heads_first)
 
     @classmethod
     def zeros(
@@ -58,7 +59,7 @@ class PackedPool(PackedSubclass):
     ) -> PackedPool:
         """A pool of zeros of logical ``shape``."""
         num_blocks, num_kv_heads, block_size, head_dim = exchanged(shape) if not heads_first else shape
-        slots = PackedTensor.zeros((num_blocks * block_size, num_kv_heads, head_dim), dtype, layout, 0, device)
+        slots = PackedTensor.zeros((num_blocks * block_size, num_kv_heads, head_dim), dtype, layout, SLOT_AXES, device)
         return cls(slots, shape, heads_first)
 
     @property
@@ -89,6 +90,7 @@ class PackedPool(PackedSubclass):
         return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_pool_ops import dispatch_pool
 
@@ -102,12 +104,13 @@ class PackedPool(PackedSubclass):
         return rebuild_packed_pool, (self.slots, tuple(self.shape), self.heads_first)
 
 
-def packed_of(x: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor | PackedPool:
-    """Quantizes a plain cache; ``token_dim`` is that of :meth:`PackedTensor.from_dense`, 0 for pools of blocks too, or
-    HEADS_FIRST_POOL."""
-    if token_dim == HEADS_FIRST_POOL or (token_dim == 0 and x.dim() == 4):
-        return PackedPool.from_dense(x, layout, heads_first=token_dim == HEADS_FIRST_POOL)
-    return PackedTensor.from_dense(x, layout, token_dim, growing=growing)
+def packed_of(
+    x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False
+) -> PackedTensor | PackedPool:
+    """Quantizes a plain cache; ``axes`` are those of :meth:`PackedTensor.from_dense`, or of a pool of blocks."""
+    if axes in BLOCK_AXES:
+        return PackedPool.from_dense(x, layout, heads_first=BLOCK_AXES.index(axes) == 1)
+    return PackedTensor.from_dense(x, layout, axes, growing=growing)
 
 
 def exchanged(shape: Sequence[int]) -> tuple[int, ...]:

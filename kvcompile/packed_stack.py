@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool, packed_of, slots_of
@@ -24,8 +25,8 @@ from kvcompile.packed_tensor import PackedTensor, mark_weakly_dynamic
 from kvcompile.passes.part_values import PartIndex
 from kvcompile.passes.read_stack import CACHE_RANK
 
-PackedParts = Mapping[PartIndex, tuple[PackedLayout, int]]
-"""The parts of a stack that are packed: how, and along which of their dimensions tokens are (0: they are pools).
+PackedParts = Mapping[PartIndex, tuple[PackedLayout, str]]
+"""The parts of a stack that are packed: how, and the order of their dimensions.
 
 A cache that is no stack is the only part of itself, ``()``."""
 
@@ -59,7 +60,7 @@ class PackedStack(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
-        """Quantizes parts of a plain stack, which are [B, H, S, D], [B, S, H, D] or pools of blocks.
+        """Quantizes parts of a plain stack, which are caches, in any order of dimensions, or pools of blocks.
 
         Its stacked dimensions are the first by default. The other parts are copied, each to contiguous memory of its
         own.
@@ -126,6 +127,7 @@ class PackedStack(PackedSubclass):
         return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_stack_ops import dispatch_stack
 

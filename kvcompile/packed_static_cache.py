@@ -105,7 +105,7 @@ def _pack(layer: Any, filled: Any, formats: FormatPair, place: str) -> None:
         layout = formats.layout(role, plain.shape[3], dtype)
         if (reason := layout.unsupported(dtype)) is not None:
             raise PolicyError(f"static_cache: {place}: {layout.format_name} cannot hold its {name}: {reason}")
-        packed = PackedTensor.zeros(plain.shape, dtype, layout, 2, device)
+        packed = PackedTensor.zeros(plain.shape, dtype, layout, device=device)
         torch._dynamo.mark_static_address(packed)
         setattr(layer, name, packed)
 

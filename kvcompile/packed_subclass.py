@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -20,6 +21,7 @@ class PackedSubclass(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @_disable_dynamo
     def __getitem__(self, key: Any) -> Tensor:  # type: ignore[override]
         """As for any tensor, but outside of grad mode a slice is no view for autograd (as under ``inference_mode``).
 

@@ -23,17 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.packing import pack_blocks, read_tokens
 from kvcompile.kernels.residual import header_of
+from kvcompile.packed_flex import let_flex_attention_read
 from kvcompile.packed_subclass import PackedSubclass
+from kvcompile.passes.cache_axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 
-AXES_OF_WHOLE = {2: "bhtd", 1: "bthd", 0: "thd"}
-"""Axes of a cache of its own, by the dimension of its tokens: [batch, heads, tokens, head_dim], [batch, tokens, heads,
-head_dim], or a pool of slots [num_slots, heads, head_dim], which is one sequence."""
+WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
+"""The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 STORED_AXES = "bhtd"
 """Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
@@ -51,9 +53,9 @@ class CacheMeta:
     Attributes:
         layout: layout of the packed data.
         dtype: logical dtype.
-        axes: the logical dimensions in order, letters of ``bhtd``: ``bhtd`` is [batch, heads, tokens, head_dim],
-            ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was selected away; the packed data
-            holds one index of it.
+        axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.cache_axes`): ``bhtd`` is
+            [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing was
+            selected away; the packed data holds one index of it.
         start: tokens of the first block that come before this view, 0 to 63; with a residual, whose header every view
             needs, tokens of the cache that come before it.
         growing: whether the cache grows by concatenation.
@@ -128,17 +130,18 @@ class PackedTensor(PackedSubclass):
         return self.cache_meta.growing
 
     @classmethod
-    def from_dense(cls, x: Tensor, layout: PackedLayout, token_dim: int, *, growing: bool = False) -> PackedTensor:
+    def from_dense(cls, x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedTensor:
         """Quantizes a plain cache.
 
         Args:
-            x: [batch, heads, tokens, head_dim] if ``token_dim`` is 2, [batch, tokens, heads, head_dim] if it is 1, a
-                pool of slots [num_slots, heads, head_dim] if it is 0.
+            x: a cache with its dimensions in the order ``axes``.
             layout: format and role; its ``head_dim`` must be that of ``x``.
-            token_dim: 0, 1 or 2.
+            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``;
+                without the ``h`` of one head or the ``b`` of one sequence, such as ``thd`` for a pool of slots
+                [num_slots, heads, head_dim].
             growing: whether the cache grows by concatenation.
         """
-        result = cls.zeros(x.shape, x.dtype, layout, token_dim, x.device, growing=growing)
+        result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
         x = result.to_stored_axes(x.detach())
         # Encoding makes float32 temporaries; in chunks of blocks they stay small beside the cache.
         chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
@@ -157,17 +160,17 @@ class PackedTensor(PackedSubclass):
         shape: Sequence[int],
         dtype: torch.dtype,
         layout: PackedLayout,
-        token_dim: int,
+        axes: str = "bhtd",
         device: torch.device | str | None = None,
         *,
         growing: bool = False,
     ) -> PackedTensor:
-        """A cache of zeros of logical ``shape``."""
-        axes = AXES_OF_WHOLE.get(token_dim)
-        if axes is None:
+        """A cache of zeros of logical ``shape``, in the order ``axes``."""
+        if axes not in WHOLE_AXES:
             raise ValueError(
-                f"token_dim is {token_dim}; a cache is [batch, heads, tokens, head_dim] (2), [batch, tokens, heads, "
-                "head_dim] (1) or a pool of slots [num_slots, heads, head_dim] (0)"
+                f"axes are {axes!r}; they are those of [batch, heads, tokens, head_dim] in some order, "
+                f"{', '.join(CACHE_AXES)}; or of these without that of one head or one sequence, "
+                f"{', '.join(RANK_3_AXES)}; a pool of slots [num_slots, heads, head_dim] is {SLOT_AXES}"
             )
         if len(shape) != len(axes) or shape[-1] != layout.head_dim:
             raise ValueError(
@@ -187,14 +190,12 @@ class PackedTensor(PackedSubclass):
         num_kv_heads: int,
         layout: PackedLayout,
         dtype: torch.dtype,
-        token_dim: int,
+        axes: str = "bhtd",
         device: torch.device | str | None = None,
     ) -> PackedTensor:
         """A cache of no tokens, to grow by ``cat`` or :meth:`extended`."""
-        shape = (
-            (batch, num_kv_heads, 0, layout.head_dim) if token_dim == 2 else (batch, 0, num_kv_heads, layout.head_dim)
-        )
-        return cls.zeros(shape, dtype, layout, token_dim, device, growing=True)
+        sizes = {"b": batch, "h": num_kv_heads, "t": 0, "d": layout.head_dim}
+        return cls.zeros([sizes[axis] for axis in axes], dtype, layout, axes, device, growing=True)
 
     @classmethod
     def over(
@@ -261,7 +262,7 @@ class PackedTensor(PackedSubclass):
 
         Kernels that know only the layout may use ``packed`` of such a tensor; of another view they may not.
         """
-        return self.axes in AXES_OF_WHOLE.values() and self.start == 0 and self.packed.is_contiguous()
+        return self.axes in WHOLE_AXES and self.start == 0 and self.packed.is_contiguous()
 
     @property
     def can_be_copied_whole(self) -> bool:
@@ -270,7 +271,7 @@ class PackedTensor(PackedSubclass):
         A cache that grows is its own only until it is appended to, so that it may as well be a copy of a view; a write
         to one of fixed size has to reach the cache that it views.
         """
-        return self.growing and self.axes in ("bhtd", "bthd") and self.packed_layout.residual is None
+        return self.growing and self.axes in WHOLE_AXES and self.packed_layout.residual is None
 
     def whole(self) -> PackedTensor:
         """This cache if it :attr:`is_whole`, else a copy, which :attr:`can_be_copied_whole`."""
@@ -282,7 +283,7 @@ class PackedTensor(PackedSubclass):
 
     @property
     def token_dim(self) -> int:
-        """The logical dimension of tokens (1 or 2 for a whole cache)."""
+        """The logical dimension of tokens."""
         return self.axes.index("t")
 
     @property
@@ -368,6 +369,7 @@ class PackedTensor(PackedSubclass):
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from kvcompile.packed_ops import dispatch
 
@@ -428,3 +430,6 @@ def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
     """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
     tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+let_flex_attention_read(PackedTensor)

@@ -246,16 +246,20 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
 
 @handles(aten.scatter_.src, aten.scatter_.value)
 def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
-    """A scatter whose index is known to be the same for all channels: expanded, with stride 0 along head_dim."""
+    """A scatter whose index is the same for all channels: expanded along head_dim, or repeated, which must be read."""
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
     index = cache.to_stored_axes(index)
-    if index.shape[3] != cache.packed_layout.head_dim or index.stride(3) != 0:
-        raise NotImplementedError(
-            "aten.scatter_ would write single elements of a packed KV cache: its index is not expanded (stride 0) "
-            "along head_dim, so it may differ between channels; use index_copy_ or cache[:, :, positions] = x"
-        )
     position = index[..., 0]
+    is_expanded = index.stride(3) == 0
+    if not is_expanded and not is_traced(index):
+        is_expanded = torch.equal(index, position.unsqueeze(3).expand_as(index))
+    if index.shape[3] != cache.packed_layout.head_dim or not is_expanded:
+        raise NotImplementedError(
+            "aten.scatter_ would write single elements of a packed KV cache: its index differs between channels, or "
+            "may do so in a compiled graph, as it is not expanded (stride 0) along head_dim; use index_copy_ or "
+            "cache[:, :, positions] = x"
+        )
     coordinates = [c.narrow(n, 0, position.shape[n]) for n, c in enumerate(coordinates_of(cache))]
     along = "bht".index(cache.axes[dim])
     coordinates[along] = coordinates_of(cache)[along].reshape(-1)[position]

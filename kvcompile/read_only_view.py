@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from kvcompile.packed_op_table import is_view_op, views_of_normal_tensors, written_arguments
@@ -39,6 +40,7 @@ class ReadOnlyView(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @_disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if any(isinstance(arg, ReadOnlyView) for arg in written_arguments(func, args, kwargs)):

@@ -9,13 +9,11 @@ import torch
 from torch.fx import Node
 
 from kvcompile.kernels.layout import Role
+from kvcompile.passes.cache_axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.passes.match_write import CacheWrite, shape_of
 from kvcompile.passes.trace_read import Read
 
 Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
-
-HEADS_FIRST_POOL = -2
-"""In the place of a token axis: a pool [num_blocks, num_kv_heads, block_size, head_dim]; 0 stands for other pools."""
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Cache:
         base: its value before all writes; for ``fresh``, its new rows.
         in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
         writes: in order of execution.
-        token_axis: of ``base``: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        axes: the order of the dimensions of ``base``; of a pool, that of the cache of one sequence.
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         kept: the slice of ``root`` that is returned in its place, for ``growing`` and ``fresh``, or copied back, for
             ``static``; a window does that.
@@ -50,7 +48,7 @@ class Cache:
     kind: Kind
     base: Node
     writes: list[CacheWrite]
-    token_axis: int
+    axes: str
     write_back: Node | None = None
     in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
@@ -73,7 +71,7 @@ class Cache:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Logical shape after the writes, in the layout of ``base``; of a pool as the cache of one sequence."""
+        """Logical shape after the writes, in the order ``axes``."""
         return tuple(shape_of(self.base if self.kind == "static" and not self.is_pool else self.root))
 
     @property
@@ -82,11 +80,15 @@ class Cache:
         return tuple(shape_of(self.base)) if self.is_pool else self.shape
 
     @property
-    def input_token_axis(self) -> int:
-        """``token_axis``, or what stands for it of a pool."""
-        if self.is_pool:
-            return HEADS_FIRST_POOL if self.heads_first else 0
-        return self.token_axis
+    def input_axes(self) -> str:
+        """The order of the dimensions of ``base`` itself."""
+        if not self.is_pool:
+            return self.axes
+        return SLOT_AXES if len(shape_of(self.base)) == 3 else BLOCK_AXES[self.heads_first]
+
+    def size(self, axis: str) -> Any:
+        """Its size after the writes along ``b``, ``h``, ``t`` or ``d``."""
+        return self.shape[self.axes.index(axis)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,15 +96,15 @@ class Cache:
 
     @property
     def num_kv_heads(self) -> int:
-        return int(self.shape[3 - self.token_axis])
+        return int(self.size("h"))
 
     @property
     def head_dim(self) -> int:
-        return int(self.shape[3])
+        return int(self.size("d"))
 
     @property
     def num_tokens(self) -> Any:
-        return self.shape[self.token_axis]
+        return self.size("t")
 
     @property
     def write_form(self) -> str:

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
+from kvcompile.passes.cache_axes import axes_after, axes_before, permutes_vectors
 from kvcompile.passes.first_state import first_state
 from kvcompile.passes.head_ranges import head_ranges
 from kvcompile.passes.latents import has_one_head, read_latents, read_whole, views_of
@@ -31,7 +32,7 @@ from kvcompile.passes.match_write import (
 from kvcompile.passes.no_cache import check_whole, name_of, no_cache, used_elsewhere
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
-from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, swaps_axes, trace_read, view_chain
+from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, is_shifting, windows_of
 
 aten = torch.ops.aten
@@ -45,13 +46,13 @@ class PackedInput:
 
     Attributes:
         layout: of its packed data.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
+        axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
         growing: whether it grows by concatenation.
         is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
     """
 
     layout: PackedLayout
-    token_axis: int
+    axes: str
     growing: bool
     is_cache: bool = True
 
@@ -183,12 +184,13 @@ class CacheFinder:
     def _prove(self, read: Read, role: Role) -> Cache:
         states, writes = self._history(read, role)
         base = states[0]
-        swapped = sum(map(swaps_axes, states[1:])) % 2 == 1
-        kind, write_back = self._kind(read, states, writes, swapped, role)
-        token_axis = 3 - read.token_axis if swapped else read.token_axis
+        axes = read.axes
+        for state in reversed(states[1:]):
+            axes = axes_before(state, axes)
+        kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
-        cache = Cache(read.root, role, kind, base, writes, token_axis, write_back, in_growing_buffer)
+        cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
         cache.kept, cache.returned = self._returned(read, kind)
@@ -203,15 +205,15 @@ class CacheFinder:
 
         A write through ``cache.transpose(1, 2)`` becomes one between two transposes, which are states as well.
         """
-        node, axis = read.root, read.token_axis
+        node, axes = read.root, read.axes
         states: list[Node] = [node]
         writes: list[CacheWrite] = []
         while True:
             is_returned = node in self.outputs or node in self.windows
             if _keeps_values(node) and not is_returned:
-                node, axis = node.args[0], 3 - axis if swaps_axes(node) else axis
+                node, axes = node.args[0], axes_before(node, axes)
             elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
-                write = _write_of(node, axis, role)
+                write = _write_of(node, axes, role)
                 if write is None:
                     return states, writes
                 writes.insert(0, write)
@@ -221,19 +223,20 @@ class CacheFinder:
             states.insert(0, node)
 
     def _kind(
-        self, read: Read, states: list[Node], writes: list[CacheWrite], swapped: bool, role: Role
+        self, read: Read, states: list[Node], writes: list[CacheWrite], axes: str, role: Role
     ) -> tuple[Kind, Node | None]:
+        """What kind of cache, of which the first state is in the order ``axes``, and the copy back into that."""
         root, base = read.root, states[0]
+        keeps_order = not any(map(permutes_vectors, states))
         kept, returned = self._returned(read, "growing")
         if writes and writes[-1].form in ("cat", "slice"):
             grows = is_growing(writes if kept is None else [*writes, kept])
-            if grows and returned is not None and base.op == "placeholder" and not any(map(swaps_axes, states)):
+            if grows and returned is not None and base.op == "placeholder" and keeps_order:
                 return "growing", None
             shifted = self._shifted(read)
             changes = writes if shifted is None else [*writes, shifted]
-            write_back = _find_write_back(changes[-1].node, base, swapped)
-            shifts = is_shifting(changes, base, read.token_axis) and not any(map(swaps_axes, states))
-            if shifts and write_back is not None:
+            write_back = _find_write_back(changes[-1].node, base, read.axes, axes)
+            if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
                 return "static", write_back
             raise no_cache(root, role)
         if base.op == "placeholder":
@@ -241,14 +244,14 @@ class CacheFinder:
                 if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=base.name)
-            write_back = _find_write_back(root, base, swapped)
+            write_back = _find_write_back(root, base, read.axes, axes)
             if write_back is None:
                 raise Refusal(Reason.not_written_back, role=role, source=base.name)
             return "static", write_back
-        if writes and not swapped and _is_zeros(base) and root in self.outputs:
+        if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
             return "allocated", None
         if returned is not None:
-            writes[:] = [returned_rows(root, read.token_axis)]
+            writes[:] = [returned_rows(root, read.axes)]
             return "fresh", None
         raise no_cache(root, role)
 
@@ -263,13 +266,13 @@ class CacheFinder:
         window = self.windows.get(root) if kind in ("growing", "fresh") else None
         if window is None or not window.is_returned:
             return None, root if root in self.outputs else None
-        kept = match_slice(window.output, read.token_axis)
+        kept = match_slice(window.output, read.axes)
         return kept, None if kept is None else window.output
 
     def _shifted(self, read: Read) -> CacheWrite | None:
         """The slice that a window of fixed size keeps, if attention reads more than that."""
         window = self.windows.get(read.root)
-        return None if window is None or window.is_returned else match_slice(window.output, read.token_axis)
+        return None if window is None or window.is_returned else match_slice(window.output, read.axes)
 
     def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
         """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
@@ -326,14 +329,14 @@ class CacheFinder:
         )
 
 
-def _write_of(node: Node, token_axis: int, role: Role) -> CacheWrite | None:
+def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
     """``node`` as a write of a cache; raises Refusal for one in a form that is not understood.
 
     One into a tensor that the graph has made assembles new rows (a part with rotary positions and one without, say) or
     something that is made for this attention alone, however it does that.
     """
     try:
-        return match_slice(node, token_axis) or match_write(node, token_axis, role)
+        return match_slice(node, axes) or match_write(node, axes, role)
     except Refusal:
         if first_state(node).op == "placeholder":
             raise
@@ -348,20 +351,20 @@ def _holds_tokens(root: Node) -> bool:
     return first.op == "placeholder" or _is_zeros(first)
 
 
-def _find_write_back(node: Node, base: Node, swapped: bool) -> Node | None:
-    """The ``copy_`` into ``base`` of ``node``, or of its transpose if ``swapped``."""
+def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
+    """The ``copy_`` into ``base`` of ``node``, in the order ``axes``, or of a permutation of it."""
     for user in node.users:
-        if user.target is aten.copy_.default and user.args[0] is base and not swapped:
+        if user.target is aten.copy_.default and user.args[0] is base and axes == axes_of_base:
             return user
         if _keeps_values(user):
-            found = _find_write_back(user, base, swapped ^ swaps_axes(user))
+            found = _find_write_back(user, base, axes_after(user, axes), axes_of_base)
             if found is not None:
                 return found
     return None
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or swaps_axes(node)
+    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_vectors(node)
 
 
 def _is_zeros(node: Node) -> bool:
@@ -402,6 +405,8 @@ def _check_heads(marker: Node, attention: Attention) -> None:
         raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
     if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
         raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
+    if key is value and attention.key_read.first_sequence != attention.value_read.first_sequence:
+        raise Refusal(Reason.shared_key_value, detail="keys and values are those of different sequences")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
@@ -31,7 +32,7 @@ class GraphWriter:
         """Give a node that was just inserted its fake value and origin."""
         args, kwargs = tree_map_only(Node, value_of, (node.args, node.kwargs))
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
-        with value_of(self.like).fake_mode, torch.no_grad():
+        with _fake_mode_of(value_of(self.like)), torch.no_grad():
             return self._keep(node, target(*args, **kwargs))
 
     def insert(self, marker: Marker) -> Node:
@@ -48,6 +49,13 @@ class GraphWriter:
         node.meta = {**self.like.meta, "example_value": value}
         self.inserted.append(node)
         return node
+
+
+def _fake_mode_of(value: Any) -> FakeTensorMode:
+    """That of a fake tensor, or of those of which another tensor subclass is made."""
+    while not isinstance(value, FakeTensor):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
+    return value.fake_mode
 
 
 def insert_in_place_of(node: Node, write: Callable[[GraphWriter], Node]) -> None:

@@ -27,18 +27,37 @@ from kvcompile.passes.marker import Marker
 from kvcompile.passes.match_write import shape_of
 
 
-def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positions: Node, valid: Node | None) -> Node:
+def insert_store(
+    graph: Graph,
+    data: Node,
+    layout: PackedLayout,
+    x: Node,
+    positions: Node,
+    valid: Node | None,
+    first_sequence: Node | int | None = None,
+) -> Node:
     """Insert a store at the graph's insertion point; returns the packed data after it.
 
     The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
     (or its scatter lowering, on a CPU) do it in place.
+
+    Args:
+        graph: the graph.
+        data: packed data.
+        layout: of ``data``.
+        x: new tokens, of all sequences or of neighbouring ones.
+        positions: theirs, int64 [n] or [batch of x, n].
+        valid: bool of the same shape: which are written.
+        first_sequence: the first of neighbouring sequences.
     """
     if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
 
-        def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-            return write_tokens(data, layout, x, positions, valid)
+        def store(
+            data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, first_sequence: int | None
+        ) -> Tensor:
+            return write_tokens(data, layout, x, positions, valid, first_sequence)
 
-        return inline(graph, store, data, x, positions, valid)
+        return inline(graph, store, data, x, positions, valid, first_sequence)
     # auto_functionalized_v2 returns (op result, new value of every base): one base here, the packed data.
     call = graph.call_function(
         auto_functionalized_v2,
@@ -50,6 +69,7 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
             "format": layout.spec,
             "role": layout.role,
             "_data_base_index": 0,
+            **_view_of(graph, x, first_sequence),
             "_all_bases": [data],
         },
     )
@@ -57,6 +77,15 @@ def insert_store(graph: Graph, data: Node, layout: PackedLayout, x: Node, positi
     result = graph.call_function(operator.getitem, (call, 1))
     result.meta["val"] = data.meta["val"]
     return result
+
+
+def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[str, Any]:
+    """What tells ``auto_functionalized_v2`` that an op is given a slice of its base: the sequences of ``x``."""
+    if first_sequence is None:
+        return {}
+    first = first_sequence.meta["val"] if isinstance(first_sequence, Node) else first_sequence
+    end = size_node(graph, first + shape_of(x)[0])
+    return {"_data_slice_dim": 1, "_data_slice_start": first_sequence, "_data_slice_end": end}
 
 
 def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout import Role
+from kvcompile.passes.cache_axes import CACHE_AXES
 from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.match_write import match_write, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
@@ -85,10 +86,10 @@ def has_one_head(node: Node, *axes: int) -> bool:
 
 def read_whole(root: Node) -> Read:
     """The read of all tokens of a cache value of one head, whose tokens are on the axis along which it is written."""
-    axis = next((axis for axis in (2, 1) if _is_written_along(root, axis)), None)
-    if axis is None:
-        axis = 2 if statically_known_true(shape_of(root)[1] == 1) else 1
-    return Read(root, (), axis, shape_of(root)[axis], shape_of(root)[3], num_heads=1)
+    shape = shape_of(root)
+    orders = [axes for axes in CACHE_AXES if statically_known_true(shape[axes.index("h")] == 1)]
+    axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
+    return Read(root, (), axes, shape[axes.index("t")], shape[3], 1, shape[axes.index("b")])
 
 
 def views_of(root: Node, computing: Collection[Node]) -> set[Node]:
@@ -102,9 +103,9 @@ def views_of(root: Node, computing: Collection[Node]) -> set[Node]:
     return views
 
 
-def _is_written_along(root: Node, axis: int) -> bool:
+def _is_written(root: Node, axes: str) -> bool:
     try:
-        return match_write(root, axis, "key") is not None
+        return match_write(root, axes, "key") is not None
     except Refusal:
         return False
 

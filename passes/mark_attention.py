@@ -1,8 +1,9 @@
 """Stage A, on Dynamo's graph: put an opaque marker op in the place of every attention.
 
-Attention is a call of ``F.scaled_dot_product_attention``, or is written out in matrix products and a softmax
-(:mod:`kvcompile.passes.match_attention`). What is attention but cannot be computed on packed caches gets a marker as
-well, which says why not. :mod:`kvcompile.passes.marker` says what a marker is.
+Attention is a call of ``F.scaled_dot_product_attention`` or ``flex_attention`` (:mod:`kvcompile.passes.read_flex`), or
+it is written out in matrix products and a softmax (:mod:`kvcompile.passes.match_attention`). What is attention but
+cannot be computed on packed caches gets a marker as well, which says why not. :mod:`kvcompile.passes.marker` says what
+a marker is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvcompile.passes.attention_values import WrittenAttention
 from kvcompile.passes.graph_writer import GraphWriter, insert_in_place_of
 from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.match_attention import match_attention
+from kvcompile.passes.read_flex import write_flex_marker
 from kvcompile.passes.torch_calls import value_of
 from kvcompile.passes.write_marker import write_marker
 
@@ -28,7 +30,6 @@ _SDPA = (
     torch.ops.aten.scaled_dot_product_attention.default,
 )
 _PARAMETERS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_FLEX = "flex_attention computes its scores by functions of its own, which attention on packed caches does not call"
 
 
 def mark_attention(gm: GraphModule) -> int:
@@ -54,7 +55,7 @@ def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[Grap
     if is_attention(node):
         return lambda writer: writer.insert(_read_sdpa(writer, node))
     if _is_flex(node):
-        return lambda writer: writer.insert(_read_flex(node))
+        return lambda writer: write_flex_marker(writer, node, module_name(node.args[0]))
     return None
 
 
@@ -77,11 +78,6 @@ def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:
     if value_of(arguments["query"]).dtype != value_of(node).dtype:  # autocast casts the operands of the call
         arguments["query"] = writer.call("to", arguments["query"], value_of(node).dtype)
     return Marker(node, **arguments, module=module_name(node))
-
-
-def _read_flex(node: Node) -> Marker:
-    query, key, value, *_ = node.args[0].args
-    return Marker(node, query, key, value, module=module_name(node.args[0]), form="flex_attention", unsupported=_FLEX)
 
 
 def module_name(node: Node) -> str:

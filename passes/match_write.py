@@ -14,6 +14,8 @@ in the model                          in the functional graph
 ``cache.scatter_(2, index, k)``       ``scatter.src(cache, 2, expand(pos), k)``
 ``cache.copy_(where(m, k, cache))``   ``where(m, k, cache)``
 ``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
+``cache[a:b, :, pos] = k``            one of the above on ``slice(cache, 0, a, b)``,
+                                      put back by ``slice_scatter(cache, ..., 0)``
 ====================================  ===========================================
 
 Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
@@ -23,7 +25,7 @@ that grows ``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +35,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout import BLOCK_TOKENS
+from kvcompile.passes.cache_axes import heads_first
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.tensor_axes import same_sizes
-from kvcompile.passes.trace_read import SAME_OPS, with_defaults
+from kvcompile.passes.trace_read import SAME_OPS, views_alike, with_defaults
 
 aten = torch.ops.aten
 
@@ -51,43 +54,45 @@ class CacheWrite:
         node: the functional write; its value is the cache after it.
         base: the cache before it.
         form: what kind of write, for the report.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
         own: nodes beside ``node`` that may use ``base`` (they only read its shape).
         normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
             ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
         moves: whether it moves tokens.
+        first_sequence: of some neighbouring sequences that it writes, an int or a node of one; None if it is all.
     """
 
     node: Node
     base: Node
     form: str
-    token_axis: int
+    axes: str
     own: tuple[Node, ...]
     normalise: Callable[[Graph], Normalised]
     moves: bool = False
+    first_sequence: Any = None
 
     @property
     def drops_tokens(self) -> bool:
         """Whether fewer tokens are left than before."""
-        before, after = (shape_of(state)[self.token_axis] for state in (self.base, self.node))
+        before, after = (_num_tokens(state, self.axes) for state in (self.base, self.node))
         return self.form == "slice" and not statically_known_true(before == after)
 
 
-def match_write(node: Node, token_axis: int, role: str) -> CacheWrite | None:
-    """Read ``node`` as a write along ``token_axis``.
+def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
+    """Read ``node`` as a write along the tokens of a cache in the order ``axes``.
 
     Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
-    return _with_later_sizes(lambda: matcher(node, token_axis, role)) if matcher else None
+    return _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
 
 
-def match_slice(node: Node, token_axis: int) -> CacheWrite | None:
+def match_slice(node: Node, axes: str) -> CacheWrite | None:
     """Read ``node``, a slice or a copy of one, as a move of the tokens that it keeps to the beginning of a cache.
 
     Returns None if it is no slice of tokens.
     """
-    return _with_later_sizes(lambda: _match_slice(node, token_axis))
+    return _with_later_sizes(lambda: _match_slice(node, axes))
 
 
 def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | None:
@@ -113,32 +118,36 @@ def shape_of(node: Node) -> torch.Size:
     )
 
 
-def heads_first(x: Tensor, token_axis: int) -> Tensor:
-    """[B, H, n, D] from a tensor in the cache's own layout."""
-    return x if token_axis == 2 else x.transpose(1, 2)
-
-
 def _refuse(node: Node, role: str, detail: str) -> Refusal:
     return Refusal(Reason.unknown_write, role=role, op=node.target, detail=detail)
 
 
-def _whole(node: Node, token_axis: int, n: Any) -> list[Any]:
+def _whole(node: Node, axes: str, n: Any) -> list[Any]:
     """The shape of ``n`` tokens in the layout of the cache that ``node`` updates."""
     shape = list(shape_of(node))
-    shape[token_axis] = n
+    shape[axes.index("t")] = n
     return shape
+
+
+def _num_tokens(node: Node, axes: str) -> Any:
+    return shape_of(node)[axes.index("t")]
+
+
+def _has_size_1(shape: Sequence[Any], axes: str) -> bool:
+    """Whether heads and channels are of size 1, so that what has this shape is the same for all of a token."""
+    return all(statically_known_true(shape[axes.index(axis)] == 1) for axis in "hd")
 
 
 def _write(
     node: Node,
     base: Node,
     form: str,
-    token_axis: int,
+    axes: str,
     fn: Callable[..., tuple[Tensor | None, Tensor, Tensor | None]],
     *args: Any,
     own: tuple[Node, ...] = (),
 ) -> CacheWrite:
-    return CacheWrite(node, base, form, token_axis, own, lambda graph: inline(graph, fn, *_materialise(graph, args)))
+    return CacheWrite(node, base, form, axes, own, lambda graph: inline(graph, fn, *_materialise(graph, args)))
 
 
 def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
@@ -157,31 +166,32 @@ def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
     return torch.where(inside, positions, num_tokens + BLOCK_TOKENS)
 
 
-def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
+def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     base, indices, value, *rest = node.args
     indices = [*indices, *[None] * (4 - len(indices))]
     if rest and rest[0]:
         raise _refuse(node, role, "it accumulates")
+    token_axis, batch_axis = axes.index("t"), axes.index("b")
     index = indices[token_axis]
     others = [i for i, other in enumerate(indices) if other is not None and i != token_axis]
     if index is None or index.meta["val"].dtype == torch.bool:
         raise _refuse(node, role, "no integer index along the token dimension")
-    num_tokens = shape_of(base)[token_axis]
+    num_tokens = _num_tokens(base, axes)
     rank = index.meta["val"].dim()
-    batch, head_dim = shape_of(base)[0], shape_of(base)[3]
-    num_heads = shape_of(base)[3 - token_axis]
+    batch, num_heads, head_dim = (shape_of(base)[axes.index(axis)] for axis in "bhd")
 
     if not others and rank <= 1:
         n = shape_of(index)[0] if rank else 1
 
         def shared(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
             x = x if rank else x.unsqueeze(token_axis)
-            x = x.expand(_whole(node, token_axis, n))
-            return heads_first(x, token_axis), wrapped(pos.reshape(-1), num_tokens), None
+            x = x.expand(_whole(node, axes, n))
+            return heads_first(x, axes), wrapped(pos.reshape(-1), num_tokens), None
 
-        return _write(node, base, "index_put", token_axis, shared, value, index)
+        return _write(node, base, "index_put", axes, shared, value, index)
 
-    if others == [0] and _is_arange(indices[0], batch):
+    # Indices of two dimensions give the first dimensions of the value, unless those are neighbours behind another one.
+    if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
 
         def per_sequence(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
             pos = pos.expand(batch) if pos.dim() == 0 else pos
@@ -190,8 +200,8 @@ def _match_index_put(node: Node, token_axis: int, role: str) -> CacheWrite:
             x = x if rank == 2 else x.unsqueeze(1)
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
-        if rank <= 2 and indices[0].meta["val"].dim() == max(rank, 1):
-            return _write(node, base, "index_put per sequence", token_axis, per_sequence, value, index)
+        if rank <= 2 and indices[batch_axis].meta["val"].dim() == max(rank, 1):
+            return _write(node, base, "index_put per sequence", axes, per_sequence, value, index)
     raise _refuse(node, role, "it indexes more than the token dimension")
 
 
@@ -218,119 +228,162 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
     return value, ()
 
 
-def _match_slice_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
-    base, _, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
-    if axis != token_axis or step != 1:
+def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
+    base, part, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
+    if axis == axes.index("b") and step == 1:
+        return _match_some_sequences(node, axes, role)
+    if axis != axes.index("t") or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
-    value, own = _source(node)
-    num_tokens = shape_of(base)[token_axis]
-    n = shape_of(node.args[1])[token_axis]
+    written, first_sequence = node, None
+    own: tuple[Node, ...] = ()
+    if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
+        written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
+    value, read = _source(written)
+    num_tokens = _num_tokens(base, axes)
 
-    def normalise(x: Tensor, first: Any, n: Any) -> tuple[Tensor, Tensor, None]:
-        x = x.expand(_whole(node, token_axis, n))
-        return heads_first(x, token_axis), wrapped(torch.arange(n, device=x.device) + first, num_tokens), None
+    def normalise(x: Tensor, first: Any, *shape: Any) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x.expand(shape), axes)
+        return x, wrapped(torch.arange(x.shape[2], device=x.device) + first, num_tokens), None
 
-    first = _first_of_slice(start, num_tokens)
-    return _write(node, base, "slice_scatter", token_axis, normalise, value, first, n, own=own)
+    first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
+    write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=(*own, *read))
+    return write if first_sequence is None else _of_some_sequences(write, first_sequence)
 
 
-def _first_of_slice(start: Any, num_tokens: Any) -> Any:
-    """The first position of a slice; a node of it may still be negative, and count from the end."""
+def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
+    """A write to a slice of the batch, which is then put back."""
+    part = node.args[1]
+    write = match_write(part, axes, role)
+    if write is None or write.first_sequence is not None or not _is_put_back(node, part):
+        raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
+    own = (part, write.base, *write.own)
+    write = replace(write, node=node, base=node.args[0], own=own)
+    return _of_some_sequences(write, _first_sequence(node, axes, role))
+
+
+def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
+    return replace(write, form=f"{write.form} of some sequences", first_sequence=first_sequence)
+
+
+def _is_put_back(scatter: Node, part: Node) -> bool:
+    """Whether ``scatter`` puts ``part``, a write to a slice, to where that was taken from."""
+    base, _, *place = with_defaults(scatter, None, None, 0, None, None, 1)
+    taken = part.args[0]
+    if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
+        return False
+    before, *taken_from = with_defaults(taken, None, 0, None, None, 1)
+    return views_alike(before, base) and taken_from == place
+
+
+def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
+    """The first index of a slice of the batch, an int or a node of one."""
+    start = with_defaults(scatter, None, None, 0, None, None, 1)[3]
+    first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
+    if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
+        raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")
+    return first
+
+
+def _first_of_slice(start: Any, size: Any) -> Any:
+    """The first index of a slice; a node of it may still be negative, and count from the end."""
     start = 0 if start is None else start
-    return torch.sym_max(start + num_tokens, 0) if isinstance(start, int) and start < 0 else start
+    return torch.sym_max(start + size, 0) if isinstance(start, int) and start < 0 else start
 
 
-def _match_select_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
+def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, _, axis, index = node.args
-    if axis != token_axis:
+    if axis != axes.index("t"):
         raise _refuse(node, role, f"it writes one index of dimension {axis}")
     value, own = _source(node)
-    num_tokens = shape_of(base)[token_axis]
+    num_tokens = _num_tokens(base, axes)
     shape = shape_of(node.args[1])
 
     def normalise(x: Tensor, position: Any) -> tuple[Tensor, Tensor, None]:
-        x = x.expand(shape).unsqueeze(token_axis)
+        x = x.expand(shape).unsqueeze(axes.index("t"))
         positions = torch.zeros(1, dtype=torch.int64, device=x.device) + position
-        return heads_first(x, token_axis), wrapped(positions, num_tokens), None
+        return heads_first(x, axes), wrapped(positions, num_tokens), None
 
-    return _write(node, base, "select_scatter", token_axis, normalise, value, index, own=own)
+    return _write(node, base, "select_scatter", axes, normalise, value, index, own=own)
 
 
-def _match_scatter(node: Node, token_axis: int, role: str) -> CacheWrite:
+def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, axis, index, value = node.args
-    if axis % 4 != token_axis:
+    if axis % 4 != axes.index("t"):
         raise _refuse(node, role, f"it scatters along dimension {axis}")
-    source, n = index, shape_of(index)[token_axis]
-    if index.target is aten.expand.default:
-        source = index.args[0]
+    n = _num_tokens(index, axes)
+    source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
     shape = shape_of(source)
-    whole = _whole(node, token_axis, n)
-    constant = len(shape) == 4 and all(statically_known_true(shape[i] == 1) for i in (3 - token_axis, 3))
-    if not constant or not same_sizes(shape_of(index), whole):
+    whole = _whole(node, axes, n)
+    if len(shape) != 4 or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
-
-    num_tokens = shape_of(base)[token_axis]
-    batch = shape[0] if len(shape) == 4 else 1
+    num_tokens = _num_tokens(base, axes)
+    batch = shape[axes.index("b")]
+    all_batches = (1, whole[axes.index("b")])
+    if not statically_known_true(_num_tokens(source, axes) == n) or not any(
+        statically_known_true(batch == size) for size in all_batches
+    ):
+        raise _refuse(node, role, "its index repeats positions")
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-        pos = pos.reshape(-1) if batch == 1 else pos.reshape(batch, -1)
-        return heads_first(x, token_axis), wrapped(pos, num_tokens), None
+        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)
+        return heads_first(x, axes), wrapped(pos, num_tokens), None
 
     if not same_sizes(shape_of(value), whole):
         raise _refuse(node, role, "its source has another shape than its index")
-    return _write(node, base, "scatter", token_axis, normalise, value, source)
+    return _write(node, base, "scatter", axes, normalise, value, source)
 
 
-def _match_where(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
     mask, value, base = node.args
     if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != 4:
         return None
     if tuple(shape_of(base)) != tuple(shape_of(node)):
         return None
     shape = [1] * (4 - mask.meta["val"].dim()) + list(shape_of(mask))
-    if not all(statically_known_true(shape[i] == 1) for i in (3 - token_axis, 3)):
+    if not _has_size_1(shape, axes):
         raise _refuse(node, role, "its mask differs between heads or channels of a token")
-    num_tokens = shape_of(base)[token_axis]
+    num_tokens = _num_tokens(base, axes)
 
     def normalise(x: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = heads_first(x.expand(_whole(node, token_axis, num_tokens)), token_axis)
-        valid = m.reshape(shape).transpose(1, token_axis).reshape(shape[0], -1).expand(x.shape[0], num_tokens)
+        x = heads_first(x.expand(_whole(node, axes, num_tokens)), axes)
+        valid = heads_first(m.reshape(shape), axes).flatten(1).expand(x.shape[0], num_tokens)
         positions = torch.arange(num_tokens, device=x.device).expand(x.shape[0], num_tokens)
         return x, positions, valid
 
-    return _write(node, base, "where", token_axis, normalise, value, mask)
+    return _write(node, base, "where", axes, normalise, value, mask)
 
 
-def _match_cat(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
     tensors, axis = with_defaults(node, None, 0)
-    if len(shape_of(node)) != 4 or axis % 4 != token_axis:
+    if len(shape_of(node)) != 4 or axis % 4 != axes.index("t"):
         return None
     if len(tensors) != 2:
         raise _refuse(node, role, f"it concatenates {len(tensors)} tensors")
     base, value = tensors
 
     def normalise(x: Tensor, length: Any) -> tuple[Tensor, Tensor, None]:
-        x = heads_first(x, token_axis)
+        x = heads_first(x, axes)
         return x, torch.arange(x.shape[2], device=x.device) + length, None
 
-    return _write(node, base, "cat", token_axis, normalise, value, shape_of(base)[token_axis])
+    return _write(node, base, "cat", axes, normalise, value, _num_tokens(base, axes))
 
 
-def _match_index(node: Node, token_axis: int, role: str) -> CacheWrite | None:
+def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
     """Tokens of a cache in another order: every token of the result is one of the cache."""
     base, indices = node.args
+    token_axis = axes.index("t")
     index = indices[token_axis] if len(indices) > token_axis else None
     if index is None or len(shape_of(node)) != 4 or any(i is not None and i is not index for i in indices):
         return None
-    num_tokens = shape_of(base)[token_axis]
+    num_tokens = _num_tokens(base, axes)
     is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
-    if not is_vector or not statically_known_true(shape_of(node)[token_axis] == num_tokens):
+    if not is_vector or not statically_known_true(_num_tokens(node, axes) == num_tokens):
         return None
 
     def normalise(source: Tensor) -> tuple[None, Tensor, None]:
         return None, wrapped(source, num_tokens), None
 
-    write = _write(node, base, "index", token_axis, normalise, index)
+    write = _write(node, base, "index", axes, normalise, index)
     return replace(write, moves=True)
 
 
@@ -342,34 +395,34 @@ def sliced_by(node: Node) -> tuple[Node, ...]:
     return tuple(chain) if chain[-1].target is aten.slice.Tensor else ()
 
 
-def _match_slice(node: Node, token_axis: int) -> CacheWrite | None:
+def _match_slice(node: Node, axes: str) -> CacheWrite | None:
     chain = sliced_by(node)
     if not chain or len(shape_of(node)) != 4:
         return None
     base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
-    if axis % 4 != token_axis or step != 1:
+    if axis % 4 != axes.index("t") or step != 1:
         return None
-    num_tokens, n = shape_of(base)[token_axis], shape_of(node)[token_axis]
+    num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
     device = node.meta["val"].device
 
     def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
         return None, wrapped(torch.arange(n, device=device) + first, num_tokens), None
 
     first = _first_of_slice(start, num_tokens)
-    return replace(_write(node, base, "slice", token_axis, normalise, first, n, own=chain[1:]), moves=True)
+    return replace(_write(node, base, "slice", axes, normalise, first, n, own=chain[1:]), moves=True)
 
 
-def returned_rows(node: Node, token_axis: int) -> CacheWrite:
+def returned_rows(node: Node, axes: str) -> CacheWrite:
     """New keys or values that the graph returns, as the first write of a cache that grows from nothing."""
 
     def normalise(x: Tensor) -> tuple[Tensor, Tensor, None]:
-        x = heads_first(x, token_axis)
+        x = heads_first(x, axes)
         return x, torch.arange(x.shape[2], device=x.device), None
 
-    return _write(node, node, "returned", token_axis, normalise, node)
+    return _write(node, node, "returned", axes, normalise, node)
 
 
-_MATCHERS: dict[Any, Callable[[Node, int, str], CacheWrite | None]] = {
+_MATCHERS: dict[Any, Callable[[Node, str, str], CacheWrite | None]] = {
     aten.index_put.default: _match_index_put,
     aten.slice_scatter.default: _match_slice_scatter,
     aten.select_scatter.default: _match_select_scatter,

@@ -6,6 +6,7 @@ A decode step writes one token a layer: what a store costs is launching it.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
@@ -58,6 +59,12 @@ def _base(store: Node) -> Node:
     return base
 
 
+def _views(store: Node, name: str, base_index: int) -> dict[str, Any]:
+    """Which part of its base the data of a store is, as ``auto_functionalized_v2`` is told of the argument ``name``."""
+    own = {key: value for key, value in store.kwargs.items() if key.startswith("_data_")}
+    return {key.replace("_data", name, 1): value for key, value in (own | {"_data_base_index": base_index}).items()}
+
+
 def _merge(graph: Graph, first: Node, second: Node) -> None:
     key, value = (first, second) if first.kwargs["role"] == "key" else (second, first)
     arguments = {
@@ -67,8 +74,8 @@ def _merge(graph: Graph, first: Node, second: Node) -> None:
         "valid": key.kwargs["valid"],
         "k_format": key.kwargs["format"],
         "v_format": value.kwargs["format"],
-        "_k_data_base_index": 0,
-        "_v_data_base_index": 1,
+        **_views(key, "_k_data", 0),
+        **_views(value, "_v_data", 1),
         "_all_bases": [_base(key), _base(value)],
     }
     with graph.inserting_before(second):

@@ -40,6 +40,9 @@ def no_cache(root: Node, role: Role) -> Refusal:
     if moved is not None:
         devices = (node.meta["val"].device for node in (moved.args[0], moved))
         return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
+    if any(user.target is aten.copy_.default and user.args[0] in root.all_input_nodes for user in root.users):
+        detail = "what it computes replaces all of the cache"
+        return Refusal(Reason.unknown_write, role=role, op=root.target, detail=detail)
     # Attention of earlier layers is no part of how it is made: what a model computes from that is new.
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
     return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)

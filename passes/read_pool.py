@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from kvcompile.passes.cache_axes import swaps_axes
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.tensor_axes import same_sizes
-from kvcompile.passes.trace_read import RESHAPES, SAME_OPS, SIZE_OPS, swaps_axes
+from kvcompile.passes.trace_read import RESHAPES, SAME_OPS, SIZE_OPS
 
 aten = torch.ops.aten
 

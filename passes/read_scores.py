@@ -113,8 +113,8 @@ def _add(call: Call, scores: Scores, context: Context) -> Scores:
         raise NotUnderstood(f"{call.name} subtracts or scales its scores")
     if context.constant(other) is not None:
         return _shift(scores, "")
-    if not isinstance(value_of(other), Tensor) or not value_of(other).is_floating_point():
-        raise NotUnderstood(f"{call.name} adds something other than a float tensor to its scores")
+    if not isinstance(value_of(other), Tensor) or value_of(other).dtype is torch.bool or value_of(other).is_complex():
+        raise NotUnderstood(f"{call.name} adds something other than a tensor of numbers to its scores")
     _check_last_fill(call, scores)
     _keeps_shape(call, scores)
     return replace(scores, bias=(*scores.bias, Add(context.operand(other, scores.layout), sign * alpha)))

@@ -76,10 +76,10 @@ class Reason(enum.Enum):
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
         "read the whole cache or its first tokens, through views, and hide the rest with a mask",
     )
-    tokens_first = (
-        "its {role} cache has its tokens in front of its sequences: [tokens, batch, num_kv_heads, head_dim]",
-        "keep it as [batch, tokens, num_kv_heads, head_dim] or [batch, num_kv_heads, tokens, head_dim], and pass "
-        "attention a view of that",
+    channels_not_last = (
+        "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
+        "cache keys and values in an order that ends in head_dim: divide them into heads before they are cached, and "
+        "transpose keys where they are multiplied",
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",

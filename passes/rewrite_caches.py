@@ -18,12 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import move_tokens, read_tokens
 from kvcompile.passes.cache import Cache
+from kvcompile.passes.cache_axes import in_order
 from kvcompile.passes.find_caches import Attention
 from kvcompile.passes.head_ranges import HeadRange, data_of_heads, head_ranges, joined, narrowed
 from kvcompile.passes.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.insert_ops import insert_attention, insert_gather, insert_store
 from kvcompile.passes.marker import Marker, replace_marker
-from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, heads_first, shape_of
+from kvcompile.passes.match_write import WRITE_OPS, CacheWrite, shape_of
 from kvcompile.passes.operand_slots import insert_operand_slots
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.split_stacks import SplitStack
@@ -44,7 +45,7 @@ class InputAction:
         index: position among the graph's inputs.
         kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
         layout: of the packed cache.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D], 0 for a pool, HEADS_FIRST_POOL for one with heads first.
+        axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that receive the longer cache.
     """
@@ -52,7 +53,7 @@ class InputAction:
     index: int
     kind: Literal["static", "growing", "read-only"]
     layout: PackedLayout
-    token_axis: int
+    axes: str
     new_tokens: int | torch.SymInt = 0
     outputs: tuple[int, ...] = ()
 
@@ -67,7 +68,7 @@ class OutputAction:
         shape: logical shape, ints or SymInts.
         dtype: logical dtype.
         layout: of the packed cache.
-        token_axis: 2 for [B, H, S, D], 1 for [B, S, H, D].
+        axes: the order of its dimensions.
     """
 
     index: int
@@ -75,7 +76,7 @@ class OutputAction:
     shape: tuple[int | torch.SymInt, ...]
     dtype: torch.dtype
     layout: PackedLayout
-    token_axis: int
+    axes: str
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,15 @@ class CacheRewriter:
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
         """Let all that computes keys and values from a cache of latents read its packed data instead."""
-        dtype, axis = cache.dtype, cache.token_axis
+        dtype, axes = cache.dtype, cache.axes
 
         def latents(data: Tensor, num_tokens: int) -> Tensor:
             x = read_tokens(data, layout, num_tokens).to(dtype)
-            return heads_first(x, axis).contiguous()  # [B, S, 1, D] if the tokens of the cache are on axis 1
+            return in_order(x, axes).contiguous()
 
         users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
         with self.graph.inserting_before(users[0]):
-            num_tokens = size_node(self.graph, shape_of(cache.root)[axis])
+            num_tokens = size_node(self.graph, shape_of(cache.root)[axes.index("t")])
             dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
         for user in users:
             user.replace_input_with(cache.root, dequantized)
@@ -179,7 +180,7 @@ class CacheRewriter:
         if x is not None:
             if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
-            return insert_store(self.graph, state, layout, x, positions, valid)
+            return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
         if write.drops_tokens:
             return self._window(cache, layout, state, positions, write)
         return inline(self.graph, move_tokens, state, layout, positions)
@@ -189,7 +190,8 @@ class CacheRewriter:
         marker = attention.marker
         with self.graph.inserting_before(marker):
             kv_len = size_node(self.graph, attention.key_read.num_tokens)
-            data = self._read(attention.key_read, key), self._read(attention.value_read, value)
+            k_data = self._read(attention.key_read, key)
+            data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
             ranges = head_ranges(attention.key_read, attention.value_read)
             assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
@@ -222,11 +224,19 @@ class CacheRewriter:
         return result
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
-        """The packed data that attention reads, inserted at the graph's insertion point if it is gathered."""
+        """The packed data that attention reads, inserted at the graph's insertion point if it is not all of a cache."""
         data = self.packed[read.root]
-        if not read.gathers:
+        if read.gathers:
+            return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        if read.divides_batch:
+            sizes = [size_node(self.graph, size) for size in (read.num_sequences, read.num_heads)]
+            divided: Node = inline(self.graph, lambda data, *sizes: data.unflatten(1, sizes).squeeze(3), data, *sizes)
+            return divided
+        if read.first_sequence is None:
             return data
-        return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        first, count = (size_node(self.graph, size) for size in (read.first_sequence, read.num_sequences))
+        part: Node = inline(self.graph, lambda data, first, count: data.narrow(1, first, count), data, first, count)
+        return part
 
     def erase_logical(self, caches: list[Cache]) -> None:
         """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
@@ -248,14 +258,14 @@ class CacheRewriter:
 
     def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
         count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
-        return (count(self._stored_tokens(cache)), cache.shape[0], cache.num_kv_heads, layout.block_bytes)
+        return (count(self._stored_tokens(cache)), cache.size("b"), cache.num_kv_heads, layout.block_bytes)
 
     def _stored_tokens(self, cache: Cache) -> Any:
         """Tokens that the storage of a cache holds before some are dropped."""
         if cache.kind == "static" or not cache.drops_tokens:
             return cache.num_tokens
         stored = takewhile(lambda write: not write.drops_tokens, cache.writes)
-        return shape_of([cache.base, *(write.node for write in stored)][-1])[cache.token_axis]
+        return shape_of([cache.base, *(write.node for write in stored)][-1])[cache.axes.index("t")]
 
     def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
         index = self.placeholders.index(cache.base)
@@ -271,11 +281,11 @@ class CacheRewriter:
     def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
         if cache.kind != "growing":
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
-            return InputAction(index, kind, layout, cache.input_token_axis)
-        new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.token_axis]
+            return InputAction(index, kind, layout, cache.input_axes)
+        new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
         grown = None if cache.drops_tokens else cache.returned
         outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is grown)
-        return InputAction(index, "growing", layout, cache.token_axis, new_tokens, outputs)
+        return InputAction(index, "growing", layout, cache.axes, new_tokens, outputs)
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
         """Packed zeros, for a cache that the graph makes."""
@@ -311,10 +321,10 @@ class CacheRewriter:
         tokens that no longer are in the window of the last query are in that of the first.
         """
         if cache.returned is not None:
-            count = layout.growing_blocks(shape_of(cache.returned)[cache.token_axis] + BLOCK_TOKENS)
+            count = layout.growing_blocks(shape_of(cache.returned)[cache.axes.index("t")] + BLOCK_TOKENS)
         else:
             later = [change.node for change in cache.changes[cache.changes.index(write) :] if change.form == "cat"]
-            count = layout.blocks(shape_of(later[-1])[cache.token_axis] if later else cache.num_tokens)
+            count = layout.blocks(shape_of(later[-1])[cache.axes.index("t")] if later else cache.num_tokens)
         blocks = size_node(self.graph, count)
 
         def move(data: Tensor, source: Tensor, blocks: Any) -> Tensor:
@@ -331,7 +341,7 @@ class CacheRewriter:
                 continue
             outputs[index] = state
             growing, shape = cache.kind != "allocated", tuple(shape_of(cache.returned))
-            self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.token_axis))
+            self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.axes))
         self.output.args = (tuple(outputs),)
         # Inductor keeps the strides of these outputs; a packed one has strides of its own, and None has none.
         visible = self.output.meta.get("user_visible_output_idxs", ())

@@ -37,8 +37,8 @@ def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
     """Whether a recording of a graph would serve more than one call.
 
     Growing caches have another length at every step. Caches that the graph makes would lie in memory that belongs to
-    the recording, and the next replay would overwrite them. And only our operators take references: a graph that moves
-    packed tokens about, as a full sliding window does, needs the data.
+    the recording, and the next replay would overwrite them. And only our operators take references, to whole caches: a
+    graph that moves packed tokens about, as a full sliding window does, or uses some sequences, needs the data.
     """
     if rewritten.outputs or any(action.kind == "growing" for action in rewritten.inputs):
         return False
@@ -46,11 +46,16 @@ def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
     states = [placeholders[action.index] for action in rewritten.inputs]
     for state in states:  # grows
         for user in state.users:
-            if user.target is auto_functionalized_v2:
+            if user.target is auto_functionalized_v2 and not _views_bases(user):
                 states += user.users
             elif user.target not in _TAKE_REFERENCES:
                 return False
     return True
+
+
+def _views_bases(call: Node) -> bool:
+    """Whether an op is given parts of its bases."""
+    return any(name.endswith("_slice_dim") for name in call.kwargs)
 
 
 def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:

@@ -155,7 +155,9 @@ def _name(node: Node) -> str | None:
             return None
     else:
         return None
-    if name.endswith("_") and not name.endswith("__"):
+    if name.endswith("__"):
+        name = name.strip("_")  # ``Tensor.__eq__``
+    elif name.endswith("_"):
         name = name[:-1]
     return _SYNONYMS.get(name, name)
 
@@ -209,7 +211,8 @@ def mutated_by(node: Node) -> list[Node]:
     if node.op == "call_module" or (node.op == "call_function" and not _is_of_torch(node.target)):
         return list(node.all_input_nodes)
     name = node.target if node.op == "call_method" else node.target.__name__
-    in_place = name.endswith("_") and not name.endswith("__")
+    # The operators of Python that are also keywords have such names too: ``and_``, ``or_``.
+    in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not node.target
     in_place = in_place or node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
     if in_place or _asks_to_work_in_place(node):
         return _nodes(node.args[0] if node.args else node.kwargs.get("input"))

@@ -64,8 +64,9 @@ def is_growing(changes: Sequence[CacheWrite]) -> bool:
     return "cat" in forms and forms.count("slice") <= 1 and forms.count("cat") >= len(forms) - 1
 
 
-def is_shifting(changes: Sequence[CacheWrite], base: Node, token_axis: int) -> bool:
+def is_shifting(changes: Sequence[CacheWrite], base: Node, axes: str) -> bool:
     """Whether they drop tokens of ``base``, before or after they append some, and leave as many as it has."""
     forms = [write.form for write in changes]
-    fits = statically_known_true(shape_of(changes[-1].node)[token_axis] == shape_of(base)[token_axis])
+    before, after = (shape_of(state)[axes.index("t")] for state in (base, changes[-1].node))
+    fits = statically_known_true(before == after)
     return fits and forms in (["slice", "cat"], ["cat", "slice"], ["slice", "cat", "slice"])

@@ -8,26 +8,16 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.attention_values import (
-    Add,
-    BiasStep,
-    Fill,
-    Floor,
-    Multiply,
-    NotUnderstood,
-    Operand,
-    Scores,
-    WrittenAttention,
-)
+from kvcompile.passes.attention_values import Multiply, NotUnderstood, Operand, Scores, WrittenAttention
 from kvcompile.passes.graph_writer import GraphWriter
 from kvcompile.passes.marker import Marker
 from kvcompile.passes.read_attention import CHANNELS
 from kvcompile.passes.tensor_axes import Layout, Rearrangement, Slots, Step, names_of, rearrange
 from kvcompile.passes.tensor_products import CONTRACTED
 from kvcompile.passes.torch_calls import value_of
+from kvcompile.passes.write_mask import write_mask
 
 FORM = "written out"
-LOWEST = torch.finfo(torch.float32).min
 
 
 def write_marker(writer: GraphWriter, attention: WrittenAttention, module: str) -> Node:
@@ -68,7 +58,12 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
         query=_query(writer, attention, scores),
         key=_key(writer, attention),
         value=_keys_or_values(writer, attention.value.node, attention.value.layout, attention, CHANNELS),
-        mask=_mask(writer, scores.bias, attention),
+        mask=write_mask(
+            writer,
+            scores.bias,
+            place=lambda operand: _beside_scores(writer, operand, attention),
+            multiply=lambda x, factor: _apply(writer, x, factor, attention),
+        ),
         sinks=_sinks(writer, scores.sink, attention),
         dropout_p=weights.dropout_p,
         scale=scores.scale * attention.key.factor * (scores.cap or 1.0),
@@ -154,48 +149,6 @@ def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAtte
     if any(has) and not all(has):
         raise NotUnderstood("its mask or bias is broadcast over some of several head dimensions")
     return _arrange(writer, operand.node, operand.layout, attention.slots)
-
-
-def _mask(writer: GraphWriter, steps: tuple[BiasStep, ...], attention: WrittenAttention) -> Node | None:
-    """One mask that does what all the steps do."""
-    if all(isinstance(step, Fill) and step.value == -torch.inf for step in steps):
-        return _bool_mask(writer, steps, attention)
-    first = steps[0]
-    if len(steps) == 1 and isinstance(first, Add) and first.factor == 1 and _is_narrow(first.operand):
-        return _beside_scores(writer, first.operand, attention)
-    # In float32, whatever the model adds them in: a sum of two lowest float16 numbers would be -inf.
-    mask = writer.call(torch.zeros, (), dtype=torch.float32, device=value_of(attention.output).device)
-    for step in steps:
-        if isinstance(step, Add):
-            addend = writer.call("to", _beside_scores(writer, step.operand, attention), torch.float32)
-            mask = writer.call(torch.add, mask, addend, alpha=step.factor)
-        elif isinstance(step, Fill):
-            value = step.value if step.value == -torch.inf else LOWEST
-            where = _beside_scores(writer, step.operand, attention)
-            mask = writer.call(torch.where, where, *((value, mask) if step.where else (mask, value)))
-        elif isinstance(step, Floor):
-            mask = writer.call(torch.clamp, mask, min=step.value)
-        else:
-            mask = _apply(writer, mask, step, attention)
-    return mask
-
-
-def _is_narrow(operand: Operand) -> bool:
-    return value_of(operand.node).dtype.itemsize <= 4
-
-
-def _bool_mask(writer: GraphWriter, steps: tuple[BiasStep, ...], attention: WrittenAttention) -> Node | None:
-    """Where attention is allowed: nowhere where a step fills in -inf.
-
-    A row without a visible key is NaN in the model, zero on packed caches, as in ``F.scaled_dot_product_attention``.
-    """
-    mask = None
-    for step in steps:
-        assert isinstance(step, Fill), "nothing else makes a bool mask"
-        allowed = _beside_scores(writer, step.operand, attention)
-        allowed = writer.call(torch.logical_not, allowed) if step.where else allowed
-        mask = allowed if mask is None else writer.call(torch.logical_and, mask, allowed)
-    return mask
 
 
 def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:

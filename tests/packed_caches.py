@@ -23,7 +23,7 @@ varied_layouts = pytest.mark.parametrize(
     [INT8, PackedLayout("int4_per_token_head", "value", HEAD_DIM), PackedLayout("turboquant_4bit", "key", HEAD_DIM)],
     ids=lambda layout: f"{layout.format_name}-{layout.role}",
 )
-both_token_dims = pytest.mark.parametrize("token_dim", [1, 2])
+every_order = pytest.mark.parametrize("axes", ["bhtd", "bthd", "tbhd"])
 
 
 def values(*shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -36,21 +36,22 @@ def quantized(x: Tensor, layout: PackedLayout) -> Tensor:
     return layout.format.decode(layout.format.encode(x)).to(x.dtype)
 
 
-def shape_of(token_dim: int, tokens: int, batch: int = 2, heads: int = 3) -> tuple[int, ...]:
-    return (batch, heads, tokens, HEAD_DIM) if token_dim == 2 else (batch, tokens, heads, HEAD_DIM)
+def shape_of(axes: str, tokens: int, batch: int = 2, heads: int = 3) -> tuple[int, ...]:
+    sizes = {"b": batch, "h": heads, "t": tokens, "d": HEAD_DIM}
+    return tuple(sizes[axis] for axis in axes)
 
 
 def pair(
     layout: PackedLayout,
-    token_dim: int = 2,
+    axes: str = "bhtd",
     tokens: int = 70,
     *,
     growing: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[PackedTensor, Tensor]:
     """A packed cache of random values, and the plain cache that it must be indistinguishable from."""
-    x = values(*shape_of(token_dim, tokens)).to(dtype)
-    return PackedTensor.from_dense(x, layout, token_dim, growing=growing), quantized(x, layout)
+    x = values(*shape_of(axes, tokens)).to(dtype)
+    return PackedTensor.from_dense(x, layout, axes, growing=growing), quantized(x, layout)
 
 
 def assert_same(cache: Tensor, plain: Tensor) -> None:

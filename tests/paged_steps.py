@@ -162,7 +162,7 @@ def plain_pools(fn: Step, device: str = "cpu") -> tuple[Tensor, Tensor]:
 def packed_pool(x: Tensor, role: str, format_name: str = POLICY) -> PackedPool | PackedTensor:
     layout = PackedLayout(format_name, role, x.shape[-1])
     if x.dim() == 3:
-        return PackedTensor.from_dense(x, layout, 0)
+        return PackedTensor.from_dense(x, layout, "thd")
     return PackedPool.from_dense(x, layout, heads_first=x.shape == _SHAPES["blocks with heads first"])
 
 

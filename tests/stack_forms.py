@@ -30,13 +30,13 @@ class Form:
         dims: its stacked dimensions.
         sizes: their sizes.
         role_axis: which of them has keys at 0 and values at 1.
-        token_dim: of its caches.
+        axes: the order of the dimensions of its caches.
     """
 
     dims: tuple[int, ...] = (0,)
     sizes: tuple[int, ...] = (2,)
     role_axis: int = 0
-    token_dim: int = 2
+    axes: str = "bhtd"
 
 
 FORMS: dict[Step, Form] = {}
@@ -80,7 +80,7 @@ def unbound(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     return attend(q, keys, values, pos)
 
 
-@form(token_dim=1)
+@form(axes="bthd")
 def tokens_before_heads(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     kv[0][:, pos], kv[1][:, pos] = k.transpose(1, 2), v.transpose(1, 2)
     return attend(q, kv[0].transpose(1, 2), kv[1].transpose(1, 2), pos)
@@ -163,13 +163,13 @@ def sequences_before_roles_at_once(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, 
     return attend(q, *kv.unbind(1), pos)
 
 
-@form(dims=(2,), token_dim=1)
+@form(dims=(2,), axes="bthd")
 def roles_within_tokens(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     kv[:, pos] = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4)
     return attend(q, *kv.permute(2, 0, 3, 1, 4), pos)
 
 
-@form(dims=(3,), token_dim=1)
+@form(dims=(3,), axes="bthd")
 def roles_within_heads(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     per_sequence = torch.arange(kv.shape[0], device=q.device)[:, None]
     kv[per_sequence, pos.expand(len(per_sequence), -1)] = torch.stack([k, v], -2).transpose(1, 2)
@@ -193,13 +193,13 @@ def all_layers_at_once(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tens
     return q
 
 
-def packed_parts(fn: Step, preset: str = POLICY) -> dict[tuple[int, ...], tuple[PackedLayout, int]]:
+def packed_parts(fn: Step, preset: str = POLICY) -> dict[tuple[int, ...], tuple[PackedLayout, str]]:
     """How each part is packed that ``fn`` makes of its stack."""
     how = FORMS[fn]
     formats = Policy.load(preset).formats_for("", 0, 1)
     assert formats is not None
     layouts = [formats.layout(role, HEAD_DIM, torch.float32) for role in ("key", "value")]
-    return {part: (layouts[part[how.role_axis]], how.token_dim) for part in itertools.product(*map(range, how.sizes))}
+    return {part: (layouts[part[how.role_axis]], how.axes) for part in itertools.product(*map(range, how.sizes))}
 
 
 def packed_stack(fn: Step, plain: Tensor, preset: str = POLICY) -> PackedStack:
@@ -208,7 +208,8 @@ def packed_stack(fn: Step, plain: Tensor, preset: str = POLICY) -> PackedStack:
 
 def plain_stack(fn: Step) -> Tensor:
     how = FORMS[fn]
-    size = [BATCH, *((MAX_LEN, NUM_KV_HEADS) if how.token_dim == 1 else (NUM_KV_HEADS, MAX_LEN)), HEAD_DIM]
+    sizes = {"b": BATCH, "h": NUM_KV_HEADS, "t": MAX_LEN, "d": HEAD_DIM}
+    size = [sizes[axis] for axis in how.axes]
     for dim, extent in zip(how.dims, how.sizes, strict=True):
         size.insert(dim, extent)
     return torch.randn(size)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from packed_caches import HEAD_DIM, INT8, assert_same, both_token_dims, every_layout, quantized, shape_of, values
+from packed_caches import HEAD_DIM, INT8, assert_same, every_layout, every_order, quantized, shape_of, values
 
 from kvcompile.adoption import AdoptionError, adopt
 from kvcompile.kernels.layout import PackedLayout
@@ -20,48 +20,48 @@ def _seed():
 
 
 @every_layout
-@both_token_dims
-def test_every_holder_of_the_cache_holds_the_packed_one(layout, token_dim):
-    cache = values(*shape_of(token_dim, 70)).bfloat16()
+@every_order
+def test_every_holder_of_the_cache_holds_the_packed_one(layout, axes):
+    cache = values(*shape_of(axes, 70)).bfloat16()
     expected = quantized(cache, layout)
     module = torch.nn.Module()
     module.register_buffer("cache", cache)
     holders = [cache, {"cache": cache}]
-    assert adopt(cache, layout, token_dim) is cache
+    assert adopt(cache, layout, axes) is cache
     assert module.cache is cache
     assert holders[0] is holders[1]["cache"] is cache
     assert_same(cache, expected)
 
 
 def test_the_plain_storage_is_freed():
-    cache = values(*shape_of(2, 70))
+    cache = values(*shape_of("bhtd", 70))
     storage = cache.untyped_storage()._weak_ref()
     assert not torch.UntypedStorage._expired(storage)
-    adopt(cache, INT8, 2)
+    adopt(cache, INT8)
     assert torch.UntypedStorage._expired(storage)
     torch.UntypedStorage._free_weak_ref(storage)
 
 
 def test_attributes_of_the_object_are_kept():
-    cache = values(*shape_of(2, 70))
+    cache = values(*shape_of("bhtd", 70))
     cache.note = "mine"
     torch._dynamo.mark_static_address(cache)
     kind = cache._dynamo_static_input_type
-    adopt(cache, INT8, 2)
+    adopt(cache, INT8)
     assert cache.note == "mine"
     assert cache._dynamo_static_input_type == kind
 
 
 def test_a_cache_made_in_inference_mode_is_adopted():
     with torch.inference_mode():
-        cache = values(*shape_of(2, 70))
+        cache = values(*shape_of("bhtd", 70))
         expected = quantized(cache, INT8)
-        assert_same(adopt(cache, INT8, 2), expected)
+        assert_same(adopt(cache, INT8), expected)
 
 
 def test_an_adopted_growing_cache_appends_in_place():
-    cache = values(*shape_of(2, 70))
-    adopt(cache, INT8, 2, growing=True)
+    cache = values(*shape_of("bhtd", 70))
+    adopt(cache, INT8, growing=True)
     longer = torch.cat([cache, torch.zeros(2, 3, 1, HEAD_DIM)], 2)
     assert longer.packed.data_ptr() == cache.packed.data_ptr()
 
@@ -82,21 +82,21 @@ REFUSED = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_cache_that_something_else_sees_is_refused_and_stays_as_it_is(hold, reason, mode):
     with mode():
-        cache = values(*shape_of(2, 70))
+        cache = values(*shape_of("bhtd", 70))
         before, address = cache.clone(), cache.data_ptr()
         held = hold(cache)
         with pytest.raises(AdoptionError, match=reason):
-            adopt(cache, INT8, 2)
+            adopt(cache, INT8)
         assert type(cache) is torch.Tensor
         assert cache.data_ptr() == address
         assert torch.equal(cache, before)
         del held
-        assert isinstance(adopt(cache, INT8, 2), PackedTensor)
+        assert isinstance(adopt(cache, INT8), PackedTensor)
 
 
 UNFIT = {
     "a parameter": (lambda: torch.nn.Parameter(torch.zeros(2, 3, 70, HEAD_DIM)), "Parameter, not a plain tensor"),
-    "a packed cache": (lambda: PackedTensor.zeros((2, 3, 70, HEAD_DIM), torch.float32, INT8, 2), "PackedTensor"),
+    "a packed cache": (lambda: PackedTensor.zeros((2, 3, 70, HEAD_DIM), torch.float32, INT8), "PackedTensor"),
     "a gradient": (lambda: torch.zeros(2, 3, 70, HEAD_DIM, requires_grad=True), "requires grad"),
     "a view": (lambda: torch.zeros(3, 3, 70, HEAD_DIM)[:2], "view"),
     "a part of a storage": (lambda: torch.zeros(3, 3, 70, HEAD_DIM)[:2].detach(), "bytes of a storage of"),
@@ -112,12 +112,12 @@ UNFIT = {
 def test_a_tensor_that_is_no_plain_cache_is_refused(make, reason):
     tensor = make()
     with pytest.raises(AdoptionError, match=reason):
-        adopt(tensor, INT8, 2)
+        adopt(tensor, INT8)
 
 
 def test_a_head_dim_that_the_format_cannot_hold_is_refused():
     with pytest.raises(AdoptionError, match="head_dim 20"):
-        adopt(torch.zeros(2, 3, 70, 20), PackedLayout(INT8.format_name, "key", 20), 2)
+        adopt(torch.zeros(2, 3, 70, 20), PackedLayout(INT8.format_name, "key", 20))
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def adopting_backend():
         def call(*args):
             for tensor in args:
                 if type(tensor) is torch.Tensor and tensor.dim() == 4 and tensor.shape[2] == 70:
-                    adopt(tensor, INT8, 2)
+                    adopt(tensor, INT8)
             return gm(*args)
 
         backend.graphs += 1
@@ -171,5 +171,5 @@ def test_cache_nbytes_counts_each_storage_once_wherever_it_is_held():
     assert cache_nbytes(holder) == plain.nbytes + 20
     adopt_me = torch.zeros(2, 3, 64, HEAD_DIM, dtype=torch.bfloat16)
     holder.layers = [adopt_me]
-    adopt(adopt_me, INT8, 2)
+    adopt(adopt_me, INT8)
     assert cache_nbytes(holder) == cache_nbytes(adopt_me) == adopt_me.nbytes_packed == 6 * 64 * INT8.bytes_per_token

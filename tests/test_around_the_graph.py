@@ -191,7 +191,7 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
 
     def new_prompt() -> list[PackedTensor]:
         rows = torch.randn(2, BATCH, HEADS, 20, HEAD_DIM)
-        return [PackedTensor.from_dense(x, layout, 2, growing=True) for x, layout in zip(rows, layouts, strict=True)]
+        return [PackedTensor.from_dense(x, layout, growing=True) for x, layout in zip(rows, layouts, strict=True)]
 
     def decode(thread: int, prompt: list[PackedTensor], adopted: Callable[[], object]) -> None:
         """Fill caches, and continue the prompt, which is that of all threads."""

@@ -136,8 +136,8 @@ def test_attention_on_a_packed_cache_equals_attention_on_its_dequantized_values(
     k_cache = rand(batch, case.num_kv_heads, MAX_LEN, case.head_dim)
     v_cache = rand(batch, case.num_kv_heads, MAX_LEN, case.v_head_dim)
     formats = Policy.load(case.preset).formats_for("", 0, 1)
-    expected_k = PackedTensor.from_dense(k_cache, PackedLayout(formats.key, "key", case.head_dim), 2)
-    expected_v = PackedTensor.from_dense(v_cache, PackedLayout(formats.value, "value", case.v_head_dim), 2)
+    expected_k = PackedTensor.from_dense(k_cache, PackedLayout(formats.key, "key", case.head_dim))
+    expected_v = PackedTensor.from_dense(v_cache, PackedLayout(formats.value, "value", case.v_head_dim))
     options = {"policy": case.preset, "on_unsupported": "error"}
     compiled = torch.compile(step, backend="kvquant", options=options, fullgraph=True)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_chunks_of_any_length_share_one_symbolic_graph(device: str) -> None:
     compiled = torch.compile(step, backend="kvquant", dynamic=True, options={"on_unsupported": "error"})
     k_cache, v_cache = torch.randn(2, 2, 2, MAX_LEN, 64, device=device).unbind()
     k_cache, v_cache = (
-        PackedTensor.from_dense(cache, PackedLayout("int8_per_token_head", role, 64), 2)
+        PackedTensor.from_dense(cache, PackedLayout("int8_per_token_head", role, 64))
         for cache, role in ((k_cache, "key"), (v_cache, "value"))
     )
     expected_k, expected_v = k_cache.clone(), v_cache.clone()

@@ -69,7 +69,7 @@ def test_caches_with_a_residual_come_back(file: Path) -> None:
     formats = kvcompile.Policy.load({"default": {"dtype": "int4"}, "sink_tokens": 64}).formats_for("", 0, 1)
     assert formats is not None
     layout = formats.layout("key", HEAD_DIM, torch.float32)
-    cache = PackedTensor.from_dense(values(2, 3, 200, HEAD_DIM), layout, 2)
+    cache = PackedTensor.from_dense(values(2, 3, 200, HEAD_DIM), layout)
     assert_equal(saved_and_loaded(cache, file), cache)
 
 
@@ -99,7 +99,7 @@ def filled(kind: str) -> tuple[Any, Any]:
     if kind == "dynamic":
         for layer in cache.layers:
             layout = PackedLayout("int8_per_token_head", "key", 64)
-            layer.keys = PackedTensor.from_dense(layer.keys, layout, 2, growing=True)
+            layer.keys = PackedTensor.from_dense(layer.keys, layout, growing=True)
     return model, cache
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_saved_is_named_and_leaves_the_file_alone(file: Path) -> 
 
 def test_values_are_those_that_were_written(file: Path) -> None:
     x, layout = values(2, 3, 70, HEAD_DIM), PackedLayout("int8_per_token_head", "key", HEAD_DIM)
-    loaded = saved_and_loaded(PackedTensor.from_dense(x, layout, 2), file)
+    loaded = saved_and_loaded(PackedTensor.from_dense(x, layout), file)
     assert torch.equal(loaded.dequantize(), quantized(x, layout))
     loaded[:, :, 69:] = x[:, :, :1]
     assert torch.equal(loaded[:, :, 69:].dequantize(), quantized(x, layout)[:, :, :1])

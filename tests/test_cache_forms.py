@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -78,17 +79,20 @@ FORMS = {
 }
 
 
-GENERATED = [(index_copy, 2), (index_put_per_sequence, 1), (masked_update, 2)]
+GENERATED = [(index_copy, "bhtd"), (index_put_per_sequence, "bthd"), (masked_update, "tbhd")]
 """What Inductor meets: the positions of all sequences, those of each, a masked update. The others run node by node."""
 
 
-def attention_step(write: Write, token_dim: int) -> Callable[..., Tensor]:
-    """A decode step of a hand-written attention layer; caches are [B, H, S, D] or [B, S, H, D]."""
+def heads_first(x: Tensor, axes: str) -> Tensor:
+    """[B, H, S, D], a view of a tensor in the order ``axes``."""
+    return x.permute([axes.index(axis) for axis in "bhtd"])
+
+
+def attention_step(write: Write, axes: str) -> Callable[..., Tensor]:
+    """A decode step of a hand-written attention layer; caches are in the order ``axes``."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
-        keys, values = k_cache, v_cache
-        if token_dim == 1:
-            keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        keys, values = heads_first(k_cache, axes), heads_first(v_cache, axes)
         write(keys, k, pos)
         write(values, v, pos)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
@@ -96,15 +100,14 @@ def attention_step(write: Write, token_dim: int) -> Callable[..., Tensor]:
     return step
 
 
-def caches(token_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    shape = [BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM]
-    if token_dim == 1:
-        shape[1], shape[2] = shape[2], shape[1]
+def caches(axes: str = "bhtd", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    sizes = {"b": BATCH, "h": NUM_KV_HEADS, "t": MAX_LEN, "d": HEAD_DIM}
+    shape = [sizes[axis] for axis in axes]
     return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
 
 
-def packed_copy(cache: Tensor, role: str, token_dim: int) -> PackedTensor:
-    return PackedTensor.from_dense(cache.clone(), PackedLayout(POLICY, role, HEAD_DIM), token_dim)
+def packed_copy(cache: Tensor, role: str, axes: str = "bhtd") -> PackedTensor:
+    return PackedTensor.from_dense(cache.clone(), PackedLayout(POLICY, role, HEAD_DIM), axes)
 
 
 @pytest.fixture(autouse=True)
@@ -114,20 +117,26 @@ def fresh_compiler() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("token_dim", [2, 1], ids=["BHSD", "BSHD"])
-@pytest.mark.parametrize("write", FORMS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    ("write", "axes"),
+    [
+        *itertools.product(FORMS, ("bhtd", "bthd", "tbhd")),
+        *itertools.product((index_copy, scatter), ("thbd", "htbd", "hbtd")),
+    ],
+    ids=lambda param: getattr(param, "__name__", param),
+)
 def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
-    write: Write, token_dim: int, request: pytest.FixtureRequest
+    write: Write, axes: str, request: pytest.FixtureRequest
 ) -> None:
-    if write is setitem_negative_positions and token_dim == 1:
+    if write is setitem_negative_positions and axes != "bhtd":
         pytest.skip("needs the token dimension of the cache itself")
-    if (write, token_dim) not in GENERATED:
+    if (write, axes) not in GENERATED:
         request.getfixturevalue("without_code_generation")
     n = 1 if write in (select_assignment, masked_update) else 2
-    step = attention_step(write, token_dim)
+    step = attention_step(write, axes)
     compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
-    k_cache, v_cache = caches(token_dim)
-    k_expected, v_expected = packed_copy(k_cache, "key", token_dim), packed_copy(v_cache, "value", token_dim)
+    k_cache, v_cache = caches(axes)
+    k_expected, v_expected = packed_copy(k_cache, "key", axes), packed_copy(v_cache, "value", axes)
     plain_k, plain_v = k_cache.clone(), v_cache.clone()
     with torch.no_grad():
         for start in (3, 64, 130):
@@ -141,10 +150,8 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
             written = [3] if write is select_assignment else [3, 4] if write in (slice_assignment, slice_copy) else pos
             for packed, plain in ((k_expected, plain_k), (v_expected, plain_v)):
                 index = torch.as_tensor(written)
-                packed.index_copy_(token_dim, index, plain.index_select(token_dim, index))
-            keys, values = k_expected.dequantize(), v_expected.dequantize()
-            if token_dim == 1:
-                keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+                packed.index_copy_(axes.index("t"), index, plain.index_select(axes.index("t"), index))
+            keys, values = (heads_first(x.dequantize(), axes) for x in (k_expected, v_expected))
             expected = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert isinstance(k_cache, PackedTensor)
@@ -158,22 +165,22 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="generated C++ of torch 2.11 ends the process on such a write")
 def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room() -> None:
-    step = attention_step(index_copy, 2)
+    step = attention_step(index_copy, "bhtd")
     compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
     q, k, v = (torch.randn(BATCH, heads, 1, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
     mask = torch.ones(1, MAX_LEN, dtype=torch.bool)
     with torch.no_grad():
-        compiled(q, k, v, *caches(2), torch.tensor([3]), mask)
+        compiled(q, k, v, *caches(), torch.tensor([3]), mask)
         for position in (MAX_LEN, MAX_LEN + 5, -MAX_LEN - 1):
             with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
-                compiled(q, k, v, *caches(2), torch.tensor([position]), mask)
+                compiled(q, k, v, *caches(), torch.tensor([position]), mask)
 
 
 def test_two_packed_caches_of_one_storage_are_told_apart_at_run_time() -> None:
-    step = attention_step(index_copy, 2)
+    step = attention_step(index_copy, "bhtd")
     compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
     q, k, v = (torch.randn(BATCH, heads, 1, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    k_cache = packed_copy(caches(2)[0], "key", 2)
+    k_cache = packed_copy(caches()[0], "key")
     v_cache = PackedTensor.over(
         k_cache.packed, PackedLayout(POLICY, "value", HEAD_DIM), k_cache.dtype, "bhtd", k_cache.shape
     )
@@ -205,7 +212,7 @@ def test_a_full_window_moves_its_tokens_without_quantizing_them_again(move: Writ
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
     compiled = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
-    keys, values = caches(2)
+    keys, values = caches()
     history = [keys.clone(), values.clone()]
     with torch.no_grad():
         for tokens in (1, 3):  # the second time as a symbol
@@ -215,7 +222,7 @@ def test_a_full_window_moves_its_tokens_without_quantizing_them_again(move: Writ
             history = [torch.cat([past, new], 2) for past, new in zip(history, (k, v), strict=True)]
             assert isinstance(keys, PackedTensor)
             expected = [
-                PackedTensor.from_dense(past[:, :, -MAX_LEN:], cache.packed_layout, 2)
+                PackedTensor.from_dense(past[:, :, -MAX_LEN:], cache.packed_layout)
                 for past, cache in zip(history, (keys, values), strict=True)
             ]
             assert torch.equal(keys.dequantize(), expected[0].dequantize())
@@ -232,7 +239,7 @@ def test_tokens_whose_bytes_are_shared_are_not_moved() -> None:
 
     compiled = torch.compile(step, backend="kvquant", options={"policy": "int4", "on_unsupported": "ignore"})
     q, k = torch.randn(BATCH, NUM_HEADS, 1, HEAD_DIM), torch.randn(BATCH, NUM_KV_HEADS, 1, HEAD_DIM)
-    keys, values = caches(2)
+    keys, values = caches()
     plain = keys.clone(), values.clone()
     with torch.no_grad():
         torch.testing.assert_close(compiled(q, k, keys, values), step(q, k, *plain))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from packed_caches import HEAD_DIM, INT8, assert_same, both_token_dims, pair, quantized, shape_of, values
+from packed_caches import HEAD_DIM, INT8, assert_same, every_order, pair, quantized, shape_of, values
 
 from kvcompile.growing_buffer import GrowingBuffer, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS
@@ -21,17 +21,17 @@ def storage_of(cache):
 
 
 def append(cache, plain, tokens=1, dim=2):
-    x = values(*shape_of(dim, tokens))
+    x = values(*cache.shape[:dim], tokens, *cache.shape[dim + 1 :])
     return torch.cat([cache, x], dim), torch.cat([plain, quantized(x, INT8)], dim)
 
 
-@both_token_dims
-def test_appending_copies_the_cache_only_when_its_storage_is_full(token_dim):
-    cache = PackedTensor.empty_growing(2, 3, INT8, torch.float32, token_dim)
-    plain = torch.zeros(shape_of(token_dim, 0))
+@every_order
+def test_appending_copies_the_cache_only_when_its_storage_is_full(axes):
+    cache = PackedTensor.empty_growing(2, 3, INT8, torch.float32, axes)
+    plain = torch.zeros(shape_of(axes, 0))
     storages = []
     for _ in range(400):
-        cache, plain = append(cache, plain, dim=token_dim)
+        cache, plain = append(cache, plain, dim=axes.index("t"))
         storages.append(storage_of(cache))
     assert_same(cache, plain)
     assert len(set(storages)) <= 5
@@ -51,7 +51,7 @@ def test_the_packed_data_is_the_prefix_that_holds_the_cache_and_at_least_two_blo
     cache, _ = pair(INT8, tokens=7, growing=True)
     blocks = []
     for _ in range(130):
-        cache = torch.cat([cache, values(*shape_of(2, 1))], 2)
+        cache = torch.cat([cache, values(*shape_of("bhtd", 1))], 2)
         blocks.append(cache.packed.shape[0])
     assert blocks == [2] * 121 + [3] * 9
 
@@ -162,7 +162,7 @@ def test_extended_reserves_space_for_the_caller_to_store_to():
     longer = cache.extended(9)
     assert longer.shape == (2, 3, 69, HEAD_DIM)
     assert storage_of(longer) == storage_of(cache)
-    x = values(*shape_of(2, 9))
+    x = values(*shape_of("bhtd", 9))
     longer[:, :, 60:] = x
     assert_same(longer, torch.cat([plain, quantized(x, INT8)], 2))
     assert_same(cache, plain)
@@ -179,7 +179,7 @@ def test_a_part_of_the_heads_does_not_grow_into_the_storage_of_the_others():
 
 def test_unused_room_is_zero_so_that_nothing_ever_decodes_to_nan():
     cache, _ = pair(INT8, tokens=70, growing=True)
-    longer = torch.cat([cache, values(*shape_of(2, 60))], 2).extended(200)
+    longer = torch.cat([cache, values(*shape_of("bhtd", 60))], 2).extended(200)
     assert longer.isfinite().all()
 
 

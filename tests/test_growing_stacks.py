@@ -47,28 +47,29 @@ def beside_another_part(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
     return attend(q, kv[0], kv[1], pos), kv
 
 
-FORMS: dict[Step, tuple[int, int]] = {
-    roles_first: (0, 2),
-    sequences_first: (1, 2),
-    roles_within_tokens: (3, 1),
-    beside_another_part: (0, 2),
+FORMS: dict[Step, tuple[int, str]] = {
+    roles_first: (0, "bhtd"),
+    sequences_first: (1, "bhtd"),
+    roles_within_tokens: (3, "bthd"),
+    beside_another_part: (0, "bhtd"),
 }
-"""The stacked dimension, and that of tokens within a part."""
+"""The stacked dimension, and the order of those of a part."""
 
 
 def stack_of(fn: Step, tokens: int) -> Tensor:
-    dim, token_dim = FORMS[fn]
-    size = [BATCH, NUM_KV_HEADS, tokens, HEAD_DIM] if token_dim == 2 else [BATCH, tokens, NUM_KV_HEADS, HEAD_DIM]
+    dim, axes = FORMS[fn]
+    sizes = {"b": BATCH, "h": NUM_KV_HEADS, "t": tokens, "d": HEAD_DIM}
+    size = [sizes[axis] for axis in axes]
     size.insert(dim, 3 if fn is beside_another_part else 2)
     return torch.randn(size)
 
 
 def packed(fn: Step, kv: Tensor) -> PackedStack:
     """What a growing stack is that holds ``kv``."""
-    dim, token_dim = FORMS[fn]
+    dim, axes = FORMS[fn]
     layouts = [layout for layout, _ in packed_parts(index_copy).values()]
     parts = [
-        PackedTensor.from_dense(part, layouts[role], token_dim, growing=True) if role < 2 else part
+        PackedTensor.from_dense(part, layouts[role], axes, growing=True) if role < 2 else part
         for role, part in enumerate(unstacked(kv, (dim,)))
     ]
     return PackedStack.of_parts(parts, [len(parts)], (dim,))
@@ -182,7 +183,7 @@ def test_a_growing_stack_with_other_uses_is_refused_with_its_reason(fn: Step) ->
 
 def test_eager_code_appends_to_every_part() -> None:
     x, new = values(2, 1, 2, 70, INT8.head_dim), values(2, 1, 2, 3, INT8.head_dim)
-    stack = PackedStack.from_dense(x, {(1,): (INT8, 2)})
+    stack = PackedStack.from_dense(x, {(1,): (INT8, "bhtd")})
     longer = torch.cat([stack, new, new], -2)
     expected = torch.cat([x, new, new], -2)
     assert isinstance(longer, PackedStack)

@@ -88,8 +88,8 @@ def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
     formats = Policy.load(preset).formats_for("", 0, 1)
     assert formats is not None
     model = copy.deepcopy(model)
-    model.keys = PackedTensor.from_dense(model.keys, PackedLayout(formats.key, "key", HEAD_DIM), 2)
-    model.values = PackedTensor.from_dense(model.values, PackedLayout(formats.value, "value", HEAD_DIM), 2)
+    model.keys = PackedTensor.from_dense(model.keys, PackedLayout(formats.key, "key", HEAD_DIM))
+    model.values = PackedTensor.from_dense(model.values, PackedLayout(formats.value, "value", HEAD_DIM))
     return model
 
 

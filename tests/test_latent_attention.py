@@ -95,7 +95,7 @@ def check(model: LatentDecoder, policy: str, rtol: float, loss: float = 0.05, **
     and what the plain model does up to ``loss``."""
     width = model.latents.shape[-1]
     plain, eager = copy.deepcopy(model), copy.deepcopy(model)
-    eager.latents = PackedTensor.from_dense(eager.latents, PackedLayout(policy, "key", width), 2)
+    eager.latents = PackedTensor.from_dense(eager.latents, PackedLayout(policy, "key", width))
     logits, expected, exact = run(compiled(model, policy, **options)), run(eager), run(plain)
     assert (logits - expected).norm() < rtol * expected.norm()
     assert 0 < (logits - exact).norm() < loss * exact.norm()
@@ -290,7 +290,7 @@ def test_a_value_that_is_not_finite_spoils_its_64_channels_alone(bad: float) -> 
 def test_a_packed_cache_of_latents_is_a_tensor(residual: str) -> None:
     layout = PackedLayout.parse(f"fp8_ds_mla{residual}", "key", WIDTH)
     x = latents(BATCH, 1, 200)
-    cache = PackedTensor.zeros(x.shape, torch.float32, layout, 2)
+    cache = PackedTensor.zeros(x.shape, torch.float32, layout)
     for positions in torch.arange(200).split([130, 1, 69]):
         cache[:, :, positions] = x[:, :, positions]
     stored = layout.format.decode(layout.format.encode(x))

@@ -44,10 +44,10 @@ def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
         for name, role, format_name in (("keys", "key", formats.key), ("values", "value", formats.value)):
             layout = PackedLayout(format_name, role, config.head_dim)
             if kind == "static":
-                packed = PackedTensor.from_dense(getattr(layer, name), layout, 2)
+                packed = PackedTensor.from_dense(getattr(layer, name), layout)
             else:
                 heads = config.num_key_value_heads
-                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, 2, model.device)
+                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, device=model.device)
             setattr(layer, name, packed)
     return cache
 
@@ -114,7 +114,7 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
         for layer in expected_cache.layers:
             for name, role, format_name in (("keys", "key", formats.key), ("values", "value", formats.value)):
                 plain, layout = getattr(layer, name), PackedLayout(format_name, role, model.config.head_dim)
-                setattr(layer, name, PackedTensor.from_dense(plain, layout, 2, growing=kind == "dynamic"))
+                setattr(layer, name, PackedTensor.from_dense(plain, layout, growing=kind == "dynamic"))
         for ids in chunks:
             logits = compiled(input_ids=ids, past_key_values=cache).logits
             expected = model(input_ids=ids, past_key_values=expected_cache).logits

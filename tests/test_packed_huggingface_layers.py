@@ -28,8 +28,8 @@ class Twins:
         self.packed, self.plain = make_layer(), make_layer()
         self._update(tokens)
         growing = not isinstance(self.packed, cache_utils.StaticLayer)
-        self.packed.keys = PackedTensor.from_dense(self.packed.keys, self.key, 2, growing=growing)
-        self.packed.values = PackedTensor.from_dense(self.packed.values, self.value, 2, growing=growing)
+        self.packed.keys = PackedTensor.from_dense(self.packed.keys, self.key, growing=growing)
+        self.packed.values = PackedTensor.from_dense(self.packed.values, self.value, growing=growing)
         self.check()
 
     def _update(self, tokens):
@@ -111,8 +111,8 @@ def test_a_static_cache_of_a_model_is_adopted_and_measured():
         cache.update(values(2, 3, 5, HEAD_DIM), values(2, 3, 5, HEAD_DIM), index)
     before = cache_nbytes(cache)
     for layer in cache.layers:
-        adopt(layer.keys, PackedLayout("int8_per_token_head", "key", HEAD_DIM), 2)
-        adopt(layer.values, PackedLayout("int8_per_token_head", "value", HEAD_DIM), 2)
+        adopt(layer.keys, PackedLayout("int8_per_token_head", "key", HEAD_DIM))
+        adopt(layer.values, PackedLayout("int8_per_token_head", "value", HEAD_DIM))
     plain_bytes, packed_bytes = 4 * 2 * 3 * 128 * HEAD_DIM * 4, 4 * 2 * 3 * 128 * (HEAD_DIM + 4)
     assert before - cache_nbytes(cache) == plain_bytes - packed_bytes
     cache.update(values(2, 3, 1, HEAD_DIM), values(2, 3, 1, HEAD_DIM), 1)

@@ -170,7 +170,7 @@ def test_slots_are_seen_as_blocks_and_back() -> None:
 def test_adoption_leaves_a_pool_of_blocks_or_slots() -> None:
     x = values(9, 5, 3, INT8.head_dim)
     blocks, slots = x.clone(), x.flatten(0, 1).clone()
-    adopt(blocks, INT8, 0), adopt(slots, INT8, 0)
+    adopt(blocks, INT8, "nthd"), adopt(slots, INT8, "thd")
     assert isinstance(blocks, PackedPool)
     assert isinstance(slots, PackedTensor)
     assert torch.equal(blocks.dequantize().flatten(0, 1), slots.dequantize())

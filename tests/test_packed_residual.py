@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from packed_caches import HEAD_DIM, assert_same, both_token_dims, shape_of, values
+from packed_caches import HEAD_DIM, assert_same, every_order, shape_of, values
 from test_packed_tensor import COPIES, READS, REFUSED, WRITES, random_step
 from torch import Tensor
 
@@ -39,10 +39,10 @@ every_lossy = pytest.mark.parametrize("layout", LOSSY, ids=lambda layout: layout
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
-def pair(layout: PackedLayout, token_dim: int = 2, tokens: int = 200, *, growing: bool = False):
+def pair(layout: PackedLayout, axes: str = "bhtd", tokens: int = 200, *, growing: bool = False):
     """A packed cache of random values and the plain one."""
-    x = values(*shape_of(token_dim, tokens))
-    return PackedTensor.from_dense(x, layout, token_dim, growing=growing), x
+    x = values(*shape_of(axes, tokens))
+    return PackedTensor.from_dense(x, layout, axes, growing=growing), x
 
 
 def assert_equal(cache: Tensor, plain: Tensor) -> None:
@@ -62,9 +62,9 @@ def storage_of(cache: PackedTensor) -> int:
 
 @every_lossless
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
-@both_token_dims
-def test_a_cache_reads_as_what_was_stored(layout, tokens, token_dim):
-    assert_same(*pair(layout, token_dim, tokens))
+@every_order
+def test_a_cache_reads_as_what_was_stored(layout, tokens, axes):
+    assert_same(*pair(layout, axes, tokens))
 
 
 @every_lossless
@@ -107,7 +107,7 @@ def test_a_copy_equals_that_of_a_plain_cache_and_shares_nothing_with_it(layout, 
 def test_any_sequence_of_operations_means_the_same_on_packed_and_plain_caches(layout, growing):
     rng = torch.Generator().manual_seed(0)
     x = values(2, 2, 60, HEAD_DIM, generator=rng)
-    caches: list[tuple[Tensor, Tensor]] = [(PackedTensor.from_dense(x, layout, 2, growing=growing), x)]
+    caches: list[tuple[Tensor, Tensor]] = [(PackedTensor.from_dense(x, layout, growing=growing), x)]
     for _ in range(25):
         random_step(rng, layout, caches)
         for cache, plain in caches:
@@ -137,7 +137,7 @@ def test_a_prefix_is_whole_and_any_other_view_is_not():
 
 
 def test_a_new_cache_is_zero_and_as_large_as_its_layout_says():
-    cache = PackedTensor.zeros((2, 3, 100, HEAD_DIM), FP32, INT4, 2)
+    cache = PackedTensor.zeros((2, 3, 100, HEAD_DIM), FP32, INT4)
     assert not cache.dequantize().any()
     blocks = INT4.header_blocks + 2
     assert cache_nbytes(cache) == cache.nbytes_packed == 2 * 3 * blocks * INT4.block_bytes
@@ -155,9 +155,9 @@ def test_a_layout_that_cannot_be_is_refused_with_the_reason():
         (PackedLayout("fp8_e4m3", "key", HEAD_DIM, Residual(0, 1, torch.float16)), "a cache of torch.float32 keeps"),
     ):
         with pytest.raises(ValueError, match=reason):
-            PackedTensor.zeros((2, 3, 100, HEAD_DIM), FP32, layout, 2)
+            PackedTensor.zeros((2, 3, 100, HEAD_DIM), FP32, layout)
         with pytest.raises(AdoptionError, match=reason):
-            adopt(torch.zeros(2, 3, 100, HEAD_DIM), layout, 2)
+            adopt(torch.zeros(2, 3, 100, HEAD_DIM), layout)
 
 
 # What stays as it is
@@ -181,7 +181,7 @@ def test_recent_and_first_tokens_are_exact_and_the_others_near(layout, growing):
 
 def written(layout: PackedLayout, x: Tensor, chunks: list[int]) -> PackedTensor:
     """A cache of the tokens ``x``, written in chunks one after the other."""
-    cache = PackedTensor.zeros(x.shape, x.dtype, layout, 2)
+    cache = PackedTensor.zeros(x.shape, x.dtype, layout)
     begin = 0
     for chunk in chunks:
         cache[:, :, begin : begin + chunk] = x[:, :, begin : begin + chunk]
@@ -204,7 +204,7 @@ def test_a_block_is_quantized_once_with_all_its_tokens_however_it_was_filled(lay
 @every_lossy
 def test_appending_and_writing_give_the_same_cache(layout):
     x = values(2, 3, 300, HEAD_DIM)
-    cache = PackedTensor.empty_growing(2, 3, layout, FP32, 2)
+    cache = PackedTensor.empty_growing(2, 3, layout, FP32)
     for chunk in x.split([100, 7, *[1] * 30, *[7] * 23, 2], dim=2):
         cache = torch.cat([cache, chunk], 2)
     tolerance = 1e-5 if layout.format.rotated else 0
@@ -229,7 +229,7 @@ def test_a_block_that_was_left_is_opened_again_from_what_is_stored():
 @every_lossy
 def test_a_crop_and_other_tokens_after_it_leave_the_tokens_before_it_as_they_were(layout):
     x, new = values(2, 3, 300, HEAD_DIM), values(2, 3, 150, HEAD_DIM)
-    cache = PackedTensor.from_dense(x, layout, 2, growing=True)
+    cache = PackedTensor.from_dense(x, layout, growing=True)
     before = cache.dequantize()
     kept = cache[:, :, :100]
     longer = torch.cat([kept, new], 2)
@@ -318,14 +318,14 @@ def bytes_of(cache: PackedTensor) -> Tensor:
 def test_copies_of_the_whole_cache_are_exact(layout):
     cache, _ = pair(layout)
     expected = cache.dequantize()
-    other = PackedTensor.zeros(cache.shape, FP32, layout, 2).copy_(cache)
+    other = PackedTensor.zeros(cache.shape, FP32, layout).copy_(cache)
     file = io.BytesIO()
     torch.save(cache, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     module, copied = torch.nn.Module(), torch.nn.Module()
     module.register_buffer("cache", cache)
-    copied.register_buffer("cache", PackedTensor.zeros(cache.shape, FP32, layout, 2))
+    copied.register_buffer("cache", PackedTensor.zeros(cache.shape, FP32, layout))
     copied.load_state_dict(module.state_dict())
     for copy_of in (cache.clone(), copy.deepcopy(cache), cache.to("cpu", copy=True), other, loaded, copied.cache):
         assert copy_of.packed_layout == layout
@@ -373,7 +373,7 @@ def test_a_cache_that_was_cleared_is_as_good_as_new():
 
 
 def test_appending_copies_the_cache_only_when_its_storage_is_full():
-    cache, x = PackedTensor.empty_growing(2, 3, INT4, FP32, 2), values(2, 3, 400, HEAD_DIM)
+    cache, x = PackedTensor.empty_growing(2, 3, INT4, FP32), values(2, 3, 400, HEAD_DIM)
     storages = []
     for tokens in x.split(4, dim=2):
         cache = torch.cat([cache, tokens], 2)
@@ -414,7 +414,7 @@ def test_an_adopted_cache_that_is_not_full_keeps_the_end_of_what_it_holds():
     x = values(2, 3, 300, HEAD_DIM)
     x[:, :, 150:] = 0
     cache = x.clone()
-    adopt(cache, INT4, 2)
+    adopt(cache, INT4)
     assert exact_tokens(cache, x) >= {*range(128, 300)}
     more = values(2, 3, 10, HEAD_DIM)
     cache[:, :, 150:160] = more
@@ -431,7 +431,7 @@ def test_keys_with_an_outlier_channel_lose_less_with_scales_per_channel():
     expected = query @ keys.mT
 
     def error_of_scores(layout: PackedLayout) -> float:
-        scores = query @ PackedTensor.from_dense(keys, layout, 2).dequantize().mT
+        scores = query @ PackedTensor.from_dense(keys, layout).dequantize().mT
         # A constant in all scores of a query does not change attention.
         difference = (scores - expected) - (scores - expected).mean(-1, keepdim=True)
         return float(difference.norm() / (expected - expected.mean(-1, keepdim=True)).norm())

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def packed(plain: Tensor, role: str, policy: Any, *, growing: bool = False) -> PackedTensor:
     formats = Policy.load(policy).formats_for("", 0, 1)
-    return PackedTensor.from_dense(plain, formats.layout(role, plain.shape[-1], plain.dtype), 2, growing=growing)
+    return PackedTensor.from_dense(plain, formats.layout(role, plain.shape[-1], plain.dtype), growing=growing)
 
 
 def pack_layers(cache: Any, policy: Any, *, growing: bool) -> Any:

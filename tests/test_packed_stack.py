@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 def small_stack(role_dim: int = 1) -> tuple[PackedStack, Tensor]:
     """Layers of plain keys and packed values, and the plain tensor that it must be indistinguishable from."""
     x = values(3, 2, 2, 2, 70, INT8.head_dim)
-    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, 2) for layer in range(3)}, (0, role_dim))
+    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, "bhtd") for layer in range(3)}, (0, role_dim))
     expected = x.clone()
     expected.select(role_dim, 1).copy_(quantized(x.select(role_dim, 1), INT8))
     return stack, expected
@@ -157,9 +157,9 @@ def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
         (x[:1], "view"),
     ):
         with pytest.raises(AdoptionError, match=reason):
-            adopt_stack(unfit, {(0,): (INT8, 2)})
+            adopt_stack(unfit, {(0,): (INT8, "bhtd")})
     del unfit
-    assert adopt_stack(x, {(0,): (INT8, 2)}) is holders[0] is holders[1]["cache"]
+    assert adopt_stack(x, {(0,): (INT8, "bhtd")}) is holders[0] is holders[1]["cache"]
     assert isinstance(x, PackedStack)
     assert x.note == "mine"
     assert cache_nbytes(holders) == x[0].nbytes_packed + x[1].nbytes

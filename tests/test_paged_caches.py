@@ -39,7 +39,6 @@ import kvcompile
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.packed_pool import PackedPool
 from kvcompile.packed_stack import PackedStack
-from kvcompile.passes.cache import HEADS_FIRST_POOL
 from kvcompile.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
@@ -98,8 +97,8 @@ def test_one_tensor_may_hold_the_pools_of_keys_and_values(fn: Step, dim: int) ->
         return fn(q, k, v, kv.select(dim, 0), kv.select(dim, 1), *places)
 
     kv = torch.stack(plain_pools(fn), dim)
-    token_axis = HEADS_FIRST_POOL if fn is heads_before_tokens else 0
-    layouts = {(at,): (PackedLayout(POLICY, role, HEAD_DIM), token_axis) for at, role in enumerate(("key", "value"))}
+    axes = "nhtd" if fn is heads_before_tokens else "nthd"
+    layouts = {(at,): (PackedLayout(POLICY, role, HEAD_DIM), axes) for at, role in enumerate(("key", "value"))}
     reference = PackedStack.from_dense(kv, layouts, (dim,))
     run = compiled(step)
     for _ in range(2):

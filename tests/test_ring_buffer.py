@@ -46,29 +46,29 @@ def visible(position: int, q_len: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("write", "token_dim", "policy"),
+    ("write", "axes", "policy"),
     [
-        (assign_at_positions, 1, "int8_per_token_head"),
-        (copy_to_positions, 2, "int4"),  # keys with scales per channel, of a block that is written again and again
-        (copy_up_to_the_end_and_then_the_rest, 2, "turboquant_4bit_nc"),
+        (assign_at_positions, "bthd", "int8_per_token_head"),
+        (copy_to_positions, "bhtd", "int4"),  # keys with scales per channel, of a block that is written again and again
+        (copy_up_to_the_end_and_then_the_rest, "bhtd", "turboquant_4bit_nc"),
     ],
 )
 def test_a_ring_buffer_is_written_packed_where_it_wraps_and_read_as_a_whole(
-    write: Write, token_dim: int, policy: str
+    write: Write, axes: str, policy: str
 ) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
         write(keys, k, position)
         write(values, v, position)
-        read = (x.transpose(1, 2) if token_dim == 1 else x for x in (keys, values))
+        read = (x.transpose(1, 2) if axes == "bthd" else x for x in (keys, values))
         return F.scaled_dot_product_attention(q, *read, attn_mask=visible(position, q.shape[2]), enable_gqa=True)
 
     formats = Policy.load(policy).formats_for("", 0, 1)
     assert formats is not None
-    shape = [BATCH, NUM_KV_HEADS, SLOTS, HEAD_DIM]
-    shape[token_dim], shape[3 - token_dim] = SLOTS, NUM_KV_HEADS
+    sizes = {"b": BATCH, "h": NUM_KV_HEADS, "t": SLOTS, "d": HEAD_DIM}
+    shape = [sizes[axis] for axis in axes]
     keys, values = torch.randn(shape), torch.randn(shape)
     expected = [
-        PackedTensor.from_dense(x, formats.layout(role, HEAD_DIM, x.dtype), token_dim)
+        PackedTensor.from_dense(x, formats.layout(role, HEAD_DIM, x.dtype), axes)
         for x, role in ((keys, "key"), (values, "value"))
     ]
     compiled = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})

@@ -70,14 +70,14 @@ class Layer:
     def __init__(self, update: Update, size: int, policy: str, **options: Any) -> None:
         self.update, self.size = update, size
         self.compiled = torch.compile(self.step, backend="kvquant", options={"policy": policy, **options})
-        self.token_dim = 1 if update is keep_a_copy_of_the_last else 2
+        axes = "bthd" if update is keep_a_copy_of_the_last else "bhtd"
         formats = Policy.load(policy).formats_for("", 0, 1)
         assert formats is not None
         self.layouts = [formats.layout(role, HEAD_DIM, torch.float32) for role in ("key", "value")]
         shape = [BATCH, NUM_KV_HEADS, 0, HEAD_DIM]
-        self.windows = [Window(torch.empty(shape).transpose(self.token_dim, 2)) for _ in self.layouts]
+        self.windows = [Window(torch.empty(shape).transpose(axes.index("t"), 2)) for _ in self.layouts]
         self.expected = [
-            Window(PackedTensor.empty_growing(BATCH, NUM_KV_HEADS, layout, torch.float32, self.token_dim))
+            Window(PackedTensor.empty_growing(BATCH, NUM_KV_HEADS, layout, torch.float32, axes))
             for layout in self.layouts
         ]
 
@@ -246,7 +246,7 @@ def test_a_part_of_a_packed_cache_is_not_taken_for_a_cache_of_its_own() -> None:
     plain = torch.randn(2, BATCH, NUM_KV_HEADS, 100, HEAD_DIM)
     given, expected = (
         [
-            PackedTensor.from_dense(x, PackedLayout("int8_per_token_head", role, HEAD_DIM), 2)
+            PackedTensor.from_dense(x, PackedLayout("int8_per_token_head", role, HEAD_DIM))
             for x, role in zip(plain, ("key", "value"), strict=True)
         ]
         for _ in range(2)
@@ -283,7 +283,7 @@ def test_the_window_of_transformers_is_packed() -> None:
             return F.scaled_dot_product_attention(q, *self.cache.update(k * 2, v * 2), enable_gqa=True)
 
     def packed(x: Tensor, layout: PackedLayout) -> Tensor:
-        return PackedTensor.from_dense(x * 2, layout, 2).dequantize()
+        return PackedTensor.from_dense(x * 2, layout).dequantize()
 
     formats = [PackedLayout("int8_per_token_head", role, HEAD_DIM) for role in ("key", "value")]
     model, expected = Model(), layers.DynamicSlidingWindowLayer(sliding_window=70)

@@ -134,7 +134,7 @@ def test_a_graph_knows_the_strides_of_plain_parts_beside_packed_ones_and_without
             rest[0], other[0, :, 0], other[0, :, 1], dropout_p=0.5, enable_gqa=True
         )
         other[0, :, :, :, rest[-1]] = torch.stack(rest[1:3], 1)
-        return by_layer_and_sequence(one, *rest) + dropped * 0
+        return by_layer_and_sequence(one, *rest) + dropped
 
     policy = {"version": 1, "rules": [{"match": {"layers": "1"}, "dtype": "auto"}], "default": {"dtype": POLICY}}
     one, other = plain_stack(by_layer_and_sequence), plain_stack(by_layer_and_sequence)

@@ -45,11 +45,11 @@ def test_a_process_that_dies_is_a_row_for_every_case_that_it_has_not_finished(
         return CaseResult(architecture, attention, cache, cached=2, full=2, packed=2, packed_full=2, rewritten=2)
 
     monkeypatch.setattr(sweep, "run_case", run)
-    process = sweep.Run("llama", tmp_path)
+    process = sweep.Run("llama", sweep.CASES, tmp_path)
     while not process.is_over():
         pass
     cases = process.results()
-    assert [case.failure for case in cases] == [None, None, *["its process ended with 7"] * 2]
+    assert [case.failure for case in cases] == [None, None, *["its process ended with 7"] * 4]
     assert not sweep.is_covered(cases)
     text = sweep.page({"llama": cases}, sweep.versions())
     assert "| `llama` | sdpa | 2 of 2 | 0e+00 | 2 of 2 | 0e+00 |" in text

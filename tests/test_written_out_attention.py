@@ -54,7 +54,7 @@ def packed(given: list[Any]) -> list[Any]:
     """The arguments with packed caches."""
     roles = ((3, "key"), (4, "value"))
     caches = [
-        PackedTensor.from_dense(given[index], PackedLayout("int8_per_token_head", role, D), 2) for index, role in roles
+        PackedTensor.from_dense(given[index], PackedLayout("int8_per_token_head", role, D)) for index, role in roles
     ]
     return [*given[:3], *caches, *given[5:]]
 

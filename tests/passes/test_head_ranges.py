@@ -81,7 +81,7 @@ READS: dict[Attend, int] = {
 def caches(format_name: str = "int8_per_token_head", device: str = "cpu") -> list[Tensor]:
     shape = BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM
     layouts = (PackedLayout.parse(format_name, role, HEAD_DIM) for role in ("key", "value"))
-    return [PackedTensor.from_dense(torch.randn(shape, device=device), layout, 2) for layout in layouts]
+    return [PackedTensor.from_dense(torch.randn(shape, device=device), layout) for layout in layouts]
 
 
 def step_of(fn: Attend) -> Callable[..., Tensor]:
@@ -157,10 +157,6 @@ def every_other_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k[:, ::2], v[:, ::2])
 
 
-def heads_of_some_sequences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q[:1], k[:1], v[:1])
-
-
 def last_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, *(x.split([10, 60], 2)[1] for x in (k, v)))
 
@@ -179,7 +175,6 @@ def halves_exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 REFUSED: dict[Attend, str] = {
     every_other_head: "unknown_read",
-    heads_of_some_sequences: "unknown_read",
     last_tokens: "unknown_read",
     last_channels_of_values: "unknown_read",
     more_values_than_keys: "unknown_read",

@@ -446,11 +446,13 @@ def test_attention_that_packed_caches_cannot_compute_is_marked_with_the_reason(f
     assert UNSUPPORTED[fn] in marker.unsupported
 
 
-def test_flex_attention_is_marked_with_the_reason() -> None:
+def test_flex_attention_is_marked_with_what_its_functions_do_or_the_reason() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    (marker,) = marked(lambda q, k, v, o: flex_attention(q, k, v, enable_gqa=True))
-    assert "flex_attention" in str(marker.unsupported)
+    (marker,) = marked(lambda q, k, v, o: flex_attention(q, k, v, lambda s, *at: 3 * torch.tanh(s), enable_gqa=True))
+    assert (marker.form, marker.softcap, marker.unsupported) == ("flex_attention", 3.0, None)
+    (marker,) = marked(lambda q, k, v, o: flex_attention(q, k, v, lambda s, *at: torch.sin(s), enable_gqa=True))
+    assert marker.unsupported == "flex_attention: sin is applied to its scores"
 
 
 def test_a_factor_of_the_keys_is_kept_where_they_change_after_it() -> None:

@@ -26,7 +26,7 @@ def test_a_length_that_a_check_after_the_match_makes_constant() -> None:
     """The mask makes the length of the keys constant, and that they are as long as the values that of the values."""
     q, k, v = torch.randn(3, 2, 2, 1, D).unbind()
     kc, vc = (
-        PackedTensor.from_dense(torch.randn(2, 2, S, D), PackedLayout("int8_per_token_head", role, D), 2)
+        PackedTensor.from_dense(torch.randn(2, 2, S, D), PackedLayout("int8_per_token_head", role, D))
         for role in ("key", "value")
     )
     args = [q, k, v, kc, vc, torch.tensor([5])]

@@ -36,7 +36,7 @@ def repeated_one_by_one_and_in_turn(x: Tensor) -> Tensor:
 def caches() -> list[Tensor]:
     return [
         PackedTensor.from_dense(
-            torch.randn(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), PackedLayout("int8_per_token_head", role, HEAD_DIM), 2
+            torch.randn(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), PackedLayout("int8_per_token_head", role, HEAD_DIM)
         )
         for role in ("key", "value")
     ]
