@@ -103,13 +103,14 @@ def attention(
     if partial is not out:
         num_rows, early = batch * num_heads * q_len, launcher.early_start(query.device)
         rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
+        elements = rows_at_once * splits_at_once * value.padded_head_dim
         launch_combine(
             (ceil_div(num_rows, rows_at_once), 1, 1),
             (partial, lse, lse if sinks is None else sinks.contiguous(), out),
             (),
             (num_rows, splits, num_heads, q_len),
             (value, sinks is not None, rows_at_once, splits_at_once, bool(early)),
-            {"num_warps": 4 if splits > 1 else 1, **early},
+            {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements a thread
         )
     return out
 

@@ -42,6 +42,12 @@ def float32(x: float) -> float:
     return struct.unpack("<f", struct.pack("<f", x))[0]
 
 
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded to the nearest float32 on every device: by a number, PyTorch on a GPU multiplies with the
+    reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 class Format(abc.ABC):
     """A cache format. Subclasses live in one file each.
 

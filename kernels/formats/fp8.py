@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
 from kvcompile.kernels.codec import Codec, jit, round_to_integer, tl
-from kvcompile.kernels.formats.base import Format, float32
+from kvcompile.kernels.formats.base import Format, divided, float32
 from kvcompile.kernels.tile_rounding import converts_fp8, quotient
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
@@ -163,7 +163,7 @@ class Fp8(Format):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, None]:
         scale = None
         if self.scale_dtype is not None:
-            scale = x.abs().amax(-1, keepdim=True) / self.largest
+            scale = divided(x.abs().amax(-1, keepdim=True), self.largest)
             x = x / torch.where(scale > 0, scale, 1.0)
         return x.clamp(-self.largest, self.largest).to(self.dtype).view(torch.uint8), scale, None
 

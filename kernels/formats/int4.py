@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.codec import Codec, jit, tl
-from kvcompile.kernels.formats.base import Format, Granularity
+from kvcompile.kernels.formats.base import Format, Granularity, divided
 from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.tile_rounding import quotient, round_to_byte
@@ -74,7 +74,7 @@ class AsymmetricInt(Format):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)
         zero = 0.0 - half_above(0.0 - x.amin(-1, keepdim=True))
-        scale = half_above((x.amax(-1, keepdim=True) - zero) / self.max_code)
+        scale = half_above(divided(x.amax(-1, keepdim=True) - zero, self.max_code))
         codes = torch.round((x - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, self.max_code)
         return codes.to(torch.uint8), scale.half(), zero.half()
 

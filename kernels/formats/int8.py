@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcompile.kernels.bit_planes import Packing
 from kvcompile.kernels.codec import Codec, jit, tl
-from kvcompile.kernels.formats.base import Format, Granularity
+from kvcompile.kernels.formats.base import Format, Granularity, divided
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
 from kvcompile.kernels.tile_rounding import quotient, round_to_byte
 
@@ -62,7 +62,7 @@ class Int8(Format):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         if self.scale_dtype is torch.float16:
             x = x.clamp(-SATURATION, SATURATION)
-        scale = x.abs().amax(-1, keepdim=True) / 127
+        scale = divided(x.abs().amax(-1, keepdim=True), 127)
         if self.scale_dtype is torch.float16:
             scale = half_above(scale)
         codes = torch.round(x / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127) + 128

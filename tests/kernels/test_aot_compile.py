@@ -291,10 +291,10 @@ def test_dequantizing_compiles(format_name, compiled):
     assert len(compiled["dequantize"]) == 2
 
 
-def attend_to_latents(num_heads, mask=None, **query_options):
-    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), 1000, 1, 1, CPU)
+def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):
+    data = empty_packed(PackedLayout("fp8_ds_mla", "key", 512), kv_len, 1, 1, CPU)
     query = torch.zeros(1, num_heads, 1, 512, **{"dtype": torch.bfloat16, **query_options})
-    launch.attention(query, data, None, mask, None, 1000, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
+    launch.attention(query, data, None, mask, None, kv_len, False, 0.1, 0.0, "fp8_ds_mla", "fp8_ds_mla", 512)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +323,14 @@ def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
     assert count(loop, "HGMMA") == 512 // 16 + 2 * 64 // 16  # weighs one tile, accumulates two
     if mask is None:
         assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
+
+
+@pytest.mark.parametrize("kv_len", [1000, 10000])
+def test_many_splits_of_wide_vectors_are_merged_in_registers(kv_len, compiled):
+    attend_to_latents(128, kv_len=kv_len)
+    (kernel,) = compiled["combine"]
+    instructions = kernel.asm["sass"].splitlines()
+    assert count(instructions, "LDL") + count(instructions, "STL") == 0
 
 
 def test_products_of_latents_in_float32_are_left_to_the_portable_kernel(compiled):
