@@ -35,8 +35,6 @@ def store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> N
 def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> float:
     """Relative error of the tokens that our store writes against the specification, in the first and the last head.
 
-    The specification runs on the CPU: PyTorch divides by a constant differently on a GPU, which breaks ties otherwise.
-
     Raises:
         ArithmeticError: it is too large.
     """
@@ -44,8 +42,8 @@ def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor
     store(layout, data, x, positions)
     errors = []
     for index in (0, -1):
-        written, vectors = data[:, index][:, index].cpu(), x[index, index].cpu()
-        tokens = read_tokens(written[:, None, None], layout, data.shape[0] * BLOCK_TOKENS)[0, 0, positions.cpu()]
+        written, vectors = data[:, index][:, index], x[index, index]
+        tokens = read_tokens(written[:, None, None], layout, data.shape[0] * BLOCK_TOKENS)[0, 0, positions]
         packed = pack_tokens(layout, vectors[None, None])
         errors.append(relative_error(tokens, read_tokens(packed, layout, len(positions))[0, 0]))
     return check(max(errors), f"store of {layout}")

@@ -9,8 +9,9 @@ A codec is the part of a format that differs between formats, as functions that 
     encode(x, in_vector, OPERAND) -> codes, scale, zero
         ``x`` is float32 [vectors, channels] in the stored basis and finite; the channels of a row share a scale.
         ``in_vector`` is bool [1, channels]; channels that are not in it only pad to a power of two, and hold 0.
-        ``codes`` has the shape of ``x`` (int32, of which the lowest byte counts, or what is stored as it is), ``scale``
-        and ``zero`` are float32 [vectors] (ignored when the format has no section for them).
+        ``codes`` has the shape of ``x`` (int32, of which the lowest byte counts, or what is stored as it is), or is a
+        tuple of pairs, see :mod:`kvcompile.kernels.code_pairs`. ``scale`` and ``zero`` are float32 [vectors] (ignored
+        when the format has no section for them).
 
     levels(codes, PLANE, OPERAND) -> level
         The codes of a plane as float32 levels. The level of the spec is ``gain * level``. Every code, also one
@@ -72,7 +73,8 @@ class Codec:
         unpack_gains: what takes those to levels, a power of two for each plane; none if they are levels.
         integers_ptx: PTX that makes integers of 8 bits of them, if levels are such but for an offset; else None.
         integer_offset: what levels are above those.
-        interleaved: whether they come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
+        interleaved: whether integers come in the order of :func:`kvcompile.kernels.query_tiles.interleaved`.
+        paired: whether ``encode`` gives pairs of codes.
         constants: numbers of the spec class that the functions use.
     """
 
@@ -83,6 +85,7 @@ class Codec:
     integers_ptx: str | None = None
     integer_offset: float = 0.0
     interleaved: bool = False
+    paired: bool = False
     constants: SimpleNamespace = field(default_factory=SimpleNamespace)
 
 

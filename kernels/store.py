@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.codec import constexpr_function, jit, planes_of, tl
+from kvcompile.kernels.code_pairs import packed_field, pairs_of
+from kvcompile.kernels.codec import constexpr_function, jit, tl
 from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import rotates_by_products, rotation_matrix, to_stored_basis
 
@@ -182,7 +183,7 @@ def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
 def encode_tile(
     x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Codes [tokens, channels], scales and zeros of vectors.
+    """Codes [tokens, channels] of a format of one plane, or else pairs of codes; scales and zeros of vectors.
 
     Scales and zeros are [tokens], per group [tokens, num_scales], and per channel, where TOKENS are those of a block,
     [channels]. As in the specification, a vector that is not finite in the stored basis has the codes of zeros and, if
@@ -209,39 +210,31 @@ def encode_tile(
     else:
         codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
         scale = tl.where(finite, scale, float("nan"))
-    return codes, scale, zero
+    encoded = codes if OPERAND.num_planes == 1 or OPERAND.codec.paired else pairs_of(codes, OPERAND)
+    return encoded, scale, zero
 
 
 @jit
 def _store_codes(block_ptrs, slot, written, codes, OPERAND: tl.constexpr):
-    """Pack codes [tokens, channels] and store them at ``slot`` [tokens] of blocks that start at ``block_ptrs``."""
+    """Pack codes, [tokens, channels] or pairs, and store them at ``slot`` [tokens] of blocks from ``block_ptrs`` on."""
     if OPERAND.num_planes == 1:
         _store_columns(block_ptrs, slot, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
     else:
-        planes = planes_of(codes, OPERAND)
-        MASK: tl.constexpr = (1 << OPERAND.low_bits) - 1
-        low = planes[0] & MASK
-        OTHER_PLANES: tl.constexpr = OPERAND.num_planes - 1
-        for i in tl.static_range(OTHER_PLANES):
-            low |= (planes[i + 1] & MASK) << (OPERAND.low_bits * (i + 1))
+        low = packed_field(codes, 0, OPERAND.low_bits, OPERAND.low_bits, OPERAND.num_planes)
         _store_columns(block_ptrs, slot, written, low, 0, tl.uint8, OPERAND.width, OPERAND)
         NUM_HIGH: tl.constexpr = OPERAND.num_high
         for k in tl.static_range(NUM_HIGH):
-            _store_high_bits(block_ptrs, slot, written, planes, k, OPERAND)
+            _store_high_bits(block_ptrs, slot, written, codes, k, OPERAND)
 
 
 @jit
-def _store_high_bits(block_ptrs, slot, written, planes, K: tl.constexpr, OPERAND: tl.constexpr):
+def _store_high_bits(block_ptrs, slot, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
     """Pack bit ``low_bits + K`` of the planes that have it and store them in high section K."""
     COUNT: tl.constexpr = OPERAND.high_planes[K]
     HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
-    OTHER_PLANES: tl.constexpr = COUNT - 1
     PIECES: tl.constexpr = 8 // COUNT
     OTHER_PIECES: tl.constexpr = PIECES - 1
-    bits = (planes[0] >> (OPERAND.low_bits + K)) & 1
-    for i in tl.static_range(OTHER_PLANES):
-        bits |= ((planes[i + 1] >> (OPERAND.low_bits + K)) & 1) << (PIECES * (i + 1))
-    pieces = _pieces(bits, PIECES, HIGH_WIDTH)
+    pieces = _pieces(packed_field(pairs, OPERAND.low_bits + K, 1, PIECES, COUNT), PIECES, HIGH_WIDTH)
     high = pieces[0]
     for piece in tl.static_range(OTHER_PIECES):
         high |= pieces[piece + 1] << (piece + 1)

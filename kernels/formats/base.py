@@ -43,8 +43,7 @@ def float32(x: float) -> float:
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, rounded to the nearest float32 on every device: by a number, PyTorch on a GPU multiplies with the
-    reciprocal."""
+    """``x / divisor``, rounded to the nearest: on a GPU, PyTorch multiplies with the reciprocal of a number."""
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 

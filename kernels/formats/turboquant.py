@@ -11,6 +11,9 @@ Where there are no tables, ``u = index + 0.5`` gives them by a polynomial:
 
     level(u) = STEP * (floor(u * (a + b * u**2 + c * u**4)) + 0.5)
 
+The nearest centroid is that of the magnitude over STEP, rounded to fp16, which holds the numbers half way between
+centroids exactly: a GPU compares two halves at once.
+
 Rates between two integers give the first half of the (rotated) channels, which are the first two planes of four, one
 bit more.
 
@@ -23,8 +26,6 @@ The scale, close to the root mean square of the channels, is fp16: it saturates 
 
 from __future__ import annotations
 
-import itertools
-import struct
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -32,15 +33,17 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, jit, tl
+from kvcompile.kernels.codec import Codec, jit, planes_of, tl
 from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_integers
+from kvcompile.kernels.formats.nearest_ptx import last_below, nearest_pair, thresholds
 from kvcompile.kernels.tile_rounding import has_ptx
 
 HALF_MAX = 65504.0
 
-STEP = float32(1 / 42)
-"""Twice the unit of centroids, for directions of unit variance."""
+STEPS = 42.0
+STEP = float32(1 / STEPS)
+"""Twice the unit of centroids, for directions of unit variance; and how many there are in 1."""
 
 CENTROIDS = {
     1: (33.5,),
@@ -81,69 +84,49 @@ def _magnitude(index, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 def _encode(x, in_vector, OPERAND: tl.constexpr):
     HEAD_DIM: tl.constexpr = float(OPERAND.head_dim)
     rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), HEAD_DIM))
+    planes = planes_of(x, OPERAND)
     # Not a division: sums in another order leave larger errors in x.
-    inverse = tl.broadcast_to(tl.div_rn(1.0, tl.where(rms > 0, rms, 1.0))[:, None], x.shape)
-    nearest = _nearest(x, inverse, 0, OPERAND)
-    LAST: tl.constexpr = OPERAND.num_planes - 1
-    if OPERAND.codec.constants.coefficients[0] != OPERAND.codec.constants.coefficients[LAST]:
-        # Half of the channels have a bit less.
-        first_half = tl.arange(0, x.shape[1])[None, :] < OPERAND.head_dim // 2
-        nearest = tl.where(first_half, nearest, _nearest(x, inverse, LAST, OPERAND))
-    squares = tl.sum(tl.where(in_vector, nearest & 0x3FFFF0, 0), 1)  # exact as float32: 16 times less than 2**24
-    decoded_rms = tl.sqrt_rn(tl.div_rn(squares.to(tl.float32) / 64, HEAD_DIM)) * OPERAND.gain
+    inverse = tl.div_rn(OPERAND.codec.constants.steps, tl.where(rms > 0, rms, 1.0))
+    inverse = tl.broadcast_to(inverse[:, None], planes[0].shape)
+    in_plane = tl.arange(0, OPERAND.padded_width)[None, :] < OPERAND.width
+    squares = tl.zeros(planes[0].shape, tl.int32)
+    pairs = ()
+    NUM_PAIRS: tl.constexpr = OPERAND.num_planes // 2
+    for i in tl.static_range(NUM_PAIRS):
+        pair, squares_of_pair = _nearest_pair(planes[2 * i], planes[2 * i + 1], inverse, 2 * i, OPERAND)
+        pairs = pairs + (pair,)  # noqa: RUF005
+        squares += tl.where(in_plane, squares_of_pair, 0)
+    sum_of_squares = tl.sum(squares, 1).to(tl.float32) / 4  # exact: of at most 256 numbers below 2**16
+    decoded_rms = tl.sqrt_rn(tl.div_rn(sum_of_squares, HEAD_DIM)) * OPERAND.gain
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
-    return nearest & 15, scale, scale
+    return pairs, scale, scale
+
+
+@jit
+def _nearest_pair(first, second, inverse, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The codes nearest to two planes times ``inverse``, a pair, and the sums of the squares of twice their centroids,
+    int32. PLANE is the first one."""
+    PTX: tl.constexpr = OPERAND.codec.constants.nearest_ptx[PLANE]
+    if has_ptx():
+        pair, squares = tl.inline_asm_elementwise(
+            PTX, "=r,=r,f,f,f", [first, second, inverse], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        low, low_squares = _nearest(first, inverse, PLANE, OPERAND)
+        high, high_squares = _nearest(second, inverse, PLANE, OPERAND)
+        pair, squares = low | (high << 16), low_squares + high_squares
+    return pair, squares
 
 
 @jit
 def _nearest(x, inverse, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """The centroids of a plane that are nearest to ``x * inverse``, int32: their codes in the lowest four bits, and
-    above them, in 18 bits, the squares of twice the centroids over the gain, which are integers."""
     SIGN: tl.constexpr = OPERAND.codec.constants.sign[PLANE]
-    PTX: tl.constexpr = OPERAND.codec.constants.nearest_ptx[PLANE]
-    if has_ptx():
-        nearest = tl.inline_asm_elementwise(PTX, "=r,f,f", [x, inverse], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
-        index = tl.zeros(x.shape, tl.int32)
-        for i in tl.static_range(NUM_THRESHOLDS):
-            index += (tl.abs(x) * inverse > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
-        level = _magnitude(index, PLANE, OPERAND) * 2
-        nearest = (level * level).to(tl.int32) * 16 + tl.where(x < 0, index + SIGN, index)
-    return nearest
-
-
-def _nearest_ptx(bits: int, thresholds: list[float]) -> str:
-    """PTX of :func:`_nearest`: $0 from $1 and $2.
-
-    The difference from a threshold, times so much that it is 0 or less, or 1 or more, and cut off there, is whether a
-    magnitude is above it: one instruction of the units for products, of which a GPU has twice as many as of those that
-    compare. These are summed in the mantissa of 1.5 * 2**23, and 16 times the differences of squares from centroid to
-    centroid.
-    """
-    squares = [4 * level**2 for level in CENTROIDS[bits]]
-    steps = [16 * (high - low) + 1 for low, high in itertools.pairwise(squares)]
-    sums = "".join(
-        f"fma.rn.sat.f32 above, magnitude, {_hex(2.0**64)}, {_hex(-(2.0**64) * threshold)};"
-        f"fma.rn.f32 sum, above, {_hex(step)}, sum;"
-        for threshold, step in zip(thresholds, steps, strict=True)
-    )
-    first = 1.5 * 2**23 + 16 * squares[0]
-    return f"""{{
-        .reg .f32 magnitude, above, sum;
-        .reg .pred negative;
-        abs.f32 magnitude, $1;
-        mul.f32 magnitude, magnitude, $2;
-        setp.lt.f32 negative, $1, {_hex(0.0)};
-        selp.f32 sum, {_hex(first + 2 ** (bits - 1))}, {_hex(first)}, negative;
-        {sums}
-        mov.b32 $0, sum;
-        }}"""
-
-
-def _hex(number: float) -> str:
-    """A float32 literal of PTX."""
-    return "0f" + struct.pack(">f", number).hex()
+    NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
+    index = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(NUM_THRESHOLDS):
+        index += (tl.abs(x) * inverse > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+    doubled = (2 * _magnitude(index, PLANE, OPERAND)).to(tl.int32)
+    return tl.where(x < 0, index + SIGN, index), doubled * doubled
 
 
 class TurboQuant(Format):
@@ -161,30 +144,27 @@ class TurboQuant(Format):
         self.name = f"turboquant_{float(bits):g}bit"
         self.packing = PACKINGS[bits]
         self.plane_bits = [self.packing.plane_bits(i) for i in range(self.packing.num_planes)]
-        self.thresholds = {bits: self._thresholds(bits) for bits in self.plane_bits}
+        self.thresholds = {bits: [last_below(x) for x in thresholds(CENTROIDS[bits])] for bits in self.plane_bits}
         constants = SimpleNamespace(
             coefficients=tuple(COEFFICIENTS[bits] for bits in self.plane_bits),
             sign=tuple(2 ** (bits - 1) for bits in self.plane_bits),
             thresholds=tuple(tuple(self.thresholds[bits]) for bits in self.plane_bits),
             half_max=HALF_MAX,
-            nearest_ptx=tuple(_nearest_ptx(bits, self.thresholds[bits]) for bits in self.plane_bits),
+            steps=STEPS,
+            nearest_ptx=tuple(nearest_pair(CENTROIDS[bits]) for bits in self.plane_bits),
         )
         if bits not in (2, 3, 4):
-            self.codec = Codec(_encode, _levels, constants=constants)
+            self.codec = Codec(_encode, _levels, paired=True, constants=constants)
             return
         levels, has_high = codebook(int(bits)), bool(self.packing.high)
         self.codec = Codec(
             _encode, _levels, {0: lookup_halves(levels, has_high)}, integers_ptx=lookup_integers(levels, has_high),
-            integer_offset=0.5, interleaved=True, constants=constants,
+            integer_offset=0.5, interleaved=True, paired=True, constants=constants,
         )  # fmt: skip
-
-    @classmethod
-    def _thresholds(cls, bits: int) -> list[float]:
-        return [(low + high) / 2 * STEP for low, high in itertools.pairwise(CENTROIDS[bits])]
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         rms = x.square().mean(-1, keepdim=True).sqrt()
-        direction = x / torch.where(rms > 0, rms, 1.0)
+        direction = x / torch.where(rms > 0, rms, 1.0) * STEPS
         halves = direction.chunk(2, dim=-1) if len(self.thresholds) > 1 else (direction,)
         bits = [self.plane_bits[0], self.plane_bits[-1]]
         indices = [self._nearest(half.abs(), bits[i]) for i, half in enumerate(halves)]

@@ -1,4 +1,4 @@
-"""Runs the few PTX instructions that unpack codes, so that their text is tested without a GPU."""
+"""Runs the few PTX instructions of codecs, so that their text is tested without a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ def run(text: str, num_outputs: int, *inputs: int) -> list[int]:
         name, _, operands = statement.strip().partition(" ")
         if name and name != ".reg":
             output, *sources = (operand.strip() for operand in operands.split(","))
-            values = [registers[s] if s in registers else int(s, 0) for s in sources]
+            values = [registers[s] if s in registers else _literal(s) for s in sources]
             registers[output] = _INSTRUCTIONS[re.sub(r"\.(u32|b32)$", "", name)](*values) & 0xFFFFFFFF
     return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def _literal(text: str) -> int:
+    return int(text[2:], 16) if text.startswith("0f") else int(text, 0)
 
 
 def _prmt(a: int, b: int, selectors: int) -> int:
@@ -41,6 +45,19 @@ def _halves(operation):
     return apply
 
 
+def _fma(*words: int) -> int:
+    a, b, c = (float(np.array([word], np.uint32).view(np.float32)[0]) for word in words)
+    return int(np.array([a * b + c], np.float32).view(np.uint32)[0])  # the sum is rounded twice, which is close enough
+
+
+def _to_halves(high: int, low: int) -> int:
+    return int(np.array([low, high], np.uint32).view(np.float32).astype(np.float16).view(np.uint32)[0])
+
+
+def _dot_of_bytes(a: int, b: int, c: int) -> int:
+    return c + sum((a >> shift & 0xFF) * (b >> shift & 0xFF) for shift in range(0, 32, 8))
+
+
 _INSTRUCTIONS = {
     "mov": lambda a: a,
     "and": lambda a, b: a & b,
@@ -51,5 +68,9 @@ _INSTRUCTIONS = {
     "prmt": _prmt,
     "lop3": _lop3,
     "add.rn.f16x2": _halves(lambda a, b: a + b),
+    "set.gt.f16x2.f16x2": _halves(lambda a, b: (a > b) * 1.0),
+    "fma.rn.f32": _fma,
+    "cvt.rn.f16x2.f32": _to_halves,
+    "dp4a.u32": _dot_of_bytes,
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c),
 }

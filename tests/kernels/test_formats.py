@@ -425,13 +425,13 @@ def test_turboquant_keeps_the_norm_exactly_but_for_its_half_scale(name, head_dim
 
 
 @every_turboquant
-def test_turboquant_encodes_to_the_nearest_centroid(name):
+def test_turboquant_encodes_to_the_centroid_nearest_to_a_number_of_fp16(name):
     fmt = get_format(name)
     x = vectors(200, 64)
     direction = rotate(x)
-    direction = direction / direction.square().mean(-1, keepdim=True).sqrt()
+    direction = (direction / direction.square().mean(-1, keepdim=True).sqrt() / STEP).half().float()
     for i, codes in enumerate(fmt.packing.planes(fmt.encode(x))):
-        centroids = fmt.levels(torch.arange(2 ** fmt.packing.plane_bits(i), dtype=torch.uint8), i)
+        centroids = torch.tensor(codebook(fmt.packing.plane_bits(i)))
         nearest = (direction.chunk(fmt.num_planes, -1)[i][..., None] - centroids).abs().argmin(-1)
         assert torch.equal(codes.long(), nearest)
 
