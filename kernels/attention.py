@@ -45,7 +45,7 @@ from kvcompile.kernels.packed_tiles import load_packed, prefetch
 from kvcompile.kernels.query_tiles import first_columns, load_query
 from kvcompile.kernels.references import referred
 from kvcompile.kernels.rotation_tiles import unrotate
-from kvcompile.kernels.visible_range import visible_tokens
+from kvcompile.kernels.visible_range import num_visible_tiles, visible_tokens
 
 
 @jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
@@ -190,11 +190,11 @@ def _store_output(
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 
-@jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len"])
+@jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len", "tile_tokens"])
 def combine_kernel(
-    partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_rows, num_splits, num_heads, q_len,
+    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, num_rows, num_splits, num_heads, q_len, tile_tokens,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
+    POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
 
@@ -204,10 +204,19 @@ def combine_kernel(
             nothing, and the log of the sum of exponentials above it.
         sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a score with a value of zero that every row has beside
             its splits. Rows are [batch, num_heads, q_len].
+        range_ptr: with POSITIONS, at least ``q_len``, and ROWS of 1: that of :func:`attention_kernel`, whose tiles have
+            ``tile_tokens`` tokens. A long cache that holds few has few splits with a tile, the first ones.
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
         SPLITS: splits that are read at once.
+        POSITIONS: 0 without ranges.
         STARTS_EARLY: whether the kernel may start before the one that computes the splits has ended.
     """
+    if POSITIONS > 0:
+        # Also before the splits are there: ranges were before the kernel that computes those started.
+        sequence = (tl.program_id(0) // (num_heads * q_len)).to(tl.int64)
+        num_splits = tl.minimum(
+            num_splits, num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
+        )
     if STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

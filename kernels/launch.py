@@ -35,6 +35,9 @@ from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dime
 
 _layout = PackedLayout.parse
 
+RANGES_AT_ONCE = 16
+"""Query positions of a sequence whose ranges are read for the merge of splits."""
+
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
 launch_store = Launcher(store_kernel)
@@ -94,25 +97,44 @@ def attention(
         value_scale,
     )  # fmt: skip
 
+    tile_tokens = 0
     if isinstance(key, LatentOperand) or is_long(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
     else:
-        partial, lse, splits = _attend_short(call, out, with_lse=sinks is not None)
+        partial, lse, splits, tile_tokens = _attend_short(call, out, with_lse=sinks is not None)
     if partial is not out:
-        num_rows, early = batch * num_heads * q_len, launcher.early_start(query.device)
-        rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
-        elements = rows_at_once * splits_at_once * value.padded_head_dim
-        launch_combine(
-            (ceil_div(num_rows, rows_at_once), 1, 1),
-            (partial, lse, lse if sinks is None else sinks.contiguous(), out),
-            (),
-            (num_rows, splits, num_heads, q_len),
-            (value, sinks is not None, rows_at_once, splits_at_once, bool(early)),
-            {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements a thread
-        )
+        _merge_splits(call, partial, lse, splits, tile_tokens, value, sinks, out)
     return out
+
+
+def _merge_splits(
+    call: AttentionCall,
+    partial: Tensor,
+    lse: Tensor,
+    splits: int,
+    tile_tokens: int,
+    value: PackedOperand,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Merge the results of :func:`_attend_short`, or of another way to attend, into ``out``."""
+    batch, num_heads, q_len, _ = call.query.shape
+    num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
+    rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
+    elements = rows_at_once * splits_at_once * value.padded_head_dim
+    ranges, positions = lse, 0
+    if call.ranges is not None and tile_tokens > 0 and splits > 1 and q_len <= RANGES_AT_ONCE:
+        ranges, positions = call.ranges, RANGES_AT_ONCE
+    launch_combine(
+        (ceil_div(num_rows, rows_at_once), 1, 1),
+        (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out),
+        (),
+        (num_rows, splits, num_heads, q_len, tile_tokens),
+        (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early)),
+        {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements a thread
+    )
 
 
 def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:
@@ -133,9 +155,10 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
-def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int, int]:
     """Attention on packed tokens as they are; arguments and results are those of :func:`attend_long`, but that the
-    outputs of splits are in the basis in which values are stored."""
+    outputs of splits are in the basis in which values are stored, and that the last result is the number of tokens of
+    a tile; 0 if a split without a tile may have blocks that are kept as they are."""
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
     device = call.query.device
@@ -167,7 +190,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         ),
         config.options,
     )  # fmt: skip
-    return partial, lse, splits
+    return partial, lse, splits, 0 if call.key.num_slots + call.value.num_slots else config.tokens
 
 
 def visible_range(mask: Tensor) -> Tensor:

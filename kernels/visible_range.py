@@ -106,3 +106,13 @@ def visible_tokens(
     elif MASK == "float":
         all_end = 0
     return (begin, end, all_begin, all_end), (row_begin, row_end, holes)
+
+
+@jit
+def num_visible_tiles(range_ptr, q_len, tile_tokens, POSITIONS: tl.constexpr):
+    """Tiles of ``tile_tokens`` tokens from the first that any of the ``q_len``, at most POSITIONS, query positions of a
+    sequence sees to the last one; their ranges are at ``range_ptr``."""
+    position = tl.arange(0, POSITIONS)
+    begin = tl.load(range_ptr + 3 * position, mask=position < q_len, other=1 << 30)
+    end = tl.load(range_ptr + 3 * position + 1, mask=position < q_len, other=0)
+    return tl.maximum(tl.cdiv(tl.max(end, 0), tile_tokens) - tl.min(begin, 0) // tile_tokens, 0)

@@ -184,16 +184,18 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "tokens", "launches"),
+    ("key", "value", "v_head_dim", "tokens", "launches"),
     [
-        ("int4_per_token_head", "turboquant_4bit", 1, {"store_pair": 1}),
-        ("turboquant_4bit", "int4_unrotated", 100, {"store_pair": 1}),
-        (INT8, "int4_unrotated", 100, {"store": 2}),  # with another number of registers
-        ("int4_per_channel" + RESIDUAL, "int4_unrotated", 1, {"store_few": 1, "store": 1}),
+        ("int4_per_token_head", "turboquant_4bit", 80, 1, {"store_pair": 1}),
+        ("turboquant_4bit", "int4_unrotated", 64, 100, {"store_pair": 1}),
+        (INT8, "int4_unrotated", 80, 100, {"store": 2}),  # with another number of registers
+        ("int4_per_channel" + RESIDUAL, "int4_unrotated", 80, 1, {"store_few": 1, "store": 1}),
     ],
 )
-def test_keys_and_values_are_stored_by_one_kernel_if_they_are_cut_alike(key, value, tokens, launches, compiled):
-    layouts = PackedLayout.parse(key, "key", 128), PackedLayout.parse(value, "value", 80)
+def test_keys_and_values_are_stored_by_one_kernel_if_they_are_cut_alike(
+    key, value, v_head_dim, tokens, launches, compiled
+):
+    layouts = PackedLayout.parse(key, "key", 128), PackedLayout.parse(value, "value", v_head_dim)
     data = [empty_packed(layout, 128, 1, 2, CPU) for layout in layouts]
     x = [torch.zeros(1, 2, tokens, layout.head_dim, dtype=torch.bfloat16) for layout in layouts]
     launch.store_pair(*data, *x, torch.arange(tokens), None, *(layout.spec for layout in layouts))

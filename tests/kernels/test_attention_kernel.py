@@ -269,6 +269,33 @@ def test_the_number_of_splits_does_not_matter(num_sms, device, monkeypatch):
     case.check((torch.arange(case.kv_len) < 300).expand(1, 1, 1, -1))
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 17])
+def test_positions_and_sequences_see_ranges_of_their_own_of_a_long_cache(q_len, device, monkeypatch):
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
+    case = Case(device, num_kv_heads=1, q_len=q_len, kv_len=1100)
+    begin = torch.tensor([[0], [700]]) + 30 * torch.arange(q_len)
+    end = begin + torch.tensor([[70], [400 - 30 * q_len]])
+    end[0, 0] = begin[0, 0]  # sees nothing
+    token = torch.arange(case.kv_len)
+    case.check(((token >= begin[..., None]) & (token < end[..., None]))[:, None])
+
+
+def test_splits_behind_the_visible_tokens_are_not_merged(device, monkeypatch):
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
+    launch_attention = launch.launch_attention
+    splits = []
+
+    def poisoned(grid, pointers, *arguments):
+        launch_attention(grid, pointers, *arguments)
+        splits.append(grid[2])
+        for result in pointers[-2:]:
+            result[5:] = torch.nan
+
+    monkeypatch.setattr(launch, "launch_attention", poisoned)
+    Case(device, batch=1, kv_len=3000).check((torch.arange(3000) < 300).expand(1, 1, 1, -1))
+    assert min(splits) > 5
+
+
 ONE, SINK, BOTH = "[recent=1,sinks=0,bfloat16]", "[recent=0,sinks=1,bfloat16]", "[recent=2,sinks=1,bfloat16]"
 
 
