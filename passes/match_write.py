@@ -55,7 +55,7 @@ class CacheWrite:
         base: the cache before it.
         form: what kind of write, for the report.
         axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
-        own: nodes beside ``node`` that may use ``base`` (they only read its shape).
+        own: nodes beside ``node`` through which it uses ``base``, of which they read the shape or what they put back.
         normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
             ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
         moves: whether it moves tokens.
@@ -224,7 +224,7 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The value behind ``copy(slice(cache), value)``, and the nodes of that idiom that touch the cache."""
     value = node.args[1]
     if value.target is aten.copy.default:
-        return value.args[1], (value.args[0],)
+        return value.args[1], (value, value.args[0])
     return value, ()
 
 
