@@ -1,7 +1,7 @@
 """Stage B, before analysis: dimensions are counted from the first.
 
-``cache.narrow(-2, start, n)`` reaches the graph with the dimension -2. The passes behind this one compare dimensions with
-places in the order of a cache.
+``cache.narrow(-2, start, n)`` reaches the graph with the dimension -2. The passes behind this one compare dimensions
+with places in the order of a cache.
 """
 
 from __future__ import annotations
