@@ -29,6 +29,7 @@ from kvcompile.passes.find_caches import PackedInput
 from kvcompile.passes.mark_attention import mark_attention
 from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
 from kvcompile.passes.page_pools import page_pools
+from kvcompile.passes.positive_dims import make_dims_positive
 from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
 from kvcompile.passes.rank_3_caches import widen_rank_3_caches
 from kvcompile.passes.refusal import Reason, Refusal
@@ -170,6 +171,7 @@ class _GraphCompiler:
             return
         gm.graph.eliminate_dead_code()  # what reads a cache for nothing does not see it
         drop_returned_inputs(gm.graph)
+        make_dims_positive(gm.graph)
         self.stacks = split_stacks(gm, example_inputs, self._packed_stacks())
         page_pools(gm, self._packed_pools())
         rank_3 = widen_rank_3_caches(gm.graph)

@@ -6,26 +6,28 @@ while Dynamo traces, that for fake tensors, which takes no other type.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from kvcompile.packed_subclass import PackedSubclass
+Packed = TypeVar("Packed", bound=Tensor)
 
 
-def let_flex_attention_read(packed_type: type[PackedSubclass]) -> None:
-    """Teach ``flex_attention`` to take tensors of ``packed_type``."""
+def let_flex_attention_read(packed_type: type[Packed], values_of: Callable[[Packed], Tensor]) -> None:
+    """Teach ``flex_attention`` to take tensors of ``packed_type``, which have the values ``values_of``."""
     of_fake_tensors = flex_attention.python_key_table[FakeTensorMode]
 
     def read_packed(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(packed_type, packed_type.dequantize, (args, kwargs))
+        args, kwargs = tree_map_only(packed_type, values_of, (args, kwargs))
         return flex_attention(*args, **kwargs)
 
     def read_fake(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
         with mode:
-            args, kwargs = tree_map_only(packed_type, packed_type.dequantize, (args, kwargs))
+            args, kwargs = tree_map_only(packed_type, values_of, (args, kwargs))
         return of_fake_tensors(mode, *args, **kwargs)
 
     flex_attention.py_impl(packed_type)(read_packed)

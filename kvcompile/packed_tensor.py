@@ -432,4 +432,4 @@ def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
-let_flex_attention_read(PackedTensor)
+let_flex_attention_read(PackedTensor, PackedTensor.dequantize)

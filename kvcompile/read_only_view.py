@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
+from kvcompile.packed_flex import let_flex_attention_read
 from kvcompile.packed_op_table import is_view_op, views_of_normal_tensors, written_arguments
 
 
@@ -64,3 +65,6 @@ class ReadOnlyView(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value.clone().__reduce_ex__(protocol)
+
+
+let_flex_attention_read(ReadOnlyView, lambda view: view.value)

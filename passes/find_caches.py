@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from kvcompile.kernels.layout import PackedLayout, Role
 from kvcompile.passes.cache import Cache, Kind
@@ -279,13 +281,20 @@ class CacheFinder:
         return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
-        """No one else may look at the cache before or between its writes; raises Refusal."""
-        understood = {*states, cache.root, cache.write_back}
-        understood.update(node for write in cache.writes for node in (write.node, *write.own))
-        for state in states:
-            for user in state.users:
-                if not self._is_understood(cache, state, user, understood):
-                    raise used_elsewhere(cache, state, user)
+        """No one else may look at the cache before or between its writes, nor a write at what it does not replace;
+        raises Refusal."""
+        own = {write.node: write.own for write in cache.writes}
+        views = {node for write in cache.writes for node in write.own if node.target in VIEW_OPS}
+        for state, later in pairwise([*states, cache.root]):
+            between = own.get(later, ())
+            for node in (state, *between):
+                for user in node.users:
+                    if user in (later, *between):
+                        understood = _count_uses(node, user) == 1
+                    else:
+                        understood = self._is_understood(cache, node, user, {cache.write_back, *views})
+                    if not understood:
+                        raise used_elsewhere(cache, node, user)
 
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
@@ -327,6 +336,10 @@ class CacheFinder:
         return user.target in (*VIEW_OPS, POOL_VIEW) and all(
             self._is_understood(cache, user, further, understood) for further in user.users
         )
+
+
+def _count_uses(node: Node, user: Node) -> int:
+    return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))
 
 
 def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,14 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
         if isinstance(value, torch._subclasses.FakeTensor):
             return value.fake_mode
     raise ValueError("the graph has no fake tensor")
+
+
+def behind_placeholders(node: Node) -> Node:
+    """The first node behind ``node`` that is no placeholder: sizes are placeholders, too, and may come later."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
 
 
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
@@ -58,8 +67,25 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
         elif node.op == "get_attr":
             raise ValueError(f"{fn} captures the tensor constant {node.target}; inlined code must make its own tensors")
         else:
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = _copied(graph, node, env)
     raise AssertionError("a traced graph ends with an output")
+
+
+def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
+    """A copy of a traced node; a sum or product of several, which ``make_fx`` writes as one call, in calls of two.
+
+    It does that with sizes that come from outside of the trace. Of such a call, generated Python takes two operands and
+    forgets the others.
+    """
+    if node.target not in (operator.add, operator.mul) or len(node.args) <= 2:
+        return graph.node_copy(node, env.__getitem__)
+    first, *others = (env.get(arg, arg) for arg in node.args)
+    for other in others:
+        call = graph.call_function(node.target, (first, other))
+        values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], call.args)
+        call.meta["val"] = node.target(*values)
+        first = call
+    return first
 
 
 def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:

@@ -55,7 +55,7 @@ class CacheWrite:
         base: the cache before it.
         form: what kind of write, for the report.
         axes: the order of its dimensions (:mod:`kvcompile.passes.cache_axes`).
-        own: nodes beside ``node`` that may use ``base`` (they only read its shape).
+        own: nodes beside ``node`` through which it uses ``base``, of which they read the shape or what they put back.
         normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
             ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
         moves: whether it moves tokens.
@@ -224,13 +224,13 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The value behind ``copy(slice(cache), value)``, and the nodes of that idiom that touch the cache."""
     value = node.args[1]
     if value.target is aten.copy.default:
-        return value.args[1], (value.args[0],)
+        return value.args[1], (value, value.args[0])
     return value, ()
 
 
 def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, part, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
-    if axis == axes.index("b") and step == 1:
+    if axis == axes.index("b"):
         return _match_some_sequences(node, axes, role)
     if axis != axes.index("t") or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
@@ -254,7 +254,7 @@ def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
     """A write to a slice of the batch, which is then put back."""
     part = node.args[1]
     write = match_write(part, axes, role)
-    if write is None or write.first_sequence is not None or not _is_put_back(node, part):
+    if write is None or write.moves or write.first_sequence is not None or not _is_put_back(node, part):
         raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
     own = (part, write.base, *write.own)
     write = replace(write, node=node, base=node.args[0], own=own)
@@ -277,7 +277,9 @@ def _is_put_back(scatter: Node, part: Node) -> bool:
 
 def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
     """The first index of a slice of the batch, an int or a node of one."""
-    start = with_defaults(scatter, None, None, 0, None, None, 1)[3]
+    start, _, step = with_defaults(scatter, None, None, 0, None, None, 1)[3:]
+    if step != 1:
+        raise _refuse(scatter, role, "it writes sequences that are not neighbours")
     first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
     if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
         raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")

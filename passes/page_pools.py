@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.first_state import first_state
-from kvcompile.passes.inline import fake_mode_of, inline, size_node
+from kvcompile.passes.inline import behind_placeholders, fake_mode_of, inline, size_node
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.part_rules import UsedAsWholeError
@@ -102,7 +102,7 @@ class _PoolRewriter:
         pool = self.pool
         gathers = set(pool.gathers)
         for node in [*pool.states, *pool.gathers]:
-            with self.graph.inserting_before(node.next if node is pool.node else node):
+            with self.graph.inserting_before(behind_placeholders(node) if node is pool.node else node):
                 if node is pool.node:
                     self.caches[node] = self._view(node, (1, pool.num_slots, *pool.vector_shape))
                 elif node in gathers:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from kvcompile.passes.cache_axes import rank_3_axes
 from kvcompile.passes.first_state import first_state, states_of
-from kvcompile.passes.inline import fake_mode_of
+from kvcompile.passes.inline import behind_placeholders, fake_mode_of
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.passes.slot_ops import POOL_VIEW
@@ -143,7 +143,7 @@ class _States:
                 self.graph.erase_node(node)
 
     def _squeezed(self, state: Node) -> Node:
-        with self.graph.inserting_before(_behind_placeholders(state)):
+        with self.graph.inserting_before(behind_placeholders(state)):
             return _call(self.graph, aten.squeeze.dim, state, _NEW)
 
     def _visit(self, node: Node) -> None:
@@ -284,7 +284,7 @@ _CONVERTED: dict[Any, Callable[..., _Args]] = {
 def _narrow(graph: Graph, placeholder: Node) -> None:
     placeholder.meta["val"] = placeholder.meta["val"].squeeze(_NEW)
     users = list(placeholder.users)
-    with graph.inserting_before(_behind_placeholders(placeholder)):
+    with graph.inserting_before(behind_placeholders(placeholder)):
         state = _call(graph, aten.unsqueeze.default, placeholder, _NEW)
     for user in users:
         if _writes_back(user, placeholder):
@@ -296,14 +296,6 @@ def _narrow(graph: Graph, placeholder: Node) -> None:
 
 def _writes_back(node: Node, placeholder: Node) -> bool:
     return node.target is aten.copy_.default and node.args[0] is placeholder
-
-
-def _behind_placeholders(node: Node) -> Node:
-    """The first node behind ``node`` that is no placeholder."""
-    node = node.next
-    while node.op == "placeholder":
-        node = node.next
-    return node
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:

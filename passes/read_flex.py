@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from kvcompile.passes.attention_values import Fill, Multiply, NotUnderstood, Operand, Scores, Value
 from kvcompile.passes.graph_writer import GraphWriter
@@ -78,8 +78,7 @@ def _understood(writer: GraphWriter, node: Node) -> Marker:
         getattr(owner, block_mask[-1].target),
         captured[1],
     )
-    if not isinstance(scale, (int, float)):
-        raise NotUnderstood("its scale is no number that is known when it is compiled")
+    scale = _number(scale)
     function = getattr(owner, score_mod.target)
     scores = _read_score_mod(function, Scores(_product(node, query, key), frozenset(), (), 0, scale=scale))
     of_all_scores = AllScores(writer, dict(zip(_placeholders(function)[1:], (*indices, *captured[0]), strict=True)))
@@ -92,7 +91,8 @@ def _understood(writer: GraphWriter, node: Node) -> Marker:
 
     def multiply(x: Node, factor: Multiply) -> Node:
         by = place(factor.operand)
-        if not statically_known_true(value_of(by).shape[3] == 1):
+        value = value_of(by)
+        if isinstance(value, Tensor) and not statically_known_true(value.shape[3] == 1):
             raise NotUnderstood("its scores are scaled by a tensor that varies along the keys")
         return writer.call(torch.div if factor.divide else torch.mul, x, by)
 
@@ -110,6 +110,17 @@ def _understood(writer: GraphWriter, node: Node) -> Marker:
         softcap=scores.cap,
         enable_gqa=True,
     )
+
+
+def _number(scale: float | Node) -> float:
+    """A scale that may be symbolic, because head_dim is under ``dynamic=True``; that is a constant of a model.
+
+    The graph is guarded on its value.
+    """
+    value = value_of(scale) if isinstance(scale, Node) else scale
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or free_unbacked_symbols(value):
+        raise NotUnderstood("its scale is no number that is known when it is compiled")
+    return float(value)
 
 
 def _matters(node: Node) -> bool:

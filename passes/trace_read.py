@@ -213,7 +213,7 @@ def _expand(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
 
 
 def _repeat(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
-    counts = node.args[1]
+    counts = [count.meta["val"] if isinstance(count, Node) else count for count in node.args[1]]
     dims = [[]] * (len(counts) - len(dims)) + dims
     return [
         dim if statically_known_true(count == 1) else [Factor(-1, count), *dim]

@@ -163,6 +163,23 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
     assert [cache.kind for cache in site.caches] == ["static", "static"]
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_dimensions_may_be_counted_from_the_last() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys.narrow(-2, 3, 2).copy_(k), values.narrow(-2, 3, 2).copy_(v)
+        keys, values = keys.narrow(-2, 0, 5), values.narrow(-2, 0, 5).narrow(-1, 0, 16)
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    keys, values = caches()
+    expected = packed_copy(keys, "key"), packed_copy(values, "value")
+    new = [torch.randn(BATCH, heads, 2, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*new, keys, values), step(*new, *expected), rtol=1e-4, atol=1e-5)
+    assert torch.equal(keys.dequantize(), expected[0].dequantize())
+    assert torch.equal(values.dequantize(), expected[1].dequantize())
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="generated C++ of torch 2.11 ends the process on such a write")
 def test_a_write_outside_the_cache_is_an_error_even_where_the_last_block_has_room() -> None:
     step = attention_step(index_copy, "bhtd")

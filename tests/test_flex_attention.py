@@ -152,8 +152,8 @@ def compiled(step: Callable[..., Any], on_unsupported: str = "error") -> Callabl
     return torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": on_unsupported})
 
 
-def packed(caches: list[Tensor]) -> list[PackedTensor]:
-    layouts = [PackedLayout(POLICY, role, HEAD_DIM) for role in ("key", "value")]
+def packed(caches: list[Tensor], head_dim: int = HEAD_DIM) -> list[PackedTensor]:
+    layouts = [PackedLayout(POLICY, role, head_dim) for role in ("key", "value")]
     return [PackedTensor.from_dense(x, layout) for x, layout in zip(caches, layouts, strict=True)]
 
 
@@ -196,6 +196,39 @@ def test_keys_are_seen_in_the_blocks_that_a_block_mask_names(device: str) -> Non
     out = compiled(step_of(masked))(*new, *caches, positions, block_mask)
     other = step_of(lambda q, *kv: F.scaled_dot_product_attention(q, *kv[:2], visible, scale=0.2, enable_gqa=True))
     torch.testing.assert_close(out, other(*new, *expected, positions, None), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_sizes_and_numbers_may_change_from_step_to_step() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, factor: float) -> Tensor:
+        keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
+        return flex_attention(q, keys, values, lambda s, b, h, q, kv: s * factor + kv * 0.01, enable_gqa=True)
+
+    run = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"}, dynamic=True)
+    for factor, head_dim in ((0.5, HEAD_DIM), (0.7, HEAD_DIM), (0.7, HEAD_DIM // 2)):
+        new, caches, positions = inputs()
+        new, caches = ([x[..., :head_dim].clone() for x in xs] for xs in (new, caches))
+        expected = packed(caches, head_dim)
+        out = run(*new, *caches, positions, factor)
+        torch.testing.assert_close(out, step(*new, *expected, positions, factor), rtol=1e-3, atol=1e-4)
+        assert all(isinstance(cache, PackedTensor) for cache in caches)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_of_one_head_may_grow_without_a_dimension_of_it() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        return flex_attention(q, keys[:, None], values[:, None], enable_gqa=True), keys, values
+
+    run, plain = compiled(step), [torch.randn(BATCH, 70, HEAD_DIM) for _ in range(2)]
+    caches = plain
+    for n in (1, 3):
+        q, k, v = (torch.randn(BATCH, *size, HEAD_DIM) for size in ((NUM_HEADS, n), (n,), (n,)))
+        out, *caches = run(q, k, v, *caches)
+        plain = [torch.cat([cache, x], 1) for cache, x in zip(plain, (k, v), strict=True)]
+        expected = flex_attention(q, *(x.dequantize()[:, None] for x in caches), enable_gqa=True)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close([cache.dequantize() for cache in caches], plain, rtol=0, atol=0.05)
 
 
 def with_log_sum_exp(q: Tensor, keys: Tensor, values: Tensor) -> Any:

@@ -91,6 +91,22 @@ def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
+def test_the_size_of_a_block_may_be_that_of_a_later_input() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
+        *places, half = places
+        torch._check(keys.shape[1] == 2 * half.shape[0])
+        torch._check(values.shape[1] == 2 * half.shape[0])
+        return blocks_and_offsets(q, k, v, keys, values, *places) + half.sum()
+
+    pools = plain_pools(blocks_and_offsets)
+    reference = reference_pools(pools)
+    new, places = inputs(3, 5)
+    half = torch.randn(BLOCK_SIZE // 2)
+    out = compiled(step, dynamic=True)(*new, *pools, *places, half)
+    assert_close(out, step(*new, *reference, *places, half))
+
+
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(("fn", "dim"), [(blocks_and_offsets, 0), (heads_before_tokens, 1)])
 def test_one_tensor_may_hold_the_pools_of_keys_and_values(fn: Step, dim: int) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *places: Tensor) -> Tensor:

@@ -135,8 +135,20 @@ def whole_sequences(cache: Tensor, x: Tensor) -> None:
     cache[:2] = x.expand(-1, MAX_LEN, -1, -1)
 
 
+def sequences_that_are_no_neighbours(cache: Tensor, x: Tensor) -> None:
+    cache[:, 3:4][::2] = x
+
+
+def moved_tokens(cache: Tensor, x: Tensor) -> None:
+    cache[:2] = cache[:2].roll(-1, 1)
+    cache[:2, -1:] = x
+
+
+OTHER_WRITES = [other_sequences, whole_sequences, sequences_that_are_no_neighbours, moved_tokens]
+
+
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("write", [other_sequences, whole_sequences], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", OTHER_WRITES, ids=lambda write: write.__name__)
 def test_sequences_that_are_not_written_by_tokens_are_refused(write: Callable[[Tensor, Tensor], None]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         write(keys, k), write(values, v)

@@ -165,6 +165,27 @@ def write_of_whole_sequences(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Te
     return sdpa(q, kc, vc)
 
 
+def tokens_of_the_cache_are_written_again(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, kc[:, :, :1], pos), write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def sequences_that_are_done_keep_their_tokens(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    done = torch.arange(B)[:, None, None, None] < 1
+    kc.copy_(torch.where(done, kc, kc.index_copy(2, pos, k)))
+    write(vc, v, pos)
+    return sdpa(q, kc, vc)
+
+
+def written_sequences_are_read_before(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    keys = kc[:1]
+    before = keys.sum()
+    write(keys, k[:1], pos), write(vc, v, pos)
+    return sdpa(q, kc, vc) + before
+
+
 def write_of_some_channels(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     kc[:, :, 5:6, :32] = k[..., :32]
     write(vc, v, pos)
@@ -218,6 +239,9 @@ UNSAFE: dict[Callable[..., Any], str] = {
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
     write_of_whole_sequences: "unknown_write",
+    tokens_of_the_cache_are_written_again: "used_elsewhere",
+    sequences_that_are_done_keep_their_tokens: "used_elsewhere",
+    written_sequences_are_read_before: "used_elsewhere",
     write_of_some_channels: "used_elsewhere",
     write_that_depends_on_the_channel: "unknown_write",
     sequences_in_another_order: "computed_from_cache",

@@ -50,7 +50,7 @@ def write(cache: Tensor, x: Tensor) -> Tensor:
     return cache.index_copy_(2, torch.tensor([5, 6]), x)
 
 
-def check(attend: Callable[..., Tensor], caches: list[Tensor], *queries: Tensor) -> None:
+def check(attend: Callable[..., Tensor], caches: list[Tensor], *queries: Tensor, dynamic: bool | None = None) -> None:
     """``attend(queries, keys, values)`` gives, compiled, what it gives for the dequantized caches."""
 
     def step(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, *queries: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def check(attend: Callable[..., Tensor], caches: list[Tensor], *queries: Tensor)
 
     new = rows(NUM_KV_HEADS), rows(NUM_KV_HEADS)
     plain = [write(cache.clone(), x).dequantize() for cache, x in zip(caches, new, strict=True)]
-    compiled: Any = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})
+    compiled: Any = torch.compile(step, backend="kvquant", options={"on_unsupported": "error"}, dynamic=dynamic)
     out = compiled(*new, *caches, *queries)
     torch.testing.assert_close(out, attend(*queries, *plain), rtol=1e-5, atol=1e-5)
     assert [site.reason for site in last_report().sites] == [None]
@@ -73,6 +73,14 @@ def test_heads_may_be_repeated_in_turn(repeat: Repeat, caches: list[Tensor]) -> 
         caches,
         rows(num_heads),
     )
+
+
+def test_how_often_heads_are_repeated_may_be_symbolic(caches: list[Tensor]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat(1, q.shape[1] // NUM_KV_HEADS, 1, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(attend, caches, rows(2 * NUM_KV_HEADS), dynamic=True)
 
 
 def test_heads_repeated_in_turn_may_be_shared_by_neighbouring_queries_and_have_sinks(caches: list[Tensor]) -> None:
