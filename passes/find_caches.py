@@ -284,7 +284,7 @@ class CacheFinder:
         """No one else may look at the cache before or between its writes, nor a write at what it does not replace;
         raises Refusal."""
         own = {write.node: write.own for write in cache.writes}
-        views = {node for write in cache.writes for node in write.own if node.target in VIEW_OPS}
+        views = {node for nodes in own.values() for node in nodes if node.target in (*VIEW_OPS, aten.select.int)}
         for state, later in pairwise([*states, cache.root]):
             between = own.get(later, ())
             for node in (state, *between):
