@@ -105,6 +105,11 @@ def attention_kernel(
     first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # of those that are visited
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
+    # Splits without a tile are most of those of a long static cache that holds few tokens.
+    if MASK == "bool" and PARTIAL and not HAS_SLOTS and own_tiles <= 0:
+        out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+        _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
+        return
     if own_tiles > 0:
         # Memory is not idle while the query is made ready.
         tile = first_tile + split
@@ -159,10 +164,29 @@ def attention_kernel(
             NUM_WARPS,
         )  # fmt: skip
 
-    out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
-    if PARTIAL:
-        out_row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
+    out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
     _store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
+
+
+@jit
+def _out_row(
+    batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr
+):  # fmt: skip
+    """Where the output of query rows is, [ROWS]."""
+    row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
+    if PARTIAL:
+        row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
+    return row
+
+
+@jit
+def _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr):
+    """The output of a split that sees nothing."""
+    nothing = tl.zeros_like(out_row).to(tl.float32)
+    store_log_sum(lse_ptr, out_row, nothing, nothing, nothing > 0, in_query)
+    channel = tl.arange(0, VALUE.padded_head_dim)[:, None]
+    in_bounds = in_query[None, :] & (channel < VALUE.head_dim)
+    tl.store(out_ptr + out_row[None, :] * VALUE.head_dim + channel, 0.0, mask=in_bounds)
 
 
 @jit

@@ -74,8 +74,8 @@ def _permutation(node: Node) -> tuple[int, ...]:
     rank = node.meta["val"].dim() if node.target in (aten.permute.default, aten.transpose.int) else 0
     order = list(range(rank))
     if node.target is aten.permute.default:
-        order = [dim % rank for dim in node.args[1]]
+        order = node.args[1]
     elif node.target is aten.transpose.int:
-        first, second = (dim % rank for dim in node.args[1:])
+        first, second = node.args[1:]
         order[first], order[second] = order[second], order[first]
     return tuple(order)

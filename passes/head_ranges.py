@@ -114,7 +114,7 @@ def _is_split(node: Node) -> bool:
     if node.target is not operator.getitem or node.args[0].target not in _SPLITS:
         return False
     whole, _, *dim = node.args[0].args
-    return len(shape_of(whole)) == 4 and bool(dim) and dim[0] % 4 in (1, 2)
+    return len(shape_of(whole)) == 4 and bool(dim) and dim[0] in (1, 2)
 
 
 def _sliced(graph: Graph, part: Node) -> Node:

@@ -310,7 +310,7 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     base, axis, index, value = node.args
-    if axis % 4 != axes.index("t"):
+    if axis != axes.index("t"):
         raise _refuse(node, role, f"it scatters along dimension {axis}")
     n = _num_tokens(index, axes)
     source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
@@ -357,7 +357,7 @@ def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
     tensors, axis = with_defaults(node, None, 0)
-    if len(shape_of(node)) != 4 or axis % 4 != axes.index("t"):
+    if len(shape_of(node)) != 4 or axis != axes.index("t"):
         return None
     if len(tensors) != 2:
         raise _refuse(node, role, f"it concatenates {len(tensors)} tensors")
@@ -402,7 +402,7 @@ def _match_slice(node: Node, axes: str) -> CacheWrite | None:
     if not chain or len(shape_of(node)) != 4:
         return None
     base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
-    if axis % 4 != axes.index("t") or step != 1:
+    if axis != axes.index("t") or step != 1:
         return None
     num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
     device = node.meta["val"].device

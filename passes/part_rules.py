@@ -63,10 +63,10 @@ def _reorder(reader: Reader, user: Node) -> State:
     rank = len(shape_of(user))
     order = list(range(rank))
     if user.target is aten.transpose.int:
-        one, other = user.args[1] % rank, user.args[2] % rank
+        one, other = user.args[1:]
         order[one], order[other] = other, one
     else:
-        order = [dim % rank for dim in user.args[1]]
+        order = user.args[1]
     dims = tuple(map(order.index, state.dims))
     of_parts = [state.dim_of_part(dim) for dim in order if dim not in state.dims]
     if of_parts == sorted(of_parts):
@@ -76,7 +76,7 @@ def _reorder(reader: Reader, user: Node) -> State:
 
 def _select(reader: Reader, user: Node) -> State:
     operand, dim, index = with_defaults(user, None, 0, 0)
-    state, dim = reader.state(operand, user), dim % len(shape_of(operand))
+    state = reader.state(operand, user)
     if dim in state.dims:
         return state.select(dim, _constant(user, index, state.size(dim)))
     args = (state.dim_of_part(dim), index)
@@ -85,7 +85,7 @@ def _select(reader: Reader, user: Node) -> State:
 
 def _slice(reader: Reader, user: Node) -> State:
     operand, dim, *bounds = with_defaults(user, None, 0, None, None, 1)
-    state, dim = reader.state(operand, user), dim % len(shape_of(operand))
+    state = reader.state(operand, user)
     if dim in state.dims:
         return state.narrow(dim, _range(user, bounds, state.size(dim)))
     args = (state.dim_of_part(dim), *bounds)
@@ -93,7 +93,7 @@ def _slice(reader: Reader, user: Node) -> State:
 
 
 def _squeeze(reader: Reader, user: Node) -> State:
-    state, dim = reader.state(user.args[0], user), user.args[1] % len(shape_of(user.args[0]))
+    state, dim = reader.state(user.args[0], user), user.args[1]
     if dim not in state.dims or state.size(dim) != 1:
         raise UsedAsWholeError(user)
     return state.select(dim, 0)
@@ -101,7 +101,7 @@ def _squeeze(reader: Reader, user: Node) -> State:
 
 def _unbind(reader: Reader, user: Node) -> list[State]:
     operand, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
-    state, dim = reader.state(operand, user), dim % len(shape_of(operand))
+    state = reader.state(operand, user)
     if dim not in state.dims:
         raise UsedAsWholeError(user)
     return [state.select(dim, index) for index in range(state.size(dim))]
@@ -109,7 +109,7 @@ def _unbind(reader: Reader, user: Node) -> list[State]:
 
 def _split(reader: Reader, user: Node) -> list[State]:
     operand, _, dim = with_defaults(user, None, None, user.kwargs.get("dim", 0))
-    state, dim = reader.state(operand, user), dim % len(shape_of(operand))
+    state = reader.state(operand, user)
     if dim not in state.dims:
         raise UsedAsWholeError(user)
     pieces, begin = [], 0
@@ -152,7 +152,6 @@ def _cat(reader: Reader, user: Node) -> State:
     """Along a dimension of the parts: each grows."""
     tensors, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
     state, rank = reader.state(tensors[0], user), len(shape_of(user))
-    dim = dim % rank
     if dim in state.dims or any(len(shape_of(tensor)) != rank for tensor in tensors):
         raise UsedAsWholeError(user)
 
@@ -168,7 +167,6 @@ def _scatter(reader: Reader, user: Node) -> State:
     selects = user.target is aten.select_scatter.default
     base, source, dim, *where = with_defaults(user, None, None, 0, *((0,) if selects else (None, None, 1)))
     state, rank = reader.state(base, user), len(shape_of(base))
-    dim = dim % rank
     dims = without(state.dims, dim) if selects else state.dims
 
     def changed(part: PartIndex, value: Value) -> Value:

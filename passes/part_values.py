@@ -163,11 +163,11 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
     if joined.op != "call_function" or joined.target is not aten.cat.default:
         return None
     pieces, *axis = joined.args
-    if (axis[0] if axis else joined.kwargs.get("dim", 0)) % len(shape_of(joined)) != dim:
+    if (axis[0] if axis else joined.kwargs.get("dim", 0)) != dim:
         return None
     shape = list(shape_of(node))
     if joined is node:
-        if any(piece.target is not aten.unsqueeze.default or piece.args[1] % len(shape) != dim for piece in pieces):
+        if any(piece.target is not aten.unsqueeze.default or piece.args[1] != dim for piece in pieces):
             return None
         pieces = [piece.args[0] for piece in pieces]
     whole = statically_known_true(shape.pop(dim) == len(pieces))
@@ -177,7 +177,6 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
 
 def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
     source, order = node.args
-    order = [other % len(order) for other in order]
     pieces = _stacked(source, order[dim])
     rest = [other - (other > order[dim]) for other in order if other != order[dim]]
     return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]

@@ -6,6 +6,8 @@ with places in the order of a cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -13,7 +15,7 @@ from kvcompile.passes.first_state import LIST_OPS
 from kvcompile.passes.match_write import WRITE_OPS
 from kvcompile.passes.trace_read import VIEW_OPS
 
-_OPS = VIEW_OPS | WRITE_OPS | LIST_OPS | {torch.ops.aten.select.int}
+_OPS = VIEW_OPS | WRITE_OPS | LIST_OPS | {torch.ops.aten.select.int, torch.ops.aten.sym_size.int}
 _NAMES = ("dim", "dim0", "dim1", "dims")
 
 
@@ -22,14 +24,16 @@ def make_dims_positive(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target in _OPS:
             names = [argument.name for argument in node.target._schema.arguments]
-            node.args = tuple(
-                _positive(value, _rank(node)) if name in _NAMES else value
-                for name, value in zip(names, node.args, strict=False)
-            )
+            node.args = tuple(_counted(node, name, value) for name, value in zip(names, node.args, strict=False))
+            node.kwargs = {name: _counted(node, name, value) for name, value in node.kwargs.items()}
 
 
-def _positive(dims: int | list[int], rank: int) -> int | list[int]:
-    return [dim % rank for dim in dims] if isinstance(dims, (list, tuple)) else dims % rank
+def _counted(node: Node, name: str, value: Any) -> Any:
+    """An argument of ``node``; dimensions from the first."""
+    if name not in _NAMES:
+        return value
+    rank = _rank(node)
+    return [dim % rank for dim in value] if isinstance(value, (list, tuple)) else value % rank
 
 
 def _rank(node: Node) -> int:

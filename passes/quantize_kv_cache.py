@@ -200,8 +200,10 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if packed is not None:
         if not packed.is_cache:
             raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
-        if packed.layout.role != cache.role or packed.axes != cache.input_axes:
-            detail = f"it was packed as a {packed.layout.role} in the order {packed.axes}, not {cache.input_axes}"
+        if packed.layout.role != cache.role:
+            raise Refusal(Reason.unknown_read, role=cache.role, op=f"bytes packed as a {packed.layout.role}")
+        if packed.axes != cache.input_axes:
+            detail = f"bytes packed in the order {packed.axes}, not {cache.input_axes}"
             raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
         if packed.growing and cache.kind == "static":
             raise Refusal(Reason.growing_written, role=cache.role)

@@ -178,7 +178,6 @@ class _States:
     def dim(self, node: Node, dim: int) -> int:
         """Which dimension of a state, with that of heads, is dimension ``dim`` of it."""
         rank = self.widened[node].meta["val"].dim() - 1
-        dim = dim % rank
         return dim if dim < rank - 1 else rank
 
     def is_channels(self, node: Node, dim: int) -> bool:

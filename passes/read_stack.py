@@ -189,13 +189,12 @@ def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
     axes = list(range(len(shape_of(node))))
     chosen: list[int] = []
     for user in states_of(operand)[1:]:
-        rank = len(axes)
         if user.target in (aten.select.int, aten.squeeze.dim):
-            chosen.append(axes.pop(user.args[1] % rank))
+            chosen.append(axes.pop(user.args[1]))
         elif user.target is operator.getitem and user.args[0].target is aten.unbind.int:
             unbind = user.args[0]
             dim = unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
-            chosen.append(axes.pop(dim % rank))
+            chosen.append(axes.pop(dim))
         elif user.target is aten.permute.default:
             axes = [axes[dim] for dim in user.args[1]]
         elif user.target is aten.transpose.int:

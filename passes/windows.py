@@ -39,7 +39,7 @@ class Window:
         if whole.target is not aten.cat.default:
             return False
         _, appended_axis = with_defaults(whole, None, 0)
-        if (axis - appended_axis) % len(shape_of(whole)) != 0:
+        if axis != appended_axis:
             return False
         return not statically_known_true(shape_of(self.slice)[axis] == shape_of(whole)[axis])
 

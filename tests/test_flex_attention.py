@@ -239,6 +239,10 @@ def sine(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return flex_attention(q, keys, values, lambda s, *at: torch.sin(s), enable_gqa=True)
 
 
+def square(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return flex_attention(q, keys, values, lambda s, b, h, q, kv: s * s, enable_gqa=True)
+
+
 def scale_of_each_key(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scale = torch.linspace(0.5, 1, MAX_LEN)
     return flex_attention(q, keys, values, lambda s, b, h, q, kv: s * scale[kv], enable_gqa=True)
@@ -257,6 +261,7 @@ def mask_of_keys_at_runtime(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 REFUSED = {
     with_log_sum_exp: "log-sum-exp",
     sine: "sin is applied",
+    square: "combines scores with scores",
     scale_of_each_key: "varies along the keys",
     sum_of_a_row: "calls sum, which does not only compute with numbers",
     mask_of_keys_at_runtime: "gt is applied",

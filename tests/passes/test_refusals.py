@@ -487,6 +487,18 @@ def test_a_write_to_a_growing_cache_that_came_into_a_graph_would_be_refused() ->
     assert raised.value.reason is Reason.growing_written
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_caches_that_change_places_are_read_by_their_values() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        return sdpa(q, kc, vc)
+
+    q, k, v, kc, vc, pos = packed_caches()
+    expected = sdpa(q, vc.dequantize(), kc.dequantize())
+    torch.testing.assert_close(run(fn, [q, k, v, vc, kc, pos], on_unsupported="ignore"), expected, rtol=1e-4, atol=1e-5)
+    (site,) = last_report().sites
+    assert "bytes packed as a value" in site.reason
+
+
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_packed_cache_that_is_only_read_is_read_packed(growing: bool) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
