@@ -19,8 +19,9 @@ in the model                          in the functional graph
 ====================================  ===========================================
 
 Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
-tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``; of a cache
-that grows ``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, ...)``.
+tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``, and
+``cache[:, :, :-n] = cache[:, :, n:].clone()`` a ``slice_scatter`` of a slice of the same cache; of a cache that grows
+``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, ...)``.
 """
 
 from __future__ import annotations
@@ -238,6 +239,9 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     own: tuple[Node, ...] = ()
     if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
         written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
+    shift = _match_shift(node, axes)
+    if shift is not None:
+        return shift
     value, read = _source(written)
     num_tokens = _num_tokens(base, axes)
 
@@ -248,6 +252,24 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
     first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
     write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=(*own, *read))
     return write if first_sequence is None else _of_some_sequences(write, first_sequence)
+
+
+def _match_shift(node: Node, axes: str) -> CacheWrite | None:
+    """Neighbouring tokens of a cache copied to another place in it."""
+    value, read = _source(node)
+    base, first = _slice_of_tokens(value, axes)
+    if base is not node.args[0] or not same_sizes(shape_of(value), shape_of(node.args[1])):
+        return None
+    num_tokens, n = _num_tokens(base, axes), _num_tokens(value, axes)
+    to = _first_of_slice(with_defaults(node, None, None, 0, None)[3], num_tokens)
+    device = node.meta["val"].device
+
+    def normalise(first: Any, to: Any, n: Any) -> tuple[None, Tensor, None]:
+        copied, place = (wrapped(torch.arange(n, device=device) + begin, num_tokens) for begin in (first, to))
+        return None, torch.arange(num_tokens, device=device).index_put([place], copied), None
+
+    own = (*sliced_by(value), *read)
+    return replace(_write(node, base, "shift", axes, normalise, first, to, n, own=own), moves=True)
 
 
 def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
@@ -397,12 +419,19 @@ def sliced_by(node: Node) -> tuple[Node, ...]:
     return tuple(chain) if chain[-1].target is aten.slice.Tensor else ()
 
 
-def _match_slice(node: Node, axes: str) -> CacheWrite | None:
+def _slice_of_tokens(node: Node, axes: str) -> tuple[Node | None, Any]:
+    """The tensor of which ``node`` is a slice, or a copy of one, of neighbouring tokens, and the first of them."""
     chain = sliced_by(node)
-    if not chain or len(shape_of(node)) != 4:
-        return None
-    base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
-    if axis != axes.index("t") or step != 1:
+    if chain and len(shape_of(node)) == 4:
+        base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
+        if axis == axes.index("t") and step == 1:
+            return base, _first_of_slice(start, _num_tokens(base, axes))
+    return None, None
+
+
+def _match_slice(node: Node, axes: str) -> CacheWrite | None:
+    base, first = _slice_of_tokens(node, axes)
+    if base is None:
         return None
     num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
     device = node.meta["val"].device
@@ -410,8 +439,8 @@ def _match_slice(node: Node, axes: str) -> CacheWrite | None:
     def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
         return None, wrapped(torch.arange(n, device=device) + first, num_tokens), None
 
-    first = _first_of_slice(start, num_tokens)
-    return replace(_write(node, base, "slice", axes, normalise, first, n, own=chain[1:]), moves=True)
+    write = _write(node, base, "slice", axes, normalise, first, n, own=sliced_by(node)[1:])
+    return replace(write, moves=True)
 
 
 def returned_rows(node: Node, axes: str) -> CacheWrite:

@@ -218,9 +218,20 @@ def reorder_then_write(cache: Tensor, k: Tensor) -> None:
     cache[:, :, -k.shape[2] :] = k
 
 
+def shift_then_write(cache: Tensor, k: Tensor) -> None:
+    n = k.shape[2]
+    cache[:, :, :-n] = cache[:, :, n:].clone()
+    cache[:, :, -n:] = k
+
+
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(
-    ("move", "policy"), [(roll_then_write, "int8_per_token_head"), (reorder_then_write, "turboquant_4bit_nc")]
+    ("move", "policy"),
+    [
+        (roll_then_write, "int8_per_token_head"),
+        (reorder_then_write, "turboquant_4bit_nc"),
+        (shift_then_write, "fp8_e4m3"),
+    ],
 )
 def test_a_full_window_moves_its_tokens_without_quantizing_them_again(move: Write, policy: str) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
