@@ -152,7 +152,7 @@ def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.conste
     column = tl.arange(0, x.shape[1])[None, :]
     x = tl.where(token < tokens_left, x.to(tl.float32), 0.0)
     if out_ptr.dtype.element_ty == tl.float16:
-        x = tl.clamp(x, -65504.0, 65504.0)  # what was finite stays so
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # what is finite stays so
     ptrs = out_ptr + token * OPERAND.padded_head_dim + column
     if x.shape[1] == WIDTH:
         tl.store(ptrs, x)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import sympy
 import torch
@@ -102,6 +102,8 @@ class PackedLayout:
         if match is None or (match["dtype"] is not None and match["dtype"] not in _DTYPES):
             form = f"FORMAT[recent=BLOCKS,sinks=BLOCKS,DTYPE] with one of {', '.join(_DTYPES)}"
             raise ValueError(f"{spec!r} is neither the name of a cache format nor of the form {form}")
+        if role not in get_args(Role):
+            raise ValueError(f"{role!r} is not the role of a cache: it is one of {', '.join(get_args(Role))}")
         residual = None
         if match["dtype"] is not None:
             residual = Residual(int(match["sinks"]), int(match["recent"]), _DTYPES[match["dtype"]])

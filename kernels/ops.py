@@ -43,7 +43,14 @@ _library.define(
 )
 _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
-_layout = PackedLayout.parse
+
+def _layout_of(op: str, name: str, x: Tensor, format: str, role: str) -> PackedLayout:
+    """The layout that vectors [batch, heads, tokens, head_dim] have in a cache."""
+    if x.dim() != 4:
+        raise ValueError(
+            f"kvcompile::{op}: {name} must be [batch, heads, tokens, head_dim], but has the shape {list(x.shape)}"
+        )
+    return PackedLayout.parse(format, cast(Role, role), x.shape[3])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,6 +78,13 @@ def _check_data(
 def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, layout: PackedLayout) -> None:
     _check_data("store", "data", data.dtype, data.shape, data.stride(), layout)
     batch, num_kv_heads, num_tokens, _ = x.shape
+    if not x.is_floating_point():
+        raise ValueError(f"kvcompile::store: x must be floating point, but is {x.dtype}")
+    if positions.dtype != torch.int64 or (valid is not None and valid.dtype != torch.bool):
+        valid_is = "" if valid is None else f" and {valid.dtype}"
+        raise ValueError(
+            f"kvcompile::store: positions must be int64 and valid bool, but they are {positions.dtype}{valid_is}"
+        )
     if data.shape[1:3] != x.shape[:2]:
         raise ValueError(
             f"kvcompile::store: data is for batch and KV heads {list(data.shape[1:3])}, x has {[batch, num_kv_heads]}"
@@ -84,7 +98,7 @@ def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | Non
 
 
 def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, format: str, role: str) -> None:
-    layout = _layout(format, cast(Role, role), x.shape[3])
+    layout = _layout_of("store", "x", x, format, role)
     _check_store(data, x, positions, valid, layout)
     if data.is_cuda:
         from kvcompile.kernels import launch
@@ -109,8 +123,8 @@ def _store_pair(
     k_format: str,
     v_format: str,
 ) -> None:
-    _check_store(k_data, key, positions, valid, _layout(k_format, "key", key.shape[3]))
-    _check_store(v_data, value, positions, valid, _layout(v_format, "value", value.shape[3]))
+    _check_store(k_data, key, positions, valid, _layout_of("store_pair", "key", key, k_format, "key"))
+    _check_store(v_data, value, positions, valid, _layout_of("store_pair", "value", value, v_format, "value"))
     if key.shape[:3] != value.shape[:3] or k_data.is_cuda != v_data.is_cuda:
         raise ValueError(
             f"kvcompile::store_pair: key {list(key.shape)} and value {list(value.shape)} must be of the same batch, KV "
@@ -179,8 +193,10 @@ def _attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    key = _layout(k_format, "key", query.shape[3])
+    key = _layout_of("attention", "query", query, k_format, "key")
     if v_data is None:
+        if key.format.granularity == "channel":
+            raise ValueError(f"kvcompile::attention: keys in {k_format} cannot serve as values: pass v_data")
         value = key
         if (v_format, v_head_dim) != (k_format, key.head_dim):
             raise ValueError(
@@ -188,7 +204,7 @@ def _attention(
                 f"not {v_format} of head_dim {v_head_dim}"
             )
     else:
-        value = _layout(v_format, "value", v_head_dim)
+        value = PackedLayout.parse(v_format, "value", v_head_dim)
     _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
     if query.is_cuda:
         from kvcompile.kernels import launch

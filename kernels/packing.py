@@ -213,6 +213,17 @@ def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
     return _token_major(x if layout.residual is None else with_held_blocks(x, data, layout), num_tokens)
 
 
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantized values in the dtype of their cache: finite ones stay finite.
+
+    What a fp16 cache held may dequantize to a little more than fp16 can hold; infinities and NaN were written.
+    """
+    if dtype == torch.float16:
+        largest = torch.finfo(dtype).max
+        x = torch.where(x.isfinite(), x.clamp(-largest, largest), x)
+    return x.to(dtype)
+
+
 def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
     """:func:`read_tokens` in the stored basis: a rotated format stays rotated."""
     x = layout.format.decode_levels(layout.split(data))

@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 
 from kvcompile.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import pack_blocks, read_tokens
+from kvcompile.kernels.packing import pack_blocks, read_tokens, to_cache_dtype
 from kvcompile.kernels.residual import header_of
 from kvcompile.packed_flex import let_flex_attention_read
 from kvcompile.packed_subclass import PackedSubclass
@@ -303,7 +303,7 @@ class PackedTensor(PackedSubclass):
     def dequantize(self) -> Tensor:
         """The values, a plain tensor of this shape and dtype."""
         x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
-        x = self.from_stored_axes(x.to(self.dtype).contiguous())
+        x = self.from_stored_axes(to_cache_dtype(x, self.dtype).contiguous())
         return x.contiguous() if self.is_contiguous() else x
 
     def to_stored_axes(self, x: Tensor) -> Tensor:

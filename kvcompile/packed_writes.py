@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, num_blocks
-from kvcompile.kernels.packing import byte_index, read_tokens, replace_blocks_, write_tokens_, write_vectors_
+from kvcompile.kernels.packing import (
+    byte_index,
+    read_tokens,
+    replace_blocks_,
+    to_cache_dtype,
+    write_tokens_,
+    write_vectors_,
+)
 from kvcompile.kernels.residual import blocks_of
 from kvcompile.packed_op_table import handles
 from kvcompile.packed_tensor import PACKED_DIM, PackedTensor
@@ -73,7 +80,8 @@ def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
     layout = cache.packed_layout
     if layout.residual is None:
         return cache.packed[byte_index(layout, *coordinates)]
-    return read_tokens(cache.packed, layout, cache.start + cache.num_tokens)[tuple(coordinates)].to(cache.dtype)
+    tokens = read_tokens(cache.packed, layout, cache.start + cache.num_tokens)
+    return to_cache_dtype(tokens[tuple(coordinates)], cache.dtype)
 
 
 def put(

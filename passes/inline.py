@@ -1,4 +1,4 @@
-"""Insert plain PyTorch code into an FX graph: trace it on the fake values of its arguments, copy the nodes in."""
+"""Insert calls and plain PyTorch code into an FX graph: code is traced on the fake values of its arguments."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def behind_placeholders(node: Node) -> Node:
     while node.op == "placeholder":
         node = node.next
     return node
+
+
+def insert_call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert one call, and its fake value, at the graph's insertion point."""
+    node = graph.call_function(target, args, kwargs)
+    _compute_value(node)
+    return node
+
+
+def _compute_value(node: Node) -> None:
+    args, kwargs = pytree.tree_map_only(Node, lambda operand: operand.meta["val"], (node.args, node.kwargs))
+    with fake_mode_of(node.graph):
+        node.meta["val"] = node.target(*args, **kwargs)
 
 
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
@@ -81,10 +94,7 @@ def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
         return graph.node_copy(node, env.__getitem__)
     first, *others = (env.get(arg, arg) for arg in node.args)
     for other in others:
-        call = graph.call_function(node.target, (first, other))
-        values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], call.args)
-        call.meta["val"] = node.target(*values)
-        first = call
+        first = insert_call(graph, node.target, first, other)
     return first
 
 
@@ -111,6 +121,5 @@ def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node
     for node in graph.nodes:
         if node not in before:
-            values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
-            node.meta["val"] = node.target(*values[0], **values[1])
+            _compute_value(node)
     return result

@@ -22,7 +22,7 @@ from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
 from kvcompile.kernels.residual import is_few
-from kvcompile.passes.inline import fake_mode_of, inline, size_node
+from kvcompile.passes.inline import inline, insert_call, size_node
 from kvcompile.passes.marker import Marker
 from kvcompile.passes.match_write import shape_of
 
@@ -91,8 +91,8 @@ def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[s
 def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:
     """Insert packed data of the tokens of a pool at ``slots``, int64 [batch, n], at the graph's insertion point."""
     if _uses_kernels(data):
-        arguments = (data, slots, layout.spec, layout.role, layout.head_dim)
-        return _call(graph, torch.ops.kvcompile.gather.default, arguments)
+        op = torch.ops.kvcompile.gather.default
+        return insert_call(graph, op, data, slots, layout.spec, layout.role, layout.head_dim)
     gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
     return gathered
 
@@ -126,26 +126,18 @@ def insert_attention(
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
     own_v_data = None if v_data is k_data else v_data
-    args = (
+    return insert_call(
+        graph, torch.ops.kvcompile.attention.default,
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
-    return _call(graph, torch.ops.kvcompile.attention.default, args)
 
 
 def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
     """What ``mask`` shows: one node for all layers, which come after the first that asks."""
     op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
     known = next((user for user in mask.users if user.target is op and user.args == args), None)
-    return known if known is not None else _call(graph, op, args)
-
-
-def _call(graph: Graph, op: Any, args: tuple[Any, ...]) -> Node:
-    node = graph.call_function(op, args)
-    fakes = torch.utils._pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
-    with fake_mode_of(graph):
-        node.meta["val"] = op(*fakes)
-    return node
+    return known if known is not None else insert_call(graph, op, *args)
 
 
 def _uses_kernels(data: Node) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.first_state import first_state
-from kvcompile.passes.inline import behind_placeholders, fake_mode_of, inline, size_node
+from kvcompile.passes.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.match_write import shape_of
 from kvcompile.passes.part_rules import UsedAsWholeError
@@ -151,8 +151,7 @@ class _PoolRewriter:
             order = list(range(node.meta["val"].dim()))
             order[-3:-1] = order[-2], order[-3]
             gather.meta["val"] = node.meta["val"].permute(order)
-            gather = self.graph.call_function(aten.permute.default, (gather, order))
-            gather.meta = dict(node.meta)
+            gather = insert_call(self.graph, aten.permute.default, gather, order)
         node.replace_all_uses_with(gather)
 
     def _is_of_blocks_with_heads_first(self, state: Node, indices: list[Node | None]) -> bool:

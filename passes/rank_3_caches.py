@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
 
 from kvcompile.passes.cache_axes import rank_3_axes
 from kvcompile.passes.first_state import first_state, states_of
-from kvcompile.passes.inline import behind_placeholders, fake_mode_of
+from kvcompile.passes.inline import behind_placeholders, insert_call
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.passes.slot_ops import POOL_VIEW
@@ -55,7 +54,7 @@ class Rank3Caches:
         for index in self.outputs - packed:
             if values[index] is not None:
                 with graph.inserting_before(output):
-                    values[index] = _call(graph, aten.squeeze.dim, values[index], _NEW)
+                    values[index] = insert_call(graph, aten.squeeze.dim, values[index], _NEW)
         output.args = (tuple(values),)
         gm.recompile()
         return replace(
@@ -124,7 +123,7 @@ class _States:
             root, _ = view_chain(operand, returned)
             if root in returned and root not in self.widened.values() and _may_be_cache(root):
                 with self.graph.inserting_before(root.next):
-                    state = _call(self.graph, aten.unsqueeze.default, root, _NEW)
+                    state = insert_call(self.graph, aten.unsqueeze.default, root, _NEW)
                 squeezed = self._squeezed(state)
                 root.replace_all_uses_with(squeezed, lambda user, state=state: user is not state)
                 self._return(squeezed, state)
@@ -144,7 +143,7 @@ class _States:
 
     def _squeezed(self, state: Node) -> Node:
         with self.graph.inserting_before(behind_placeholders(state)):
-            return _call(self.graph, aten.squeeze.dim, state, _NEW)
+            return insert_call(self.graph, aten.squeeze.dim, state, _NEW)
 
     def _visit(self, node: Node) -> None:
         if node is self.output:
@@ -160,7 +159,7 @@ class _States:
             with self.graph.inserting_before(node):
                 args = _CONVERTED[node.target](self, *node.args)
                 if args is not None:
-                    state = _call(self.graph, node.target, *args, **node.kwargs)
+                    state = insert_call(self.graph, node.target, *args, **node.kwargs)
                     state.meta = {**node.meta, "val": state.meta["val"]}
                     self.widened[node] = state
 
@@ -173,7 +172,7 @@ class _States:
         """What is broadcast to a state, with that dimension."""
         if not isinstance(value, Node) or value.meta["val"].dim() == 0:
             return value
-        return self.widened.get(value) or _call(self.graph, aten.unsqueeze.default, value, _NEW)
+        return self.widened.get(value) or insert_call(self.graph, aten.unsqueeze.default, value, _NEW)
 
     def dim(self, node: Node, dim: int) -> int:
         """Which dimension of a state, with that of heads, is dimension ``dim`` of it."""
@@ -250,7 +249,7 @@ def _widened_index(states: _States, index: Node) -> Node:
     if index.target not in (aten.expand.default, aten.repeat.default) or index.args[0].meta["val"].dim() != 3:
         return states.operand(index)
     sizes = [*index.args[1][:-1], 1, index.args[1][-1]]
-    return _call(states.graph, index.target, states.operand(index.args[0]), sizes)
+    return insert_call(states.graph, index.target, states.operand(index.args[0]), sizes)
 
 
 def _where(states: _States, mask: Node, value: Node, other: Node) -> _Args:
@@ -284,23 +283,14 @@ def _narrow(graph: Graph, placeholder: Node) -> None:
     placeholder.meta["val"] = placeholder.meta["val"].squeeze(_NEW)
     users = list(placeholder.users)
     with graph.inserting_before(behind_placeholders(placeholder)):
-        state = _call(graph, aten.unsqueeze.default, placeholder, _NEW)
+        state = insert_call(graph, aten.unsqueeze.default, placeholder, _NEW)
     for user in users:
         if _writes_back(user, placeholder):
             with graph.inserting_before(user):
-                user.args = (placeholder, _call(graph, aten.squeeze.dim, user.args[1], _NEW))
+                user.args = (placeholder, insert_call(graph, aten.squeeze.dim, user.args[1], _NEW))
         else:
             user.replace_input_with(placeholder, state)
 
 
 def _writes_back(node: Node, placeholder: Node) -> bool:
     return node.target is aten.copy_.default and node.args[0] is placeholder
-
-
-def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point."""
-    node = graph.call_function(target, args, kwargs)
-    values = pytree.tree_map_only(Node, lambda operand: operand.meta["val"], (args, kwargs))
-    with fake_mode_of(graph):
-        node.meta["val"] = target(*values[0], **values[1])
-    return node

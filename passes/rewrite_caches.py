@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.packing import move_tokens, read_tokens
+from kvcompile.kernels.packing import move_tokens, read_tokens, to_cache_dtype
 from kvcompile.passes.cache import Cache
 from kvcompile.passes.cache_axes import in_order
 from kvcompile.passes.find_caches import Attention
@@ -162,7 +162,7 @@ class CacheRewriter:
         dtype, axes = cache.dtype, cache.axes
 
         def latents(data: Tensor, num_tokens: int) -> Tensor:
-            x = read_tokens(data, layout, num_tokens).to(dtype)
+            x = to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
             return in_order(x, axes).contiguous()
 
         users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]

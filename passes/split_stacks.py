@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from kvcompile.passes.first_state import first_state
-from kvcompile.passes.inline import size_node
+from kvcompile.passes.inline import insert_call, size_node
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.part_rules import UsedAsWholeError
 from kvcompile.passes.part_values import Initial, Made, PartIndex, State, Value
@@ -228,8 +228,4 @@ class _Splitter:
     def _make(self, value: Made) -> Node:
         args = pytree.tree_map_only((Initial, Made, Node), self._node_of, value.args)
         with self._graph.inserting_before(value.at):
-            node = self._graph.call_function(value.target, args, dict(value.kwargs))
-        fakes = pytree.tree_map_only(Node, lambda operand: operand.meta["val"], (args, dict(value.kwargs)))
-        with self._stack.node.meta["val"].fake_mode:
-            node.meta["val"] = value.target(*fakes[0], **fakes[1])
-        return node
+            return insert_call(self._graph, value.target, *args, **value.kwargs)

@@ -42,6 +42,15 @@ def test_a_cache_reads_as_its_quantized_values(layout, axes, tokens):
 
 
 @every_layout
+def test_a_cache_in_fp16_reads_finite_values_as_finite_ones(layout):
+    x = torch.full((1, 1, 130, HEAD_DIM), torch.finfo(torch.float16).max, dtype=torch.float16)
+    x[..., ::3] *= -1
+    cache = PackedTensor.from_dense(x, layout)
+    assert cache.dequantize().isfinite().all()
+    assert cache[:, :, 7].isfinite().all()
+
+
+@every_layout
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 def test_packing_a_whole_cache_gives_the_bytes_of_writing_its_tokens(layout, tokens):
     x = values(2, 3, tokens, HEAD_DIM)

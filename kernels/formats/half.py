@@ -7,7 +7,11 @@ from torch import Tensor
 
 from kvcompile.kernels.codec import jit, tl
 
-SATURATION = 65472.0  # the largest float whose outward rounding is a finite fp16
+SATURATION = 65280.0
+"""Where channels saturate: grids whose scale and zero are rounded outwards end below fp16's largest number, 65504.
+
+A scale may be rounded up by 1.5 units in its last place, which moves the end of a grid of 16 steps by at most 180.
+"""
 
 
 def nearest_half(x: Tensor) -> Tensor:

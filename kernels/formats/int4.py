@@ -9,7 +9,7 @@ error of a channel is at most
 
 fp16 and not bf16: keys often sit far from zero, and the outward rounding widens the grid by up to ``|min| * 2**-10``;
 with the 8 bits of bf16 that would be ``|min| * 2**-7``, a whole step of the grid for a vector eight times its range
-away from zero. The price is range: channels saturate at +-65472 (in the stored basis), and vectors whose range is below
+away from zero. The price is range: channels saturate at +-65280 (in the stored basis), and vectors whose range is below
 about 1e-6 are coarse (the term ``2**-24``).
 
 ``int4_per_token_head`` is rotated by a Hadamard matrix first, as in vLLM's format of that name (QuaRot,

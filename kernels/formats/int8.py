@@ -3,10 +3,12 @@
 As in vLLM's ``int8_per_token_head``: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored with an offset of
 128 so that a byte unpacks to a float with a single byte permute. ``int8_per_token_head`` has a float32 scale per
 token and head, ``int8_per_channel`` one per channel of a block of tokens. ``int8_per_group_32`` (64, 128) have fp16
-scales for groups of channels, rounded up so that no code saturates; channels saturate at +-65472.
+scales for groups of channels, rounded up so that no code saturates; channels saturate at +-65280.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 @jit
 def _encode(x, in_vector, OPERAND: tl.constexpr):
     if OPERAND.scale_dtype == tl.float16:
-        x = tl.clamp(x, -65472.0, 65472.0)
+        x = tl.clamp(x, -OPERAND.codec.constants.saturation, OPERAND.codec.constants.saturation)
     scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
     if OPERAND.scale_dtype == tl.float16:
         scale = half_above_tile(scale)
@@ -51,7 +53,7 @@ class Int8(Format):
     """An int8 format; ``group_size`` channels share a scale where ``granularity`` is ``group``."""
 
     packing = Packing()
-    codec = Codec(_encode, _levels, {0: UNPACK_PTX})
+    codec = Codec(_encode, _levels, {0: UNPACK_PTX}, constants=SimpleNamespace(saturation=SATURATION))
 
     def __init__(self, name: str, granularity: Granularity, group_size: int = 0) -> None:
         self.name = name

@@ -201,6 +201,11 @@ def test_many_faint_tokens_beside_one_strong_one_are_not_lost(device):
     case.check(mask.expand(1, 1, 1, -1))
 
 
+@every_format
+def test_channels_where_formats_saturate_agree_with_the_specification(format_name, device):
+    Case(device, format_name, format_name, spread=1e5, scale=1e-10).check()
+
+
 @pytest.mark.parametrize("bad", ["key", "value"])
 def test_a_token_that_is_not_finite_spoils_its_own_head_only(bad, device):
     case = Case(device)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.formats import FORMATS, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM
-from kvcompile.kernels.formats.half import nearest_half
+from kvcompile.kernels.formats.half import SATURATION, nearest_half
 from kvcompile.kernels.formats.turboquant import CENTROIDS, STEP, codebook
 from kvcompile.kernels.rotation import random_signs, rotate
 
@@ -383,14 +383,27 @@ def test_int4_covers_every_channel_within_the_stated_error(offset, spread):
     assert torch.all((roundtrip(fmt, x) - x).abs() <= bound + float32_rounding)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in FORMATS if name.startswith("int") and FORMATS[name].scale_dtype == torch.float16]
+)
+def test_the_grid_of_a_format_with_fp16_scales_ends_within_fp16(name):
+    """Attention reads groups of channels as fp16."""
+    fmt, generator = get_format(name), torch.Generator().manual_seed(0)
+    ends = 70000 - 140000 * torch.rand(2, 20000, 1, generator=generator) * torch.tensor([[[1.0]], [[0.1]]])
+    x = torch.lerp(ends[0], ends[1], torch.rand(20000, HEAD_DIM, generator=generator).round(decimals=1))
+    if fmt.granularity == "channel":
+        x = x[:, None].expand(-1, 2, -1)
+    assert fmt.decode_levels(fmt.encode(x)).abs().max() <= 65504
+
+
 @pytest.mark.parametrize("name", ["int4_per_token_head", "int4_unrotated"])
-def test_int4_saturates_at_65472_in_the_stored_basis(name):
+def test_int4_saturates_in_the_stored_basis(name):
     fmt = get_format(name)
     x = torch.tensor([[1e6, -1e6] * 32, [7e4, 0.0] * 32])
     stored = rotate(x) if fmt.rotated else x
     decoded = fmt.decode_levels(fmt.encode(x))
     step = fmt.encode(x)["scale"].float()
-    assert torch.all((decoded - stored.clamp(-65472, 65472)).abs() <= step * 0.51)
+    assert torch.all((decoded - stored.clamp(-SATURATION, SATURATION)).abs() <= step * 0.51)
 
 
 def test_int4_rounds_its_metadata_to_fp16_without_a_cast():

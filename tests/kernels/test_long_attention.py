@@ -13,6 +13,7 @@ from kinds import KINDS, SHAPES
 from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
 
 from kvcompile.kernels import launch_long, launcher
+from kvcompile.kernels.packing import write_tokens_
 
 # Keys, values and weights are rounded to bfloat16 where queries are.
 LongCase = functools.partial(Case, bfloat16_tolerance=1e-2)
@@ -98,6 +99,21 @@ def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(d
     monkeypatch.setattr(launch_long, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
     case = LongCase(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
     case.check(torch.arange(130) > 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", ["key", "value"])
+@pytest.mark.parametrize("format_name", [INT8, "int4_per_token_head", "int4_per_group_32", "bfloat16"])
+def test_a_token_that_is_not_finite_spoils_its_own_head_only(format_name, bad, dtype, device):
+    case = LongCase(device, format_name, format_name, q_len=20, dtype=dtype)
+    x = torch.zeros(2, 2, 1, 64)
+    x[1, 0] = torch.nan
+    index = ["key", "value"].index(bad)
+    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([17]))
+    out = case.kernel()
+    assert out[1, :2].isnan().all()
+    assert not out[0].isnan().any()
+    assert not out[1, 2:].isnan().any()
 
 
 def test_values_that_fp16_cannot_hold_become_the_largest_that_it_can(device):

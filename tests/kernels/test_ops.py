@@ -58,6 +58,13 @@ def test_attention_without_values_reads_the_keys_as_values():
         attention(query, k_data, None, *settings, "fp8_e4m3", head_dim)
 
 
+def test_keys_with_scales_per_channel_cannot_serve_as_values():
+    arguments = list(attention_arguments())
+    arguments[2], arguments[9] = None, "int4_per_channel[recent=1,sinks=0,float32]"
+    with pytest.raises(ValueError, match="cannot serve as values: pass v_data"):
+        attention(*arguments)
+
+
 def test_attention_means_attend_and_is_contiguous():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     query, k_data, v_data, *_ = arguments = attention_arguments(sinks=sinks, softcap=2.0)
@@ -118,7 +125,12 @@ def test_compiled_code_calls_the_operators_and_stores_in_place():
         (lambda a: {**a, "data": a["data"][:, :1]}, "data is for batch and KV heads"),
         (lambda a: {**a, "data": a["data"].transpose(0, 3).contiguous().transpose(0, 3)}, "has strides"),
         (lambda a: {**a, "positions": torch.arange(4)}, "positions must be"),
+        (lambda a: {**a, "positions": torch.arange(3, dtype=torch.int32)}, "positions must be int64"),
         (lambda a: {**a, "valid": torch.ones(2, dtype=torch.bool)}, "valid must be"),
+        (lambda a: {**a, "valid": torch.ones(3)}, "valid bool, but they are torch.int64 and torch.float32"),
+        (lambda a: {**a, "x": torch.ones(2, 2, 3, 64, dtype=torch.int64)}, "x must be floating point"),
+        (lambda a: {**a, "x": torch.ones(2, 3, 64)}, r"x must be \[batch, heads, tokens, head_dim\]"),
+        (lambda a: {**a, "role": "keys"}, "'keys' is not the role of a cache: it is one of key, value"),
     ],
 )
 def test_store_refuses_what_does_not_fit_and_says_what(change, message):
@@ -136,6 +148,7 @@ def test_store_refuses_what_does_not_fit_and_says_what(change, message):
     [
         (0, torch.randn(2, 3, 1, 64), "multiple of the KV heads"),
         (0, torch.randn(1, 4, 1, 64), "the same batch"),
+        (0, torch.randn(4, 1, 64), r"query must be \[batch, heads, tokens, head_dim\]"),
         (0, torch.randn(2, 4, 1, 80), "k_data has blocks of 4352 bytes, but int8_per_token_head with head_dim 80"),
         (4, torch.zeros(2), "sinks must be .4., one a head"),
         (5, 129, "kv_len 129 is not within the 128 tokens"),
