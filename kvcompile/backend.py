@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,7 +104,7 @@ class _GraphCompiler:
             compiled = self._compile_packed()
         except _NothingRewrittenError:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
-        fallback = functools.partial(_compile_plain, _copy(self.original), self.options.inductor_config)
+        fallback = _plain_for_any_inputs(_copy(self.original), self.options.inductor_config)
         assert self.rewritten is not None, "otherwise _NothingRewrittenError"
         caches, stacks = self.places.in_dynamo(self.rewritten.inputs, self.stacks)
         guard = self._guard(caches, names_of_parts(self.sources, stacks))
@@ -304,6 +303,15 @@ class _GraphCompiler:
 def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
     """What plain Inductor gives; ``gm`` stays as it is."""
     return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
+
+
+def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:
+    """As plain Inductor would run ``gm``, compiled when it is called, outside of the compilation that made ``gm``.
+
+    Dynamo looks at the inputs once more, and again where others come: what it knew of sizes and numbers was guarded in
+    that compilation, and what Inductor wants to be guarded now could not be any more.
+    """
+    return torch.compile(gm, backend=lambda gm, inputs: _compile_plain(gm, inductor_config, inputs))
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -138,7 +138,10 @@ def _is_too_large(error: Tensor, format_name: str, head_dim: int) -> bool:
 
 
 class KeyGuard:
-    """Looks once at the plain key caches that a compiled graph is called with, before they are packed."""
+    """Looks once at the plain key caches that a compiled graph is called with, before they are packed.
+
+    Not at pools: which of their slots were written only block tables know, and the others may hold anything.
+    """
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class KeyGuard:
         self._keys = [
             (action, modules.get(sources[action.index], sources[action.index]))
             for action in inputs
-            if action.layout.role == "key"
+            if action.layout.role == "key" and action.axes not in (SLOT_AXES, *BLOCK_AXES)
         ]
         self._note = note
 
@@ -167,16 +170,8 @@ class KeyGuard:
             keys = args[action.index]
             if isinstance(keys, PackedSubclass):
                 continue
-            if found := examine(_heads_first(keys, action.axes), action.layout.format_name, module):
+            if found := examine(heads_first(keys, action.axes), action.layout.format_name, module):
                 self._note(str(found))
-
-
-def _heads_first(keys: Tensor, axes: str) -> Tensor:
-    """[batch, heads, tokens, head_dim] of a plain cache or pool."""
-    if axes in (SLOT_AXES, *BLOCK_AXES):
-        slots = keys.transpose(1, 2) if axes == "nhtd" else keys
-        return slots.reshape(1, -1, *slots.shape[-2:]).transpose(1, 2)
-    return heads_first(keys, axes)
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:

@@ -14,6 +14,7 @@ packed tensor does too.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,10 @@ class ReferencesOfThread(threading.local):
         return self._references.refer(data)
 
 
+_Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
+"""A plain tensor, the parts of it that must be packed, and its stacked dimensions."""
+
+
 class AdoptingCall:
     """The compiled function that Dynamo calls: adopts plain caches, then runs the packed graph."""
 
@@ -171,7 +176,7 @@ class AdoptingCall:
         compiled: Callable[..., Any],
         caches: Sequence[InputAction],
         stacks: Sequence[SplitStack],
-        fallback: Callable[[Sequence[Any]], Any],
+        fallback: Callable[..., Any],
         guard: KeyGuard | None = None,
         conceals: bool = False,
     ) -> None:
@@ -180,7 +185,7 @@ class AdoptingCall:
             compiled: what ``compile_fx`` returned for the packed graph.
             caches: the inputs that must be packed, after stacks were split.
             stacks: the inputs that are split.
-            fallback: compiles the graph as plain Inductor would, for inputs like those given.
+            fallback: the graph as plain Inductor runs it.
             guard: looks at the inputs of the first call, while its caches may still be plain.
             conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
         """
@@ -188,8 +193,8 @@ class AdoptingCall:
         self._stacks = stacks
         self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
         self._stacked_dims = {stack.index: stack.dims for stack in stacks}
-        self._compile_fallback = fallback
-        self._fallback: Callable[..., Any] | None = None
+        self._fallback = fallback
+        self._collects_garbage = True
         self._guard = guard
         self._conceals = conceals
 
@@ -205,16 +210,25 @@ class AdoptingCall:
         ]
         if plain:
             try:
-                _adopt_all(plain)
+                self._adopt(plain)
             except AdoptionError as error:
                 report.note(f"a call ran as plain Inductor would: {error}")
-                if self._fallback is None:
-                    self._fallback = self._compile_fallback(args)
                 return self._fallback(*args)
         if not self._conceals:
             return self._compiled(*args)
         concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
         return revealed(self._compiled(*concealed))  # a model may return a cache that it was given
+
+    def _adopt(self, plain: Sequence[_Adoption]) -> None:
+        try:
+            _adopt_all(plain)
+        except AdoptionError:
+            if not self._collects_garbage:
+                raise
+            # What holds a cache may be garbage: Dynamo's first try of a frame with a graph break refers to itself.
+            self._collects_garbage = False
+            gc.collect()
+            _adopt_all(plain)
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
@@ -227,10 +241,6 @@ def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> di
     return dict(result)
 
 
-_Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
-"""A plain tensor, the parts of it that must be packed, and its stacked dimensions."""
-
-
 def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[_Adoption]:
     """What has to be adopted of an input."""
     if isinstance(tensor, PackedStack):
@@ -239,7 +249,7 @@ def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) ->
     return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts, stacked_dims)]
 
 
-def _adopt_all(caches: list[_Adoption]) -> None:
+def _adopt_all(caches: Sequence[_Adoption]) -> None:
     """Adopt all or none: a graph runs packed or plain as a whole."""
     for tensor, parts, _ in caches:
         check_adoptable(tensor, parts)

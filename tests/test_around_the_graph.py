@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,6 +112,33 @@ def test_a_cache_is_packed_wherever_it_is_held(hold: Any, held: Any) -> None:
     for packed, plain in zip(held(cache), held(expected), strict=True):
         assert isinstance(packed, PackedTensor)
         assert torch.equal(packed.dequantize(), plain)
+
+
+def test_caches_that_cannot_be_packed_serve_calls_of_any_size_and_number() -> None:
+    class Scale:
+        factor = 0.5
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return step(q * Scale.factor, k, v, keys, values, pos)
+
+    run = compiled(forward, dynamic=True)
+    for count, Scale.factor in ((3, 0.5), (5, 2.0), (3, 0.25)):
+        caches, expected = new_caches(), new_caches()
+        held = weakref.ref(caches[0])
+        new = tokens(count, 7)
+        torch.testing.assert_close(run(*new, *caches), forward(*new, *expected))
+        assert type(held()) is Tensor
+        assert all(torch.equal(cache, plain) for cache, plain in zip(caches, expected, strict=True))
+
+
+@node_by_node
+def test_what_holds_a_cache_but_is_garbage_does_not_matter() -> None:
+    caches = new_caches()
+    cycle: list[Any] = [weakref.ref(caches[0])]
+    cycle.append(cycle)
+    del cycle
+    compiled(step)(*tokens(3, 0)[:3], *caches, torch.arange(3))
+    assert all(isinstance(cache, PackedTensor) for cache in caches)
 
 
 # Which code goes on with it
