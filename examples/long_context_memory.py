@@ -4,7 +4,7 @@
     python examples/long_context_memory.py --config model/config.json --plot memory.png
 
 Nothing runs but arithmetic: the planner reads a model's config, here that of Llama 3.1 8B unless you name another. The
-plot needs matplotlib (``pip install "kvcompile[benchmarks]"``).
+plot needs matplotlib (``pip install matplotlib``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plot(sizes: dict[str, list[float]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'kvcompile[benchmarks]'") from None
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -52,7 +52,7 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
     Args:
         folder: where to write, one for each process. It is made, or must be empty, or holds an earlier dump, which is
             replaced.
-        depyf: also dump functions, guards and bytecode with depyf (``pip install 'kvcompile[debug]'``).
+        depyf: also dump functions, guards and bytecode with depyf (``pip install depyf``).
 
     Yields:
         the report of the block.

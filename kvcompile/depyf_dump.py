@@ -26,7 +26,7 @@ def check_depyf() -> None:
     try:
         from depyf.explain.global_variables import data
     except ImportError as error:
-        remedy = "pip install 'kvcompile[debug]', or pass depyf=False to do without its part of the dump"
+        remedy = "pip install depyf, or pass depyf=False to do without its part of the dump"
         raise KVCompileError(f"debug() needs depyf ({error}): {remedy}") from error
     if data["is_inside_prepare_debug"]:
         raise KVCompileError("debug() runs depyf itself; end the block of depyf.prepare_debug, or pass depyf=False")

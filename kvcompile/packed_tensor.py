@@ -184,20 +184,6 @@ class PackedTensor(PackedSubclass):
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
 
     @classmethod
-    def empty_growing(
-        cls,
-        batch: int,
-        num_kv_heads: int,
-        layout: PackedLayout,
-        dtype: torch.dtype,
-        axes: str = "bhtd",
-        device: torch.device | str | None = None,
-    ) -> PackedTensor:
-        """A cache of no tokens, to grow by ``cat`` or :meth:`extended`."""
-        sizes = {"b": batch, "h": num_kv_heads, "t": 0, "d": layout.head_dim}
-        return cls.zeros([sizes[axis] for axis in axes], dtype, layout, axes, device, growing=True)
-
-    @classmethod
     def over(
         cls,
         data: Tensor,
@@ -294,11 +280,6 @@ class PackedTensor(PackedSubclass):
     @property
     def format_name(self) -> str:
         return self.packed_layout.format_name
-
-    @property
-    def nbytes_packed(self) -> int:
-        """Bytes of the storage that holds this cache, spare room of a growing cache included."""
-        return self.packed.untyped_storage().nbytes()
 
     def dequantize(self) -> Tensor:
         """The values, a plain tensor of this shape and dtype."""

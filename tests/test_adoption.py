@@ -172,4 +172,4 @@ def test_cache_nbytes_counts_each_storage_once_wherever_it_is_held():
     adopt_me = torch.zeros(2, 3, 64, HEAD_DIM, dtype=torch.bfloat16)
     holder.layers = [adopt_me]
     adopt(adopt_me, INT8)
-    assert cache_nbytes(holder) == cache_nbytes(adopt_me) == adopt_me.nbytes_packed == 6 * 64 * INT8.bytes_per_token
+    assert cache_nbytes(holder) == cache_nbytes(adopt_me) == 6 * 64 * INT8.bytes_per_token

@@ -17,6 +17,7 @@ import store
 import torch
 import torch.nn.functional as F
 import transformers
+from packed_bytes import empty_packed
 from recording import COLUMNS, Chart, Recorder, Results, argument
 
 import kvcompile
@@ -25,7 +26,7 @@ from kvcompile.benching.errors import BenchError, NoCudaError
 from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import Caches, Shape
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed, read_tokens
+from kvcompile.kernels.packing import read_tokens
 from kvcompile.passes.site import FormatPair
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -126,6 +126,7 @@ def test_windows_are_spread_from_the_first_byte_to_the_last() -> None:
     text = read_text(small_model(), ".", None, Schedule(10, 2), 3)
     assert text.in_bytes
     data = some_bytes(2000)
+    assert text.source == "val.bin"
     assert [bytes(window.tolist()) for window in text.windows] == [data[:13], data[993:1006], data[-13:]]
 
 
@@ -139,6 +140,7 @@ def test_a_model_with_a_tokenizer_reads_its_tokens_and_has_a_perplexity(tmp_path
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path)
     (tmp_path / "text.txt").write_text("a b c a d")
     text = read_text(small_model(vocab_size=4), str(tmp_path), tmp_path / "text.txt", Schedule(3, 1), 1)
+    assert text.source == "text.txt", "results say no more of where it lies"
     assert text.windows.tolist() == [[0, 1, 2, 0, 3]]
     assert (text.metric, text.quality(2.0)) == ("perplexity", math.exp(2))
     assert text.relative_change(2.0, 0.1) == pytest.approx(math.exp(2.1) / math.exp(2) - 1)

@@ -11,6 +11,7 @@ from packed_caches import HEAD_DIM, INT8, assert_same, every_order, pair, quanti
 
 from kvcompile.growing_buffer import GrowingBuffer, capacity_blocks
 from kvcompile.kernels.layout import BLOCK_TOKENS
+from kvcompile.memory import cache_nbytes
 from kvcompile.packed_tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
@@ -27,7 +28,7 @@ def append(cache, plain, tokens=1, dim=2):
 
 @every_order
 def test_appending_copies_the_cache_only_when_its_storage_is_full(axes):
-    cache = PackedTensor.empty_growing(2, 3, INT8, torch.float32, axes)
+    cache = PackedTensor.zeros(shape_of(axes, 0), torch.float32, INT8, axes, growing=True)
     plain = torch.zeros(shape_of(axes, 0))
     storages = []
     for _ in range(400):
@@ -43,7 +44,7 @@ def test_the_storage_of_a_cache_is_at_most_one_and_a_half_times_its_length():
     cache, plain = pair(INT8, tokens=1025, growing=True)
     for tokens in (1, 63, 64, 300, 1):
         cache, plain = append(cache, plain, tokens)
-        assert cache.nbytes_packed <= 1.5 * plain.shape[2] * 2 * 3 * INT8.bytes_per_token
+        assert cache_nbytes(cache) <= 1.5 * plain.shape[2] * 2 * 3 * INT8.bytes_per_token
     assert_same(cache, plain)
 
 
@@ -145,7 +146,7 @@ def test_a_sliding_window_does_not_keep_the_tokens_that_left_it():
     for _ in range(300):
         cache, plain = append(cache[:, :, -49:], plain[:, :, -49:])
     assert_same(cache, plain)
-    assert cache.nbytes_packed == 2 * BLOCK_TOKENS * 2 * 3 * INT8.bytes_per_token
+    assert cache_nbytes(cache) == 2 * BLOCK_TOKENS * 2 * 3 * INT8.bytes_per_token
 
 
 def test_a_cache_of_fixed_size_becomes_a_growing_one_by_concatenation():

@@ -46,8 +46,8 @@ def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
             if kind == "static":
                 packed = PackedTensor.from_dense(getattr(layer, name), layout)
             else:
-                heads = config.num_key_value_heads
-                packed = PackedTensor.empty_growing(batch, heads, layout, model.dtype, device=model.device)
+                empty = (batch, config.num_key_value_heads, 0, config.head_dim)
+                packed = PackedTensor.zeros(empty, model.dtype, layout, device=model.device, growing=True)
             setattr(layer, name, packed)
     return cache
 

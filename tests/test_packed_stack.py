@@ -162,4 +162,4 @@ def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
     assert adopt_stack(x, {(0,): (INT8, "bhtd")}) is holders[0] is holders[1]["cache"]
     assert isinstance(x, PackedStack)
     assert x.note == "mine"
-    assert cache_nbytes(holders) == x[0].nbytes_packed + x[1].nbytes
+    assert cache_nbytes(holders) == cache_nbytes(x[0]) + x[1].nbytes

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_bytes import empty_packed
 from packed_caches import (
     HEAD_DIM,
     INT8,
@@ -26,7 +27,8 @@ from packed_caches import (
 from torch import Tensor
 
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed, pack_tokens, write_tokens
+from kvcompile.kernels.packing import pack_tokens, write_tokens
+from kvcompile.memory import cache_nbytes
 from kvcompile.packed_tensor import PackedTensor
 from kvcompile.read_only_view import ReadOnlyView
 
@@ -67,7 +69,7 @@ def test_a_large_cache_is_quantized_in_chunks(monkeypatch):
 def test_a_new_cache_is_zero_and_as_large_as_its_format_says(layout):
     cache = PackedTensor.zeros((2, 3, 100, HEAD_DIM), torch.bfloat16, layout)
     assert_same(cache, torch.zeros(2, 3, 100, HEAD_DIM, dtype=torch.bfloat16))
-    assert cache.nbytes_packed == math.prod(layout.shape(100, 2, 3)) == 2 * 3 * 128 * layout.bytes_per_token
+    assert cache_nbytes(cache) == math.prod(layout.shape(100, 2, 3)) == 2 * 3 * 128 * layout.bytes_per_token
 
 
 def test_a_cache_of_a_wrong_shape_is_refused():
@@ -360,7 +362,7 @@ def test_printing_shows_values_and_what_the_cache_is():
     text = repr(cache)
     assert repr(plain)[:60] in text
     assert "format='int8_per_token_head', role='key', shape=(2, 3, 70, 16), dtype=torch.float32" in text
-    assert f"packed_bytes={cache.nbytes_packed}" in text
+    assert f"packed_bytes={cache.packed.nbytes}" in text
     assert cache.tolist() == plain.tolist()
     assert (cache.numpy() == plain.numpy()).all()
 

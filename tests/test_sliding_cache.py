@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile import last_report
+from kvcompile import cache_nbytes, last_report
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.packing import byte_index, move_tokens, pack_tokens, read_tokens
 from kvcompile.packed_tensor import PackedTensor
@@ -74,10 +74,10 @@ class Layer:
         formats = Policy.load(policy).formats_for("", 0, 1)
         assert formats is not None
         self.layouts = [formats.layout(role, HEAD_DIM, torch.float32) for role in ("key", "value")]
-        shape = [BATCH, NUM_KV_HEADS, 0, HEAD_DIM]
-        self.windows = [Window(torch.empty(shape).transpose(axes.index("t"), 2)) for _ in self.layouts]
+        empty = torch.empty(BATCH, NUM_KV_HEADS, 0, HEAD_DIM).transpose(axes.index("t"), 2)
+        self.windows = [Window(empty.clone()) for _ in self.layouts]
         self.expected = [
-            Window(PackedTensor.empty_growing(BATCH, NUM_KV_HEADS, layout, torch.float32, axes))
+            Window(PackedTensor.zeros(empty.shape, torch.float32, layout, axes, growing=True))
             for layout in self.layouts
         ]
 
@@ -159,7 +159,7 @@ def test_a_window_has_room_for_one_block_more_and_nothing_of_that_room_ever_show
         for window in layer.windows:
             cache = window.tokens
             assert isinstance(cache, PackedTensor)
-            assert cache.nbytes_packed == 3 * BLOCK_TOKENS * BATCH * NUM_KV_HEADS * (HEAD_DIM + 4)
+            assert cache_nbytes(cache) == 3 * BLOCK_TOKENS * BATCH * NUM_KV_HEADS * (HEAD_DIM + 4)
             longer = cache.extended(BLOCK_TOKENS)
             assert storage_of(longer) == storage_of(cache)
             kept = bytes_of(cache)

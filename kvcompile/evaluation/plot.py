@@ -18,7 +18,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise EvaluationError("--plot needs Matplotlib: pip install 'kvcompile[benchmarks]'")
+        raise EvaluationError("--plot needs Matplotlib: pip install matplotlib")
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:

@@ -64,7 +64,7 @@ class Evaluation:
 
     Attributes:
         model: its name.
-        data: the file.
+        data: the name of the file.
         metric: ``bits per byte`` or ``perplexity``.
         prefill, decode, chunk, num_windows: how the text was read.
         tokens: how many were predicted.

@@ -23,7 +23,7 @@ class Text:
     """Windows of a text, and how its loss is reported.
 
     Attributes:
-        source: the file.
+        source: the name of the file, without its folder: results are kept, and folders are those of one machine.
         windows: int64 [num_windows, schedule.window_tokens].
         schedule: the steps in which a model reads a window.
         in_bytes: whether tokens are bytes.
@@ -76,7 +76,7 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
         )
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
     windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)]
-    return Text(str(path), windows, schedule, reads_bytes(model))
+    return Text(path.name, windows, schedule, reads_bytes(model))
 
 
 def _held_out(model: Any, model_name: str) -> Path:

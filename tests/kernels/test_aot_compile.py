@@ -11,13 +11,13 @@ pytest.importorskip("triton")
 
 import triton
 from kinds import BY_TOKEN
+from packed_bytes import empty_packed
 from triton.backends.compiler import GPUTarget
 
 from kvcompile.kernels import gather_kernel, launch, launch_latent, launch_long, launcher
 from kvcompile.kernels.attention_configs import DECODE
 from kvcompile.kernels.codec import INTERPRETED
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import BY_TOKEN
+from packed_bytes import empty_packed
 from torch import Tensor
 
 from kvcompile.kernels.formats import FORMATS
@@ -15,7 +16,7 @@ from kvcompile.kernels.formats.fp8 import Fp8
 from kvcompile.kernels.formats.half import SATURATION
 from kvcompile.kernels.formats.turboquant import HALF_MAX
 from kvcompile.kernels.layout import PackedLayout, Residual
-from kvcompile.kernels.packing import empty_packed, read_tokens, write_tokens_
+from kvcompile.kernels.packing import read_tokens, write_tokens_
 from kvcompile.kernels.rotation import rotate
 
 HEAD_DIM, BATCH, HEADS, TOKENS = 64, 2, 2, 130

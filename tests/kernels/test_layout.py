@@ -8,16 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import BY_TOKEN, SHAPES
+from packed_bytes import empty_packed
 
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import (
-    empty_packed,
-    read_stored_tokens,
-    read_tokens,
-    write_tokens,
-    write_tokens_,
-)
+from kvcompile.kernels.packing import read_stored_tokens, read_tokens, write_tokens, write_tokens_
 from kvcompile.kernels.rotation import rotate
 
 CPU = torch.device("cpu")

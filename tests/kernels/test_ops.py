@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 from kinds import BY_TOKEN
+from packed_bytes import empty_packed
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed, write_tokens
+from kvcompile.kernels.packing import write_tokens
 from kvcompile.kernels.reference_attention import attend
 
 CPU = torch.device("cpu")
@@ -170,9 +171,8 @@ sys.modules["triton"] = None
 import torch
 from kvcompile.kernels import ops
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed
 layout = PackedLayout("int4_per_token_head", "key", 64)
-data = empty_packed(layout, 64, 1, 1, torch.device("cpu"))
+data = torch.zeros(layout.shape(64, 1, 1), dtype=torch.uint8)
 torch.ops.kvcompile.store(data, torch.ones(1, 1, 1, 64), torch.tensor([3]), None, "int4_per_token_head", "key")
 assert data.any()
 """

@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from kinds import BY_TOKEN
+from packed_bytes import empty_packed
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed, read_tokens, write_tokens_
+from kvcompile.kernels.packing import read_tokens, write_tokens_
 from kvcompile.kernels.reference_attention import attend
 
 CPU = torch.device("cpu")

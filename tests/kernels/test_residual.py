@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from packed_bytes import empty_packed
 from torch import Tensor
 
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Residual
-from kvcompile.kernels.packing import empty_packed, pack_tokens, read_tokens, write_tokens, write_tokens_
+from kvcompile.kernels.packing import pack_tokens, read_tokens, write_tokens, write_tokens_
 from kvcompile.kernels.reference_attention import attend
 from kvcompile.kernels.residual import MAX_FEW_TOKENS
 

@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from kinds import BY_TOKEN, SHAPES
+from packed_bytes import empty_packed
 
 from kvcompile.kernels import launch
 from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import empty_packed, write_tokens_
+from kvcompile.kernels.packing import write_tokens_
 
 CPU = torch.device("cpu")
 
