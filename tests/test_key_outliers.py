@@ -112,6 +112,19 @@ def test_a_cache_that_is_filled_by_eager_code_is_looked_at_when_it_is_packed(key
     assert [note.split(":")[0] for note in report.notes] == [MODULES[1]] * warned
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_pool_whose_memory_holds_anything_is_not_looked_at() -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, pools: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+        keys, values = (pool.index_copy_(0, slots, k).index_select(0, slots).transpose(0, 1)[None] for pool in pools)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+
+    pool, new = (with_outliers(normal_keys(tokens), 100)[0].transpose(0, 1).contiguous() for tokens in (128, 3))
+    with torch.no_grad(), kvcompile.collect_reports() as report:
+        torch.compile(step, backend="kvquant")(torch.randn(1, 2, 3, 128), new, [pool, pool.clone()], torch.arange(3))
+    assert report.totals.rewritten == 1
+    assert not report.notes
+
+
 def test_a_policy_warns_unless_it_says_something_else() -> None:
     assert Policy.load("fp8_e4m3").key_outliers == "warn"
     with pytest.raises(PolicyError, match="key_outliers: input should be 'ignore', 'warn' or 'promote', got 'raise'"):
