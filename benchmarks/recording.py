@@ -64,6 +64,7 @@ COLUMNS = {
     "floor_microseconds": Column("floor us", ".1f", "these bytes at the read ceiling"),
     "speedup": Column("speedup", ".2f", "time of the baseline over the time"),
     "baseline": Column("baseline", "", "what the speedup compares with, measured in the same run"),
+    "baseline_microseconds": Column("baseline us", ".1f", "its time there"),
     "packed_layers": Column("packed", "d", "layers whose cache is packed"),
     "cache_megabytes": Column("cache MB", ",.1f", "storages of the cache"),
     "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
@@ -185,7 +186,9 @@ class Recorder:
             row |= {"megabytes": nbytes / 1e6, "terabytes_per_second": per_second / 1e12}
             row["of_read_ceiling"] = per_second / self.results.ceilings["read"]
         if baseline is not None:
-            row |= {"baseline": baseline[0], "speedup": baseline[1].seconds / timing.seconds}
+            name, usual = baseline
+            row |= {"baseline": name, "baseline_microseconds": usual.microseconds}
+            row |= {"speedup": usual.seconds / timing.seconds}
         return row
 
     def finish(self) -> int:
