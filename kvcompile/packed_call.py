@@ -8,8 +8,8 @@ is alive, say), the call runs as plain Inductor would, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
 growing ones, and wraps new packed data that the graph returns. A packed tensor that the graph uses in ways which are
-not those of a cache is passed as its values, and quantized anew if the graph has changed them: what eager code on the
-packed tensor does too.
+not those of a cache is passed as its values, and the vectors that the graph has changed are quantized, no others: so
+the cache is left as eager code on the packed tensor leaves it. Within the graph they read as they were written.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvcompile.input_places import Concealed, revealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
+from kvcompile.packed_changes import store_changes
 from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedParts, PackedStack, stacked
 from kvcompile.packed_subclass import PackedSubclass
@@ -106,7 +107,7 @@ class PackedCall:
             torch._foreach_copy_(mutated, outputs[-len(mutated) :])
             del outputs[-len(mutated) :]
         for tensor, new_values in changed:
-            tensor.copy_(new_values)
+            store_changes(tensor, new_values)
         for index, cache in grown:
             outputs[index] = cache
         for made, shape in shapes:
