@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
-from kvcompile.errors import AliasedCacheError
 from kvcompile.input_places import Concealed, revealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
@@ -37,6 +36,7 @@ from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.part_values import PartIndex
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.passes.split_stacks import JoinedOutput, SplitStack
+from kvcompile.shared_memory import check_distinct
 from kvcompile.sizes import SizeReader
 
 
@@ -75,6 +75,10 @@ class PackedCall:
         self._stacks = rewritten.stacks
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
         self._dequantized = list(dequantized)
+        written = [action.index for action in rewritten.inputs if action.kind == "static"]
+        self._written = written + [plain.index for plain in dequantized if plain.mutated]
+        self._read = [action.index for action in rewritten.inputs if action.kind != "static"]
+        self._read += [plain.index for plain in dequantized if not plain.mutated]
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -83,6 +87,7 @@ class PackedCall:
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         new_tokens = [read(args) for _, read in self._inputs]
         args[:] = with_parts(args, self._stacks)
+        check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
         grown: list[tuple[int, PackedTensor]] = []
         for (action, _), count in zip(self._inputs, new_tokens, strict=True):
             cache = args[action.index]
@@ -91,14 +96,11 @@ class PackedCall:
                 grown.extend((output, cache) for output in action.outputs)
             args[action.index] = _data_of(cache)
         changed: list[tuple[Tensor, Tensor]] = []
-        read = [args[action.index] for action, _ in self._inputs if action.kind == "read-only"]
         for plain in self._dequantized:
             tensor = args[plain.index]
-            read += _all_data_of(tensor)
             args[plain.index] = tensor.dequantize().contiguous()
             if plain.mutated:
                 changed.append((tensor, args[plain.index]))
-        _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"], read)
         if self._references is not None:
             self._refer(args, self._references)
         mutated = [args[index] for index in self._returned]
@@ -249,23 +251,6 @@ def _adopt_all(caches: list[_Adoption]) -> None:
             adopt(tensor, *parts[()])
         else:
             adopt_stack(tensor, parts, stacked_dims)
-
-
-def _all_data_of(cache: PackedTensor | PackedPool | PackedStack) -> list[Tensor]:
-    parts = [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
-    return [part.packed for part in parts if isinstance(part, PackedTensor)]
-
-
-def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
-    """The graph was rewritten as if the caches that it writes were no other's, which AOTAutograd cannot see of packed
-    ones."""
-    addresses = [data.data_ptr() for data in written if data.numel()]
-    storages = {data.untyped_storage()._cdata for data in written} if read else set()
-    if len(set(addresses)) < len(addresses) or any(data.untyped_storage()._cdata in storages for data in read):
-        raise AliasedCacheError(
-            "two packed caches that this compiled graph takes share their storage (one is a view of the other), and it "
-            "writes one of them; pass a clone() of one of them"
-        )
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
