@@ -14,6 +14,8 @@ from kvcompile.packed_pool import packed_of
 from kvcompile.packed_stack import PackedParts, PackedStack
 from kvcompile.packed_subclass import PackedSubclass
 
+_MISSED = "would not get the new tokens of a packed cache; take a clone() of it for the cache before the compiled call"
+
 
 class AdoptionError(KVCompileError):
     """A plain cache cannot be adopted; the message says why. The cache is as it was."""
@@ -106,6 +108,10 @@ def _why_not_plain(plain: Tensor) -> str | None:
     storage = plain.untyped_storage()
     if storage.nbytes() != plain.nbytes:
         return f"it covers {plain.nbytes} bytes of a storage of {storage.nbytes()} bytes"
+    if plain.device.type == "cpu" and plain.is_shared():  # a tensor on a GPU always says that it is
+        return f"its memory is shared with other processes, which {_MISSED}"
+    if not storage.resizable():  # from_numpy, from_dlpack and the like; or an array of it was made
+        return f"its memory may be that of a NumPy array, a file or another library, which {_MISSED}"
     storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
     if plain._use_count() > 1 or storage_users > 1:  # type: ignore[attr-defined]
         return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"

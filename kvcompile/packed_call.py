@@ -8,8 +8,8 @@ is alive, say), the call runs as plain Inductor would, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
 growing ones, and wraps new packed data that the graph returns. A packed tensor that the graph uses in ways which are
-not those of a cache is passed as its values, and quantized anew if the graph has changed them: what eager code on the
-packed tensor does too.
+not those of a cache is passed as its values, and the vectors that the graph has changed are quantized, no others: so
+the cache is left as eager code on the packed tensor leaves it. Within the graph they read as they were written.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from kvcompile import report
 from kvcompile.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
-from kvcompile.errors import AliasedCacheError
 from kvcompile.input_places import Concealed, revealed
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.kernels.references import References
 from kvcompile.key_outliers import KeyGuard
+from kvcompile.packed_changes import store_changes
 from kvcompile.packed_pool import PackedPool, slots_of
 from kvcompile.packed_stack import PackedParts, PackedStack, stacked
 from kvcompile.packed_subclass import PackedSubclass
@@ -37,6 +37,7 @@ from kvcompile.packed_tensor import PackedTensor
 from kvcompile.passes.part_values import PartIndex
 from kvcompile.passes.rewrite_caches import InputAction, OutputAction, Rewritten
 from kvcompile.passes.split_stacks import JoinedOutput, SplitStack
+from kvcompile.shared_memory import check_distinct
 from kvcompile.sizes import SizeReader
 
 
@@ -75,6 +76,10 @@ class PackedCall:
         self._stacks = rewritten.stacks
         self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
         self._dequantized = list(dequantized)
+        written = [action.index for action in rewritten.inputs if action.kind == "static"]
+        self._written = written + [plain.index for plain in dequantized if plain.mutated]
+        self._read = [action.index for action in rewritten.inputs if action.kind != "static"]
+        self._read += [plain.index for plain in dequantized if not plain.mutated]
         self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -83,6 +88,7 @@ class PackedCall:
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
         new_tokens = [read(args) for _, read in self._inputs]
         args[:] = with_parts(args, self._stacks)
+        check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
         grown: list[tuple[int, PackedTensor]] = []
         for (action, _), count in zip(self._inputs, new_tokens, strict=True):
             cache = args[action.index]
@@ -91,14 +97,11 @@ class PackedCall:
                 grown.extend((output, cache) for output in action.outputs)
             args[action.index] = _data_of(cache)
         changed: list[tuple[Tensor, Tensor]] = []
-        read = [args[action.index] for action, _ in self._inputs if action.kind == "read-only"]
         for plain in self._dequantized:
             tensor = args[plain.index]
-            read += _all_data_of(tensor)
             args[plain.index] = tensor.dequantize().contiguous()
             if plain.mutated:
                 changed.append((tensor, args[plain.index]))
-        _check_distinct([args[action.index] for action, _ in self._inputs if action.kind == "static"], read)
         if self._references is not None:
             self._refer(args, self._references)
         mutated = [args[index] for index in self._returned]
@@ -107,7 +110,7 @@ class PackedCall:
             torch._foreach_copy_(mutated, outputs[-len(mutated) :])
             del outputs[-len(mutated) :]
         for tensor, new_values in changed:
-            tensor.copy_(new_values)
+            store_changes(tensor, new_values)
         for index, cache in grown:
             outputs[index] = cache
         for made, shape in shapes:
@@ -258,23 +261,6 @@ def _adopt_all(caches: Sequence[_Adoption]) -> None:
             adopt(tensor, *parts[()])
         else:
             adopt_stack(tensor, parts, stacked_dims)
-
-
-def _all_data_of(cache: PackedTensor | PackedPool | PackedStack) -> list[Tensor]:
-    parts = [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
-    return [part.packed for part in parts if isinstance(part, PackedTensor)]
-
-
-def _check_distinct(written: list[Tensor], read: list[Tensor]) -> None:
-    """The graph was rewritten as if the caches that it writes were no other's, which AOTAutograd cannot see of packed
-    ones."""
-    addresses = [data.data_ptr() for data in written if data.numel()]
-    storages = {data.untyped_storage()._cdata for data in written} if read else set()
-    if len(set(addresses)) < len(addresses) or any(data.untyped_storage()._cdata in storages for data in read):
-        raise AliasedCacheError(
-            "two packed caches that this compiled graph takes share their storage (one is a view of the other), and it "
-            "writes one of them; pass a clone() of one of them"
-        )
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,24 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _untracked(take_slice: Callable[..., Tensor]) -> Any:
+    """The method ``take_slice`` of tensors, whose result outside of grad mode is no view for autograd (as under
+    ``inference_mode``).
+
+    Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
+    """
+
+    @_disable_dynamo
+    @functools.wraps(take_slice)
+    def slice_untracked(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            return take_slice(self, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+            return take_slice(self, *args, **kwargs)
+
+    return slice_untracked
 
 
 class PackedSubclass(torch.Tensor):
@@ -21,16 +41,8 @@ class PackedSubclass(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @_disable_dynamo
-    def __getitem__(self, key: Any) -> Tensor:  # type: ignore[override]
-        """As for any tensor, but outside of grad mode a slice is no view for autograd (as under ``inference_mode``).
-
-        Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
-        """
-        if torch.is_grad_enabled():
-            return super().__getitem__(key)
-        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
-            return super().__getitem__(key)
+    __getitem__ = _untracked(torch.Tensor.__getitem__)
+    narrow = _untracked(torch.Tensor.narrow)  # type: ignore[assignment]
 
     def tolist(self) -> Any:  # type: ignore[override]
         return self.dequantize().tolist()

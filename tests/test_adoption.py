@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 
+import numpy
 import pytest
 import torch
 from packed_caches import HEAD_DIM, INT8, assert_same, every_layout, every_order, quantized, shape_of, values
 
+from kvcompile import last_report
 from kvcompile.adoption import AdoptionError, adopt
 from kvcompile.kernels.layout import PackedLayout
 from kvcompile.memory import cache_nbytes
@@ -92,6 +94,47 @@ def test_a_cache_that_something_else_sees_is_refused_and_stays_as_it_is(hold, re
         assert torch.equal(cache, before)
         del held
         assert isinstance(adopt(cache, INT8), PackedTensor)
+
+
+def in_numpy(path):
+    array = numpy.zeros(shape_of("bhtd", 70), "float32")
+    return torch.from_numpy(array), lambda: torch.tensor(array)
+
+
+def in_a_file(path):
+    array = numpy.memmap(path, "float32", "w+", shape=shape_of("bhtd", 70))
+    return torch.from_numpy(array), lambda: torch.tensor(numpy.fromfile(path, "float32").reshape(array.shape))
+
+
+def in_shared_memory(path):
+    """Looked at as another process does: through a storage that was opened by its name."""
+    cache = torch.zeros(shape_of("bhtd", 70)).share_memory_()
+    opened = torch.UntypedStorage._new_shared_filename_cpu(*cache.untyped_storage()._share_filename_cpu_())
+    return cache, lambda: torch.empty(0).set_(opened, 0, cache.shape).clone()
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [(in_numpy, "a NumPy array, a file"), (in_a_file, "a NumPy array, a file"), (in_shared_memory, "other processes")],
+)
+def test_a_cache_whose_memory_is_seen_outside_of_pytorch_stays_there_and_the_report_says_so(place, reason, tmp_path):
+    def step(keys, entries, x, position):
+        keys.index_copy_(2, position, x)
+        entries.index_copy_(2, position, x)
+        return torch.nn.functional.scaled_dot_product_attention(x, keys, entries)
+
+    cache, seen = place(tmp_path / "cache")
+    x = values(2, 3, 1, HEAD_DIM)
+    with torch.no_grad():
+        torch.compile(step, backend="kvquant")(cache, torch.zeros_like(cache), x, torch.tensor([5]))
+    assert type(cache) is torch.Tensor
+    assert torch.equal(seen()[:, :, 5:6], x)
+    (note,) = last_report().notes
+    assert "cache of shape (2, 3, 70, 16)" in note
+    assert reason in note
+    assert "take a clone()" in note
+    assert isinstance(adopt(cache.clone(), INT8), PackedTensor)
 
 
 UNFIT = {

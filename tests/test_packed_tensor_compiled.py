@@ -74,6 +74,8 @@ PROGRAMS = {
     "cat and a window": (lambda c: (torch.cat([c, X], -2), torch.cat([c, X], -2)[:, :, -19:]), fixed),
     "a written view as input": (lambda c: c.index_copy_(2, torch.tensor([3, 4]), X), lambda: fixed()[:, :, 5:40]),
     "a crop as input": (lambda c: torch.cat([c, X], -2), lambda: growing()[:, :, :-3]),
+    "a narrowed cache as input": (lambda c: torch.cat([c, X], -2), lambda: growing().narrow(2, 0, 60)),
+    "narrow": (lambda c: (c.narrow(2, 5, 2).copy_(X), c.narrow(2, 4, 2).sum())[1], fixed),
     "matmul": (lambda c: X @ c.transpose(2, 3), fixed),
     "another dtype": (lambda c: c.to(torch.float16), fixed),
 }
