@@ -194,15 +194,16 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     # Indices of two dimensions give the first dimensions of the value, unless those are neighbours behind another one.
     if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
 
-        def per_sequence(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-            pos = pos.expand(batch) if pos.dim() == 0 else pos
-            pos = pos[:, None] if pos.dim() == 1 else pos.expand(batch, pos.shape[1])
-            x = x.expand(batch, *([pos.shape[1]] if rank == 2 else []), num_heads, head_dim)
-            x = x if rank == 2 else x.unsqueeze(1)
+        def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            pos = torch.broadcast_tensors(sequence, pos)[1]
+            x = x.expand(*pos.shape, num_heads, head_dim)
+            if pos.dim() == 1:  # a position for each sequence; or several, for the only one
+                added = 0 if batch == 1 else 1
+                pos, x = pos.unsqueeze(added), x.unsqueeze(added)
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
-        if rank <= 2 and indices[batch_axis].meta["val"].dim() == max(rank, 1):
-            return _write(node, base, "index_put per sequence", axes, per_sequence, value, index)
+        if max(rank, 1) <= indices[batch_axis].meta["val"].dim() <= 2:
+            return _write(node, base, "index_put per sequence", axes, per_sequence, value, indices[batch_axis], index)
     raise _refuse(node, role, "it indexes more than the token dimension")
 
 
