@@ -1,7 +1,8 @@
 """Recognise the ways in which models write a KV cache, after functionalisation.
 
 Every recognised write is brought to one normal form: tokens ``x`` [batch, num_kv_heads, n, head_dim] go to integer
-``positions`` ([n], or [batch, n]) along the token axis, optionally only where ``valid``.
+``positions`` ([n], or [batch, n]) along the token axis, optionally only where ``valid``. They have the dtype of the
+cache: an assignment rounds to it, and a write whose result has another is none of a cache.
 
 ====================================  ===========================================
 in the model                          in the functional graph
@@ -37,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout import BLOCK_TOKENS
 from kvcompile.passes.cache_axes import heads_first
+from kvcompile.passes.conversion import converted
 from kvcompile.passes.inline import inline, size_node
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.tensor_axes import same_sizes
@@ -85,7 +87,10 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
-    return _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
+    write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
+    if write is not None and _dtype(write.base) != _dtype(node):
+        raise _refuse(node, role, f"it makes {_dtype(node)} of a cache of {_dtype(write.base)}")
+    return write
 
 
 def match_slice(node: Node, axes: str) -> CacheWrite | None:
@@ -119,6 +124,11 @@ def shape_of(node: Node) -> torch.Size:
     )
 
 
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
 def _refuse(node: Node, role: str, detail: str) -> Refusal:
     return Refusal(Reason.unknown_write, role=role, op=node.target, detail=detail)
 
@@ -144,11 +154,28 @@ def _write(
     base: Node,
     form: str,
     axes: str,
-    fn: Callable[..., tuple[Tensor | None, Tensor, Tensor | None]],
+    fn: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    value: Node,
     *args: Any,
     own: tuple[Node, ...] = (),
 ) -> CacheWrite:
-    return CacheWrite(node, base, form, axes, own, lambda graph: inline(graph, fn, *_materialise(graph, args)))
+    """The write that ``fn`` makes of ``value``, in the dtype of the cache, and ``args``."""
+
+    def normalise(graph: Graph) -> Normalised:
+        return inline(graph, fn, converted(graph, value, node), *_materialise(graph, args))
+
+    return CacheWrite(node, base, form, axes, own, normalise)
+
+
+def _move(
+    node: Node, base: Node, form: str, axes: str, source: Callable[..., Tensor], *args: Any, own: tuple[Node, ...] = ()
+) -> CacheWrite:
+    """The move to which every token comes from its ``source``, which ``source`` makes of ``args``."""
+
+    def normalise(graph: Graph) -> Normalised:
+        return None, inline(graph, source, *_materialise(graph, args)), None
+
+    return CacheWrite(node, base, form, axes, own, normalise, moves=True)
 
 
 def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
@@ -194,15 +221,16 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
     # Indices of two dimensions give the first dimensions of the value, unless those are neighbours behind another one.
     if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
 
-        def per_sequence(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-            pos = pos.expand(batch) if pos.dim() == 0 else pos
-            pos = pos[:, None] if pos.dim() == 1 else pos.expand(batch, pos.shape[1])
-            x = x.expand(batch, *([pos.shape[1]] if rank == 2 else []), num_heads, head_dim)
-            x = x if rank == 2 else x.unsqueeze(1)
+        def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            pos = torch.broadcast_tensors(sequence, pos)[1]
+            x = x.expand(*pos.shape, num_heads, head_dim)
+            if pos.dim() == 1:  # a position for each sequence; or several, for the only one
+                added = 0 if batch == 1 else 1
+                pos, x = pos.unsqueeze(added), x.unsqueeze(added)
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
-        if rank <= 2 and indices[batch_axis].meta["val"].dim() == max(rank, 1):
-            return _write(node, base, "index_put per sequence", axes, per_sequence, value, index)
+        if max(rank, 1) <= indices[batch_axis].meta["val"].dim() <= 2:
+            return _write(node, base, "index_put per sequence", axes, per_sequence, value, indices[batch_axis], index)
     raise _refuse(node, role, "it indexes more than the token dimension")
 
 
@@ -264,12 +292,11 @@ def _match_shift(node: Node, axes: str) -> CacheWrite | None:
     to = _first_of_slice(with_defaults(node, None, None, 0, None)[3], num_tokens)
     device = node.meta["val"].device
 
-    def normalise(first: Any, to: Any, n: Any) -> tuple[None, Tensor, None]:
+    def source(first: Any, to: Any, n: Any) -> Tensor:
         copied, place = (wrapped(torch.arange(n, device=device) + begin, num_tokens) for begin in (first, to))
-        return None, torch.arange(num_tokens, device=device).index_put([place], copied), None
+        return torch.arange(num_tokens, device=device).index_put([place], copied)
 
-    own = (*sliced_by(value), *read)
-    return replace(_write(node, base, "shift", axes, normalise, first, to, n, own=own), moves=True)
+    return _move(node, base, "shift", axes, source, first, to, n, own=(*sliced_by(value), *read))
 
 
 def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
@@ -403,12 +430,7 @@ def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
     is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
     if not is_vector or not statically_known_true(_num_tokens(node, axes) == num_tokens):
         return None
-
-    def normalise(source: Tensor) -> tuple[None, Tensor, None]:
-        return None, wrapped(source, num_tokens), None
-
-    write = _write(node, base, "index", axes, normalise, index)
-    return replace(write, moves=True)
+    return _move(node, base, "index", axes, lambda source: wrapped(source, num_tokens), index)
 
 
 def sliced_by(node: Node) -> tuple[Node, ...]:
@@ -436,11 +458,10 @@ def _match_slice(node: Node, axes: str) -> CacheWrite | None:
     num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
     device = node.meta["val"].device
 
-    def normalise(first: Any, n: Any) -> tuple[None, Tensor, None]:
-        return None, wrapped(torch.arange(n, device=device) + first, num_tokens), None
+    def source(first: Any, n: Any) -> Tensor:
+        return wrapped(torch.arange(n, device=device) + first, num_tokens)
 
-    write = _write(node, base, "slice", axes, normalise, first, n, own=sliced_by(node)[1:])
-    return replace(write, moves=True)
+    return _move(node, base, "slice", axes, source, first, n, own=sliced_by(node)[1:])
 
 
 def returned_rows(node: Node, axes: str) -> CacheWrite:

@@ -25,11 +25,10 @@ def has_stores(graph: Graph) -> bool:
 
 def merge_stores(graph: Graph) -> None:
     """Merge functional stores as inserted by :mod:`kvcompile.passes.insert_ops`."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
     stores = _stores(graph)
     while stores:
         first = stores.pop(0)
-        second = next((node for node in stores if _fit(first, node, order)), None)
+        second = next((node for node in stores if _fit(first, node)), None)
         if second is not None:
             stores.remove(second)
             _merge(graph, first, second)
@@ -40,7 +39,7 @@ def _stores(graph: Graph) -> list[Node]:
     return [call for call in calls if call.args[0] is STORE]
 
 
-def _fit(first: Node, second: Node, order: dict[Node, int]) -> bool:
+def _fit(first: Node, second: Node) -> bool:
     """Whether ``first`` can wait for ``second``, which writes other data at the same positions."""
     (result,) = first.users
     same_tokens = all(first.kwargs[name] is second.kwargs[name] for name in ("positions", "valid"))
@@ -50,7 +49,7 @@ def _fit(first: Node, second: Node, order: dict[Node, int]) -> bool:
         and first.kwargs["x"].meta["val"].shape[:3] == second.kwargs["x"].meta["val"].shape[:3]
         and first.kwargs["x"].meta["val"].device == second.kwargs["x"].meta["val"].device
         and _base(first) is not _base(second)
-        and all(order[user] > order[second] for user in result.users)
+        and all(user > second for user in result.users)
     )
 
 

@@ -39,6 +39,10 @@ def index_put_per_sequence(cache: Tensor, k: Tensor, pos: Tensor) -> None:
     cache[batch[:, None], :, pos.expand(cache.shape[0], -1)] = k.transpose(1, 2)
 
 
+def index_put_of_the_only_sequence(cache: Tensor, k: Tensor, pos: Tensor) -> None:
+    cache[torch.arange(cache.shape[0]), :, pos] = k[0].transpose(0, 1)
+
+
 def scatter(cache: Tensor, k: Tensor, pos: Tensor) -> None:
     cache.scatter_(2, pos.view(1, 1, -1, 1).expand(k.shape), k)
 
@@ -161,6 +165,25 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
     (site,) = last_report().sites
     assert [cache.write_form for cache in site.caches] == [FORMS[write]] * 2
     assert [cache.kind for cache in site.caches] == ["static", "static"]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("axes", ["bhtd", "bthd", "tbhd"])
+def test_the_index_of_the_only_sequence_is_broadcast_to_all_positions(axes: str) -> None:
+    step = attention_step(index_put_of_the_only_sequence, axes)
+    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    batch_dim = axes.index("b")
+    plain = [cache.narrow(batch_dim, 0, 1).clone() for cache in caches(axes)]
+    packed = [packed_copy(cache, role, axes) for cache, role in zip(plain, ("key", "value"), strict=True)]
+    for n in (3, 1, 5):
+        q, k, v = (torch.randn(1, heads, n, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+        pos = torch.arange(62, 62 + n)
+        mask = torch.arange(MAX_LEN)[None, :] <= pos[:, None]
+        with torch.no_grad():
+            out, expected = (step(q, k, v, *both, pos, mask) for step, both in ((compiled, plain), (step, packed)))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for cache, expected in zip(plain, packed, strict=True):
+        assert torch.equal(cache.dequantize(), expected.dequantize())
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -74,6 +74,23 @@ def test_a_result_that_is_used_before_the_other_store_cannot_wait() -> None:
     assert stores.stored() == {STORE: 2}
 
 
+def test_a_store_waits_for_no_pair_that_comes_later_than_it_can() -> None:
+    stores = Stores()
+    k_data, v_data, key, value, here = inputs(stores)
+    there = stores.input("there", 1)
+    keys_here = stores.store(k_data, key, here, "key")
+    values_there = stores.store(v_data, value, there, "value")
+    values_here = stores.store(values_there, value, here, "value")
+    keys_there = stores.store(keys_here, key, there, "key")
+    user = stores.use(keys_there, values_here)
+    assert stores.stored() == {STORE_PAIR: 1, STORE: 2}
+    (pair,) = (node for node in stores.graph.nodes if node.args[:1] == (STORE_PAIR,))
+    assert pair.kwargs["positions"] is here
+    assert pair.kwargs["_all_bases"] == [k_data, values_there]
+    assert user.args[0].args[0].kwargs["_all_bases"][0].args == (pair, 1)
+    assert user.args[1].args == (pair, 2)
+
+
 def test_other_positions_other_tokens_and_another_write_of_keys_stay_apart() -> None:
     for case in ("positions", "tokens", "role"):
         stores = Stores()
