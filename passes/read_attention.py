@@ -26,7 +26,7 @@ from kvcompile.passes.attention_values import (
     Value,
     Weights,
 )
-from kvcompile.passes.read_scores import Context, axis_of, read_scores, size_one_axis
+from kvcompile.passes.read_scores import Context, axis_of, check_masks, read_scores, size_one_axis
 from kvcompile.passes.tensor_axes import Axis, Layout, axes_of, regroup
 from kvcompile.passes.torch_calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
 
@@ -223,6 +223,7 @@ def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[
         return None
     if scores.shifted not in (None, "", axis):
         raise NotUnderstood("the maximum along another dimension is subtracted from its scores")
+    check_masks(scores)
     return Weights(scores, nodes, layout, key_axis, sides[0], has_sink=scores.sink is not None)
 
 

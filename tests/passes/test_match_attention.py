@@ -295,8 +295,24 @@ def masked_by_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> 
     return scores_of(q, k).masked_fill(~o.allowed, -10.0).softmax(-1) @ repeat_kv(v)
 
 
+def constants_that_are_one_before_a_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9) / 8.0
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def one_number_in_two_dtypes(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).bfloat16().masked_fill(~o.allowed, -1e9).float()
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
 def bias_after_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (scores_of(q, k).masked_fill(~o.allowed, -1e9) + o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def sinks_beside_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9)
+    scores = torch.cat([scores, o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v)
 
 
 def constant_beside_shifted_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
@@ -413,11 +429,14 @@ UNSUPPORTED: dict[Form, str] = {
     heads_weighted: "mul is applied to its weights",
     dropout_of_scores: "dropout is applied to its scores",
     largest_scores_only: "also used by lt",
-    masked_by_a_small_constant: "something other than a large negative constant",
-    bias_after_a_small_constant: "after they were masked by a small constant",
+    masked_by_a_small_constant: "masked by -10, which is not far below",
+    constants_that_are_one_before_a_scale: "different constants, -1e+09 and -1.25e+08",
+    one_number_in_two_dtypes: "different constants, -1e+09 and -9.99293e+08",
+    bias_after_a_small_constant: "masked by -1e+09 beside a bias",
+    sinks_beside_a_small_constant: "masked by -1e+09 beside a bias, a factor or sinks",
     constant_beside_shifted_scores: "from which a number was subtracted",
-    masked_by_a_computed_number: "something other than a large negative constant",
-    masked_by_a_changed_constant: "something other than a large negative constant",
+    masked_by_a_computed_number: "something other than a constant",
+    masked_by_a_changed_constant: "something other than a constant",
     scaled_along_keys: "varies along the keys",
     scaled_by_a_negative_number: "scaled by -1.0",
     softcap_after_a_mask: "tanh is applied to its scores after a mask",
