@@ -21,10 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.attention_values import (
     Add,
-    Exponentials,
-    ExponentialSum,
     Fill,
-    Maximum,
     Multiply,
     NotUnderstood,
     Operand,
@@ -35,10 +32,10 @@ from kvcompile.passes.attention_values import (
     Weights,
     WrittenAttention,
 )
-from kvcompile.passes.read_attention import CHANNELS, has_room_for_scores, read
+from kvcompile.passes.read_attention import CHANNELS, has_room_for_scores, product_of, read
 from kvcompile.passes.read_scores import Context
 from kvcompile.passes.tensor_axes import Axis, axes_of
-from kvcompile.passes.tensor_products import Contraction, Product, read_contraction, read_product
+from kvcompile.passes.tensor_products import Contraction, read_contraction, read_product
 from kvcompile.passes.torch_calls import (
     CASTS,
     PERMUTATIONS,
@@ -113,7 +110,7 @@ class _Matcher:
             return read(call, self._context(node))
         except NotUnderstood as reason:
             normalised = name == "softmax" or any(isinstance(self.values[other], Weights) for other in used)
-            unknown = Unknown(_product(self.values[used[0]]), str(reason), normalised)
+            unknown = Unknown(product_of(self.values[used[0]]), str(reason), normalised)
             return unknown if has_room_for_scores(node, unknown) else None
 
     def _change(self, node: Node, target: Node, value: Value | None) -> None:
@@ -127,7 +124,7 @@ class _Matcher:
             else:
                 softmaxed = isinstance(known, Weights) or (isinstance(known, Unknown) and known.softmaxed)
                 reason = f"{node.name} changes some of its scores or weights in place"
-                self.values[other] = Unknown(_product(known), reason, softmaxed)
+                self.values[other] = Unknown(product_of(known), reason, softmaxed)
 
     def _match(self, contraction: Contraction) -> None:
         """Take note of attention that ends in this product."""
@@ -234,15 +231,6 @@ def _read_from_outside(attention: WrittenAttention, scores: Scores) -> list[tupl
 
 def _is_one(size: object) -> bool:
     return statically_known_true(size == 1)
-
-
-def _product(value: Value) -> Product:
-    if isinstance(value, (Scores, Unknown)):
-        return value.product
-    if isinstance(value, ExponentialSum):
-        return value.exponentials.scores.product
-    assert isinstance(value, (Weights, Maximum, Exponentials)), "every value comes from a product"
-    return value.scores.product
 
 
 def _scores_of(call: Call, contraction: Contraction, context: Context) -> Scores | None:

@@ -28,6 +28,7 @@ from kvcompile.passes.attention_values import (
 )
 from kvcompile.passes.read_scores import Context, axis_of, check_masks, read_scores, size_one_axis
 from kvcompile.passes.tensor_axes import Axis, Layout, axes_of, regroup
+from kvcompile.passes.tensor_products import Product
 from kvcompile.passes.torch_calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
 
 _ENDS = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "layer_norm", "rms_norm", "group_norm"))
@@ -111,7 +112,7 @@ def _read_maximum(call: Call, subject: Maximum) -> Maximum:
 
 
 def _cast(call: Call, subject: Tensors) -> Tensors:
-    after, before = value_of(call.node), value_of(_product(subject).node)
+    after, before = value_of(call.node), value_of(product_of(subject).node)
     if not isinstance(after, Tensor) or not after.is_floating_point():
         raise NotUnderstood(f"{call.name} casts its scores or weights to something other than floats")
     if after.device != before.device:
@@ -119,8 +120,11 @@ def _cast(call: Call, subject: Tensors) -> Tensors:
     return subject
 
 
-def _product(value: Tensors) -> Any:
-    return (value if isinstance(value, Scores) else value.scores).product
+def product_of(value: Value) -> Product:
+    """The product of queries and keys that ``value`` comes from."""
+    if isinstance(value, (Scores, Unknown)):
+        return value.product
+    return product_of(value.exponentials if isinstance(value, ExponentialSum) else value.scores)
 
 
 def _viewed(call: Call, layout: Layout) -> Layout:
