@@ -92,7 +92,12 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
 def _read_unknown(call: Call, subject: Unknown) -> Unknown | None:
     if not has_room_for_scores(call.node, subject):
         return None
-    return replace(subject, softmaxed=subject.softmaxed or call.name == "softmax")
+    return replace(subject, softmaxed=subject.softmaxed or call.name in ("softmax", "exp"))
+
+
+def are_weights(value: Value) -> bool:
+    """Whether ``value`` may be multiplied with the values of attention: weights, normalised or not yet."""
+    return value.softmaxed if isinstance(value, Unknown) else isinstance(value, (Weights, Exponentials))
 
 
 def has_room_for_scores(node: Node, unknown: Unknown) -> bool:

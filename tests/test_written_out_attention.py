@@ -281,6 +281,11 @@ def masked_before_a_small_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) ->
     return (scores_of(q, k).masked_fill(~o.allowed, -1e4) * 1e-3).softmax(-1) @ repeat_kv(v)
 
 
+def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = (scores_of(q, k) + o.additive).exp()
+    return exponentials @ repeat_kv(v) / exponentials.sum(-1, keepdim=True)
+
+
 REFUSED: dict[Form, tuple[str, str]] = {
     weights_returned: ("unrecognised", "also used by the caller"),
     heads_weighted: ("unrecognised", "mul is applied to its weights"),
@@ -290,6 +295,7 @@ REFUSED: dict[Form, tuple[str, str]] = {
     padding_after_an_additive_mask: ("unrecognised", "masked by -1e+09 beside a bias"),
     every_key_masked_by_one_of_two_constants: ("unrecognised", "masked by different constants, -1e+09 and -10000"),
     masked_before_a_small_scale: ("unrecognised", "masked by -10, which is not far below"),
+    normalised_after_the_values: ("unrecognised", "multiplied with the values before they are divided by their sum"),
     keys_summed_up: ("used_elsewhere", "sum"),
     query_from_the_cache: ("used_elsewhere", "slice"),
     mask_from_the_cache: ("used_elsewhere", "slice"),
