@@ -154,7 +154,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Scores, or weights if ``softmaxed``, to which something was done that is not understood."""
+    """Scores, or weights (their exponentials) if ``softmaxed``, to which something was done that is not understood."""
 
     product: Product
     reason: str

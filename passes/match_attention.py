@@ -22,9 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.passes.attention_values import (
     Add,
     Exponentials,
-    ExponentialSum,
     Fill,
-    Maximum,
     Multiply,
     NotUnderstood,
     Operand,
@@ -35,10 +33,10 @@ from kvcompile.passes.attention_values import (
     Weights,
     WrittenAttention,
 )
-from kvcompile.passes.read_attention import CHANNELS, has_room_for_scores, read
+from kvcompile.passes.read_attention import CHANNELS, are_weights, has_room_for_scores, product_of, read
 from kvcompile.passes.read_scores import Context
 from kvcompile.passes.tensor_axes import Axis, axes_of
-from kvcompile.passes.tensor_products import Contraction, Product, read_contraction, read_product
+from kvcompile.passes.tensor_products import Contraction, read_contraction, read_product
 from kvcompile.passes.torch_calls import (
     CASTS,
     PERMUTATIONS,
@@ -112,8 +110,8 @@ class _Matcher:
                 raise NotUnderstood(f"{name} is applied to its scores or weights")
             return read(call, self._context(node))
         except NotUnderstood as reason:
-            normalised = name == "softmax" or any(isinstance(self.values[other], Weights) for other in used)
-            unknown = Unknown(_product(self.values[used[0]]), str(reason), normalised)
+            softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
+            unknown = Unknown(product_of(self.values[used[0]]), str(reason), softmaxed)
             return unknown if has_room_for_scores(node, unknown) else None
 
     def _change(self, node: Node, target: Node, value: Value | None) -> None:
@@ -125,9 +123,8 @@ class _Matcher:
             if value is not None and is_same_view(tensor, value_of(target)):
                 self.values[other] = value
             else:
-                softmaxed = isinstance(known, Weights) or (isinstance(known, Unknown) and known.softmaxed)
                 reason = f"{node.name} changes some of its scores or weights in place"
-                self.values[other] = Unknown(_product(known), reason, softmaxed)
+                self.values[other] = Unknown(product_of(known), reason, are_weights(known))
 
     def _match(self, contraction: Contraction) -> None:
         """Take note of attention that ends in this product."""
@@ -136,6 +133,9 @@ class _Matcher:
             attention = None
             if isinstance(weights, Weights):
                 attention = self._attention(contraction, side, weights)
+            elif isinstance(weights, Exponentials):
+                reason = "its exponentials are multiplied with the values before they are divided by their sum"
+                attention = self._unknown(contraction, side, Unknown(weights.scores.product, reason))
             elif isinstance(weights, Unknown) and weights.softmaxed:
                 attention = self._unknown(contraction, side, weights)
             if attention is not None:
@@ -234,15 +234,6 @@ def _read_from_outside(attention: WrittenAttention, scores: Scores) -> list[tupl
 
 def _is_one(size: object) -> bool:
     return statically_known_true(size == 1)
-
-
-def _product(value: Value) -> Product:
-    if isinstance(value, (Scores, Unknown)):
-        return value.product
-    if isinstance(value, ExponentialSum):
-        return value.exponentials.scores.product
-    assert isinstance(value, (Weights, Maximum, Exponentials)), "every value comes from a product"
-    return value.scores.product
 
 
 def _scores_of(call: Call, contraction: Contraction, context: Context) -> Scores | None:

@@ -26,8 +26,9 @@ from kvcompile.passes.attention_values import (
     Value,
     Weights,
 )
-from kvcompile.passes.read_scores import Context, axis_of, read_scores, size_one_axis
+from kvcompile.passes.read_scores import Context, axis_of, check_masks, read_scores, size_one_axis
 from kvcompile.passes.tensor_axes import Axis, Layout, axes_of, regroup
+from kvcompile.passes.tensor_products import Product
 from kvcompile.passes.torch_calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
 
 _ENDS = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "layer_norm", "rms_norm", "group_norm"))
@@ -91,7 +92,12 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
 def _read_unknown(call: Call, subject: Unknown) -> Unknown | None:
     if not has_room_for_scores(call.node, subject):
         return None
-    return replace(subject, softmaxed=subject.softmaxed or call.name == "softmax")
+    return replace(subject, softmaxed=subject.softmaxed or call.name in ("softmax", "exp"))
+
+
+def are_weights(value: Value) -> bool:
+    """Whether ``value`` may be multiplied with the values of attention: weights, normalised or not yet."""
+    return value.softmaxed if isinstance(value, Unknown) else isinstance(value, (Weights, Exponentials))
 
 
 def has_room_for_scores(node: Node, unknown: Unknown) -> bool:
@@ -111,7 +117,7 @@ def _read_maximum(call: Call, subject: Maximum) -> Maximum:
 
 
 def _cast(call: Call, subject: Tensors) -> Tensors:
-    after, before = value_of(call.node), value_of(_product(subject).node)
+    after, before = value_of(call.node), value_of(product_of(subject).node)
     if not isinstance(after, Tensor) or not after.is_floating_point():
         raise NotUnderstood(f"{call.name} casts its scores or weights to something other than floats")
     if after.device != before.device:
@@ -119,8 +125,11 @@ def _cast(call: Call, subject: Tensors) -> Tensors:
     return subject
 
 
-def _product(value: Tensors) -> Any:
-    return (value if isinstance(value, Scores) else value.scores).product
+def product_of(value: Value) -> Product:
+    """The product of queries and keys that ``value`` comes from."""
+    if isinstance(value, (Scores, Unknown)):
+        return value.product
+    return product_of(value.exponentials if isinstance(value, ExponentialSum) else value.scores)
 
 
 def _viewed(call: Call, layout: Layout) -> Layout:
@@ -223,6 +232,7 @@ def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[
         return None
     if scores.shifted not in (None, "", axis):
         raise NotUnderstood("the maximum along another dimension is subtracted from its scores")
+    check_masks(scores)
     return Weights(scores, nodes, layout, key_axis, sides[0], has_sink=scores.sink is not None)
 
 

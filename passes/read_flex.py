@@ -20,7 +20,7 @@ from kvcompile.passes.graph_writer import GraphWriter
 from kvcompile.passes.marker import Marker
 from kvcompile.passes.read_attention import read
 from kvcompile.passes.read_scalars import AllScores, output_of
-from kvcompile.passes.read_scores import Context
+from kvcompile.passes.read_scores import Context, check_masks
 from kvcompile.passes.tensor_products import Product
 from kvcompile.passes.torch_calls import mutated_by, read_call, value_of
 from kvcompile.passes.write_mask import write_mask
@@ -80,7 +80,7 @@ def _understood(writer: GraphWriter, node: Node) -> Marker:
     )
     scale = _number(scale)
     function = getattr(owner, score_mod.target)
-    scores = _read_score_mod(function, Scores(_product(node, query, key), frozenset(), (), 0, scale=scale))
+    scores = _read_score_mod(function, Scores(_product_of_one_score(node, query, key), frozenset(), (), 0, scale=scale))
     of_all_scores = AllScores(writer, dict(zip(_placeholders(function)[1:], (*indices, *captured[0]), strict=True)))
 
     def place(operand: Operand) -> Node:
@@ -143,8 +143,8 @@ def _placeholders(function: GraphModule) -> list[Node]:
     return list(function.graph.find_nodes(op="placeholder"))
 
 
-def _product(node: Node, query: Node, key: Node) -> Product:
-    """The product of query and key, as of one score: a number."""
+def _product_of_one_score(node: Node, query: Node, key: Node) -> Product:
+    """The product of a query and a key: a number."""
     return Product(node, (query, key), ((), ()), (), (), ((), ()))
 
 
@@ -165,6 +165,7 @@ def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
     result = values.get(output_of(function))
     if not isinstance(result, Scores):
         raise NotUnderstood("its scores do not depend on query and key")
+    check_masks(result)
     return result
 
 

@@ -37,8 +37,8 @@ ABSORBING = -1e30
 """A score below this is the same in float32 whatever is added to it: |score| < 1e22 is less than half its last bit."""
 
 NEVER_SEEN = -1e4
-"""A key with a score below this has a weight of exactly 0 beside any key with a score above ``NEVER_SEEN + 104``
-(float32 exponentials underflow at -104). Constants below it are masks."""
+"""A key with a score of at most this has a weight of exactly 0 beside any key with a score above ``NEVER_SEEN + 104``
+(float32 exponentials underflow at -104). Only such constants are masks."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,6 @@ def _before_sinks(call: Call, scores: Scores) -> None:
         raise NotUnderstood(f"{call.name} is applied to its scores and sinks")
 
 
-def _check_last_fill(call: Call, scores: Scores) -> None:
-    """Nothing but a positive factor may follow a filled-in constant that is not absorbing.
-
-    Where all keys of a row are masked, the weights depend on what was added to such constants.
-    """
-    if any(isinstance(step, Fill) and ABSORBING < step.value < 0 for step in scores.bias):
-        raise NotUnderstood(f"{call.name} changes scores after they were masked by a small constant")
-
-
 def _add(call: Call, scores: Scores, context: Context) -> Scores:
     _before_sinks(call, scores)
     other, first = _other(call, scores, context)
@@ -115,7 +106,6 @@ def _add(call: Call, scores: Scores, context: Context) -> Scores:
         return _shift(scores, "")
     if not isinstance(value_of(other), Tensor) or value_of(other).dtype is torch.bool or value_of(other).is_complex():
         raise NotUnderstood(f"{call.name} adds something other than a tensor of numbers to its scores")
-    _check_last_fill(call, scores)
     _keeps_shape(call, scores)
     return replace(scores, bias=(*scores.bias, Add(context.operand(other, scores.layout), sign * alpha)))
 
@@ -147,7 +137,6 @@ def _scale(call: Call, scores: Scores, context: Context) -> Scores:
         raise NotUnderstood(f"{call.name} scales its scores by something other than a tensor or number")
     if scores.cap:
         raise NotUnderstood("the softcap of its scores is scaled by a tensor")
-    _check_last_fill(call, scores)
     _keeps_shape(call, scores)
     factor = Multiply(context.operand(other, scores.layout), divide)
     bias = (*scores.bias, factor) if scores.bias else ()
@@ -169,7 +158,8 @@ def _scaled(step: BiasStep, number: float) -> BiasStep:
     if isinstance(step, Add):
         return replace(step, factor=step.factor * number)
     assert not isinstance(step, Multiply), "these do not commute with a floor"
-    return replace(step, value=step.value * number)
+    value = step.value * number
+    return replace(step, value=value if value >= torch.finfo(torch.float32).min else -math.inf)
 
 
 def _tanh(call: Call, scores: Scores, context: Context) -> Scores:
@@ -196,24 +186,46 @@ def _set_item(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, value: Any) -> Scores:
-    """Scores of masked keys become a constant.
-
-    -inf makes a bool mask. A finite constant, like the lowest number of the dtype, is not the same in rows without a
-    visible key: there all scores are equal, and the row is the mean of all values. It becomes an addend of the lowest
-    float32 number, which absorbs every score: the weights of such rows stay equal, and those of masked keys in any
-    other row stay exactly 0. The constant itself does not matter as long as it is below any score that is seen, which
-    is taken for granted below ``NEVER_SEEN``.
-    """
+    """Scores of masked keys become a constant, as it is in their dtype; :func:`check_masks` says which may."""
     _before_sinks(call, scores)
     number = context.constant(value)
-    if number is None or not number <= NEVER_SEEN:
-        raise NotUnderstood(f"{call.name} puts something other than a large negative constant among its scores")
+    if number is None:
+        raise NotUnderstood(f"{call.name} puts something other than a constant among its scores")
+    result = value_of(call.node)
+    dtype = (result if isinstance(result, Tensor) else value_of(call.get("input"))).dtype
+    number = torch.tensor(number, dtype=dtype).item()
     if number != -math.inf and scores.shifted is not None:
         raise NotUnderstood(f"{call.name} puts a constant among scores from which a number was subtracted")
     if not isinstance(value_of(mask), Tensor) or value_of(mask).dtype != torch.bool:
         raise NotUnderstood(f"{call.name} masks its scores by something other than a bool tensor")
     _keeps_shape(call, scores)
     return replace(scores, bias=(*scores.bias, Fill(context.operand(mask, scores.layout), where, number)))
+
+
+def check_masks(scores: Scores) -> None:
+    """Raise NotUnderstood if a mask does not do to finished scores what their constants do.
+
+    -inf makes a bool mask. A finite constant, like the lowest number of the dtype, is not the same in rows without a
+    visible key: there all scores are equal, and the row is the mean of all values. It becomes an addend that absorbs
+    every score: the weights of such rows stay equal, and those of masked keys in any other row stay exactly 0 if the
+    constant is below any score that is seen, which is taken for granted up to ``NEVER_SEEN``.
+
+    Where more than one thing masks, the weights of rows without a visible key depend on which of them is larger. An
+    absorbing constant is written as it is. Any other one has to be written as a lower number, so nothing may be
+    compared with it: no other constant, and no tensor, whose numbers may mask as well.
+    """
+    finite = {step.value for step in scores.bias if isinstance(step, Fill) and step.value != -math.inf}
+    names = " and ".join(f"{value:g}" for value in sorted(finite))
+    if not all(value <= NEVER_SEEN for value in finite):
+        raise NotUnderstood(f"its scores are masked by {names}, which is not far below the scores of visible keys")
+    if len(finite) > 1:
+        raise NotUnderstood(f"its scores are masked by different constants, {names}")
+    only_fills = all(isinstance(step, Fill) for step in scores.bias) and scores.sink is None
+    if not only_fills and any(value > ABSORBING for value in finite):
+        raise NotUnderstood(
+            f"its scores are masked by {names} beside a bias, a factor or sinks, where only -inf and constants below "
+            f"{ABSORBING:g} are safe"
+        )
 
 
 def _clamp(call: Call, scores: Scores, context: Context) -> Scores:
@@ -268,7 +280,6 @@ def _concatenate(call: Call, scores: Scores, context: Context) -> Scores:
     if len(tensors) != 2 or len(others) != 1 or scores.shifted is not None:
         raise NotUnderstood("its scores are concatenated to something other than one column of sinks")
     _before_sinks(call, scores)
-    _check_last_fill(call, scores)
     shape = value_of(others[0]).shape
     name = axis_of(dim, scores.layout)
     name = size_one_axis(scores) if name == "" else name

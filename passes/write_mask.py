@@ -9,9 +9,11 @@ from torch.fx import Node
 
 from kvcompile.passes.attention_values import Add, BiasStep, Fill, Floor, Multiply, Operand
 from kvcompile.passes.graph_writer import GraphWriter
+from kvcompile.passes.read_scores import ABSORBING
 from kvcompile.passes.torch_calls import value_of
 
 LOWEST = torch.finfo(torch.float32).min
+"""Stands for the one finite constant of a mask that would not absorb every score."""
 
 
 def write_mask(
@@ -25,7 +27,7 @@ def write_mask(
 
     Args:
         writer: inserts.
-        steps: what is done to the scores, in this order.
+        steps: what is done to the scores, in this order; :func:`kvcompile.passes.read_scores.check_masks` has passed.
         place: inserts an operand as one that is broadcast against [batch, num_heads, q_len, kv_len].
         multiply: inserts the product of a tensor that is broadcast so, and a factor.
     """
@@ -41,7 +43,7 @@ def write_mask(
             addend = writer.call("to", place(step.operand), torch.float32)
             mask = writer.call(torch.add, mask, addend, alpha=step.factor)
         elif isinstance(step, Fill):
-            value = step.value if step.value == -torch.inf else LOWEST
+            value = step.value if step.value <= ABSORBING else LOWEST
             where = place(step.operand)
             mask = writer.call(torch.where, where, *((value, mask) if step.where else (mask, value)))
         elif isinstance(step, Floor):

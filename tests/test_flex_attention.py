@@ -258,6 +258,13 @@ def mask_of_keys_at_runtime(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return flex_attention(q, keys, values, lambda s, b, h, q, kv: torch.where(s > 0, s, scores[kv]), enable_gqa=True)
 
 
+def masked_by_two_constants(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where(kv < 3, -1e9, torch.where(kv > 9, torch.finfo(torch.float32).min, s))
+
+    return flex_attention(q, keys, values, score_mod, enable_gqa=True)
+
+
 REFUSED = {
     with_log_sum_exp: "log-sum-exp",
     sine: "sin is applied",
@@ -265,6 +272,7 @@ REFUSED = {
     scale_of_each_key: "varies along the keys",
     sum_of_a_row: "calls sum, which does not only compute with numbers",
     mask_of_keys_at_runtime: "gt is applied",
+    masked_by_two_constants: "masked by different constants, -3.40282e+38 and -1e+09",
 }
 
 

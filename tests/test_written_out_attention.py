@@ -92,14 +92,69 @@ def test_the_output_has_the_dtype_of_the_model(name: str) -> None:
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=2e-2)
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ repeat_kv(k).mT
+
+
+def a_constant_after_infinity(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(o.bias > 0, -torch.inf)
+    return scores.masked_fill(~o.allowed & (o.bias < 1), -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def infinity_after_a_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e4).masked_fill(o.bias > 0, -torch.inf)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def one_constant_twice(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9).masked_fill(o.bias > 0, -1e9)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def a_constant_scaled_with_the_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).masked_fill(~o.allowed, -1e9) / 8.0).softmax(-1) @ repeat_kv(v)
+
+
+def a_scaled_constant_out_of_range(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    weights = (scores_of(q, k).masked_fill(~o.allowed, LOWEST) * 2.0).softmax(-1)
+    return torch.nan_to_num(weights) @ repeat_kv(v)
+
+
+def the_lowest_number_of_a_narrow_dtype(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, torch.finfo(torch.bfloat16).min)
+    return (scores + o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def a_larger_addend_beside_the_lowest_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k) + torch.where(o.allowed, 0.0, -1e9)
+    return scores.masked_fill(o.bias > 0, LOWEST).softmax(-1) @ repeat_kv(v)
+
+
+ROWS_WITHOUT_A_VISIBLE_KEY = (
+    form_of("heads_folded_into_the_batch"),
+    form_of("masked_fill_with_the_lowest_number"),
+    a_constant_after_infinity,
+    infinity_after_a_constant,
+    one_constant_twice,
+    a_constant_scaled_with_the_scores,
+    a_scaled_constant_out_of_range,
+    the_lowest_number_of_a_narrow_dtype,
+    a_larger_addend_beside_the_lowest_number,
+)
+
+
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("name", ["heads_folded_into_the_batch", "masked_fill_with_the_lowest_number"])
-def test_rows_without_a_visible_key_keep_their_meaning(name: str) -> None:
-    """Where a mask is a finite number, they are the mean of the values."""
+@pytest.mark.parametrize("form", ROWS_WITHOUT_A_VISIBLE_KEY, ids=lambda form: form.__name__)
+def test_rows_without_a_visible_key_keep_their_meaning(form: Form) -> None:
+    """Where a mask is a finite number, they are the mean of the values that the largest such number masks."""
     given = arguments(3)
     given[6].allowed[:, :, 1] = False
-    given[6].additive[:, :, 1] = torch.finfo(torch.float32).min
-    out, expected = on_packed_caches(form_of(name), given)
+    given[6].additive[:, :, 1] = LOWEST
+    out, expected = on_packed_caches(form, given)
+    assert not expected.isnan().any()
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -207,11 +262,40 @@ def mask_from_the_cache(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :H_KV], k, v, attn_mask=k[:, :, :3, :1])
 
 
+def padding_after_the_lowest_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, LOWEST)
+    return scores.masked_fill(torch.arange(S) < 3, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def padding_after_an_additive_mask(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k) + torch.where(o.allowed, 0.0, LOWEST)
+    return scores.masked_fill(torch.arange(S) < 3, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def every_key_masked_by_one_of_two_constants(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9).masked_fill(o.allowed, -1e4)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def masked_before_a_small_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).masked_fill(~o.allowed, -1e4) * 1e-3).softmax(-1) @ repeat_kv(v)
+
+
+def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = (scores_of(q, k) + o.additive).exp()
+    return exponentials @ repeat_kv(v) / exponentials.sum(-1, keepdim=True)
+
+
 REFUSED: dict[Form, tuple[str, str]] = {
     weights_returned: ("unrecognised", "also used by the caller"),
     heads_weighted: ("unrecognised", "mul is applied to its weights"),
     everything_dropped_out: ("dropout", "p=1.0"),
     keys_changed_in_between: ("unrecognised", "setitem changes"),
+    padding_after_the_lowest_number: ("unrecognised", "masked by different constants, -3.40282e+38 and -1e+09"),
+    padding_after_an_additive_mask: ("unrecognised", "masked by -1e+09 beside a bias"),
+    every_key_masked_by_one_of_two_constants: ("unrecognised", "masked by different constants, -1e+09 and -10000"),
+    masked_before_a_small_scale: ("unrecognised", "masked by -10, which is not far below"),
+    normalised_after_the_values: ("unrecognised", "multiplied with the values before they are divided by their sum"),
     keys_summed_up: ("used_elsewhere", "sum"),
     query_from_the_cache: ("used_elsewhere", "slice"),
     mask_from_the_cache: ("used_elsewhere", "slice"),

@@ -225,6 +225,10 @@ def log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return scores_of(q, k).log_softmax(-1) @ repeat_kv(v)
 
 
+def gram_matrix_of_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return q.exp() @ k.exp().mT.repeat_interleave(H // H_KV, 1)
+
+
 def sigmoid_attention(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return scores_of(q, k).sigmoid() @ repeat_kv(v)
 
@@ -256,6 +260,7 @@ def integer_products(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
         weights_of_queries,
         linear_attention,
         log_softmax,
+        gram_matrix_of_exponentials,
         sigmoid_attention,
         expert_router,
         soft_embeddings,
@@ -295,8 +300,24 @@ def masked_by_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> 
     return scores_of(q, k).masked_fill(~o.allowed, -10.0).softmax(-1) @ repeat_kv(v)
 
 
+def constants_that_are_one_before_a_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9) / 8.0
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def one_number_in_two_dtypes(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).bfloat16().masked_fill(~o.allowed, -1e9).float()
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
 def bias_after_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (scores_of(q, k).masked_fill(~o.allowed, -1e9) + o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def sinks_beside_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9)
+    scores = torch.cat([scores, o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v)
 
 
 def constant_beside_shifted_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
@@ -407,17 +428,35 @@ def tiled_heads(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1, 2)
 
 
+def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exponentials @ repeat_kv(v) / exponentials.sum(-1, keepdim=True)
+
+
+def exponentials_of_log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).log_softmax(-1).exp() @ repeat_kv(v)
+
+
+def one_more_than_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = scores_of(q, k).exp()
+    return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ repeat_kv(v)
+
+
 UNSUPPORTED: dict[Form, str] = {
     weights_returned: "also used by the caller",
     sum_of_exponentials_used: "also used by logsumexp",
     heads_weighted: "mul is applied to its weights",
     dropout_of_scores: "dropout is applied to its scores",
     largest_scores_only: "also used by lt",
-    masked_by_a_small_constant: "something other than a large negative constant",
-    bias_after_a_small_constant: "after they were masked by a small constant",
+    masked_by_a_small_constant: "masked by -10, which is not far below",
+    constants_that_are_one_before_a_scale: "different constants, -1e+09 and -1.25e+08",
+    one_number_in_two_dtypes: "different constants, -1e+09 and -9.98244e+08",
+    bias_after_a_small_constant: "masked by -1e+09 beside a bias",
+    sinks_beside_a_small_constant: "masked by -1e+09 beside a bias, a factor or sinks",
     constant_beside_shifted_scores: "from which a number was subtracted",
-    masked_by_a_computed_number: "something other than a large negative constant",
-    masked_by_a_changed_constant: "something other than a large negative constant",
+    masked_by_a_computed_number: "something other than a constant",
+    masked_by_a_changed_constant: "something other than a constant",
     scaled_along_keys: "varies along the keys",
     scaled_by_a_negative_number: "scaled by -1.0",
     softcap_after_a_mask: "tanh is applied to its scores after a mask",
@@ -436,6 +475,9 @@ UNSUPPORTED: dict[Form, str] = {
     float64_inside: "computed in float64",
     one_query_for_all_heads: "query is broadcast",
     tiled_heads: "are not neighbours",
+    normalised_after_the_values: "multiplied with the values before they are divided by their sum",
+    exponentials_of_log_softmax: "log_softmax is applied to its scores",
+    one_more_than_the_sum: "div is applied to the exponentials",
 }
 
 
