@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from kvcompile.kernels.layout import PackedLayout, Role
+from kvcompile.passes.aliases import share_memory
 from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.cache_axes import axes_after, axes_before, permutes_vectors
 from kvcompile.passes.first_state import first_state
@@ -299,6 +300,7 @@ class CacheFinder:
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
         if cache.kind == "fresh":
+            self._check_other_outputs(cache)
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
@@ -315,6 +317,13 @@ class CacheFinder:
                 if node is cache.root:
                     raise used_elsewhere(cache, node, user)
                 raise Refusal(Reason.escaping_view, role=cache.role, user=name_of(user))
+
+    def _check_other_outputs(self, cache: Cache) -> None:
+        """What the caller writes to the cache must show in no other output; raises Refusal."""
+        returned = cache.returned
+        for other in self.outputs - {returned}:
+            if returned is not None and share_memory(returned, other):
+                raise Refusal(Reason.escaping_view, role=cache.role, user=name_of(other))
 
     def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
         """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.

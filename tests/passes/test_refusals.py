@@ -228,6 +228,19 @@ def the_graph_depends_on_data_in_between(q: Tensor, k: Tensor, v: Tensor, kc: Te
     return sdpa(q, kc, vc)
 
 
+def new_keys_returned_beside_a_view(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    k, v = k * 2, v * 2
+    return sdpa(q, k, v), k, v, k.transpose(1, 2)
+
+
+def new_keys_returned_beside_what_they_are_a_view_of(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    projected, v = k.flatten(2) * 2, v * 2
+    k = projected.view(B, H, 1, D)
+    return sdpa(q, k, v), k, v, projected
+
+
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
@@ -249,6 +262,8 @@ UNSAFE: dict[Callable[..., Any], str] = {
     tokens_in_another_order_for_this_attention: "not_written_back",
     write_through_a_view_of_the_storage: "unknown_write",
     the_graph_depends_on_data_in_between: "plain_read_only",
+    new_keys_returned_beside_a_view: "escaping_view",
+    new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
 }
 """Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
 
@@ -313,6 +328,30 @@ def test_two_attentions_with_different_masks_may_share_a_cache_and_return_it() -
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert out[2] is args[3]
     assert torch.equal(args[3].packed, expected[2].packed)
+
+
+def keys_and_values_of_one_projection(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> tuple[Tensor, ...]:
+    k, v = (torch.cat([k, v], -1) * 2).chunk(2, -1)
+    return sdpa(q, k, v), k, v
+
+
+def new_keys_returned_beside_a_copy(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> tuple[Tensor, ...]:
+    k, v = k * 2, v * 2
+    return sdpa(q, k, v), k, v, k.flatten(2).clone()
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", [keys_and_values_of_one_projection, new_keys_returned_beside_a_copy])
+def test_new_keys_that_share_no_memory_with_another_output_are_packed(fn: Callable[..., tuple[Tensor, ...]]) -> None:
+    out, keys, values, *copies = run(fn, inputs(), policy="int8_per_token_head", on_unsupported="error")
+    expected, _, _, *expected_copies = fn(*inputs())
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.05)
+    torch.testing.assert_close(copies, expected_copies)
+    assert type(keys) is type(values) is PackedTensor
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
