@@ -245,9 +245,9 @@ UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
     other_keys_are_read: "unknown_read",
-    old_keys_are_read: "plain_read_only",
+    old_keys_are_read: "read_before_write",
     keys_are_scaled: "computed_from_cache",
-    keys_decay: "computed_from_cache",
+    keys_decay: "unknown_write",
     keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
@@ -406,6 +406,31 @@ def test_grouped_query_shapes_that_do_not_divide_are_refused() -> None:
 def test_error_mode_raises_with_the_reason() -> None:
     with pytest.raises(Exception, match="also used by"):
         run(cache_summed_up, inputs(), on_unsupported="error")
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_reason_calls_the_cache_and_the_other_use_what_the_model_calls_them() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+        write(kc, k, pos), write(vc, v, pos)
+        total = kc.transpose(1, 2).pow(2)
+        return sdpa(q, kc, vc), total
+
+    run(fn, inputs(), on_unsupported="ignore")
+    (site,) = last_report().sites
+    line = f"test_refusals.py:{fn.__code__.co_firstlineno + 2}: total = kc.transpose(1, 2).pow(2)"
+    assert site.reason == f"its key cache L['kc'] is also used by aten.pow ({line})"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+        out = sdpa(q, kv[0], kv[1])
+        write(kv[0], k, pos), write(kv[1], v, pos)
+        return out
+
+    q, k, v, kc, vc, pos = inputs()
+    run(fn, [q, k, v, torch.stack([kc, vc]), pos], on_unsupported="ignore")
+    assert [site.reason for site in last_report().sites] == ["its key cache L['kv'][0] is read before it is written"]
 
 
 def test_caches_that_are_views_of_one_tensor_stay_as_they_are() -> None:
