@@ -461,7 +461,7 @@ def test_a_mask_of_attention_without_a_head_dimension_is_refused() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
         write(kc, k, pos), write(vc, v, pos)
         mask = torch.ones(1, S, dtype=torch.bool)
-        return sdpa(q.flatten(0, 1), kc.flatten(0, 1), vc.flatten(0, 1), mask)
+        return sdpa(q[None], kc[None], vc[None], mask)
 
     assert reasons_after(fn, inputs()) == ["unknown_mask"]
 
