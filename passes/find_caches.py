@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from kvcompile.kernels.layout import PackedLayout, Role
+from kvcompile.passes.aliases import share_memory
 from kvcompile.passes.cache import Cache, Kind
 from kvcompile.passes.cache_axes import axes_after, axes_before, permutes_vectors
 from kvcompile.passes.first_state import first_state
@@ -31,11 +32,12 @@ from kvcompile.passes.match_write import (
     shape_of,
     sliced_by,
 )
-from kvcompile.passes.no_cache import check_whole, name_of, no_cache, used_elsewhere
+from kvcompile.passes.no_cache import check_whole, no_cache, used_elsewhere
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.slot_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.trace_read import SAME_OPS, SIZE_OPS, VIEW_OPS, Read, trace_read, view_chain
 from kvcompile.passes.windows import is_growing, is_shifting, windows_of
+from kvcompile.passes.wording import cache_name, operation, user_name
 
 aten = torch.ops.aten
 
@@ -195,7 +197,10 @@ class CacheFinder:
         cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
-        cache.kept, cache.returned = self._returned(read, kind)
+        if kind == "static":
+            cache.kept = self._shifted(read)
+        elif kind != "read-only":
+            cache.kept, cache.returned = self._returned(read)
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
         if base.op == "placeholder":
@@ -230,7 +235,7 @@ class CacheFinder:
         """What kind of cache, of which the first state is in the order ``axes``, and the copy back into that."""
         root, base = read.root, states[0]
         keeps_order = not any(map(permutes_vectors, states))
-        kept, returned = self._returned(read, "growing")
+        kept, returned = self._returned(read)
         if writes and writes[-1].form in ("cat", "slice"):
             grows = is_growing(writes if kept is None else [*writes, kept])
             if grows and returned is not None and base.op == "placeholder" and keeps_order:
@@ -243,12 +248,14 @@ class CacheFinder:
             raise no_cache(root, role)
         if base.op == "placeholder":
             if not writes:
+                if _is_overwritten(base):
+                    raise Refusal(Reason.read_before_write, role=role, source=cache_name(base))
                 if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
                     return "read-only", None
-                raise Refusal(Reason.plain_read_only, role=role, source=base.name)
+                raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
             write_back = _find_write_back(root, base, read.axes, axes)
             if write_back is None:
-                raise Refusal(Reason.not_written_back, role=role, source=base.name)
+                raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
             return "static", write_back
         if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
             return "allocated", None
@@ -257,15 +264,13 @@ class CacheFinder:
             return "fresh", None
         raise no_cache(root, role)
 
-    def _returned(self, read: Read, kind: Kind) -> tuple[CacheWrite | None, Node | None]:
+    def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
         """The output that is the cache or a slice of its tokens, and that slice as a move."""
         root = read.root
-        if kind == "static":
-            return self._shifted(read), None
         if root in self.dropping:
             dropped = self.windows[root.args[0]]
             return None, dropped.output if dropped.is_returned else None
-        window = self.windows.get(root) if kind in ("growing", "fresh") else None
+        window = self.windows.get(root)
         if window is None or not window.is_returned:
             return None, root if root in self.outputs else None
         kept = match_slice(window.output, read.axes)
@@ -290,15 +295,16 @@ class CacheFinder:
             for node in (state, *between):
                 for user in node.users:
                     if user in (later, *between):
-                        understood = _count_uses(node, user) == 1
+                        other_use = user if _count_uses(node, user) > 1 else None
                     else:
-                        understood = self._is_understood(cache, node, user, {cache.write_back, *views})
-                    if not understood:
-                        raise used_elsewhere(cache, node, user)
+                        other_use = self._other_use(cache, node, user, {cache.write_back, *views})
+                    if other_use is not None:
+                        raise used_elsewhere(cache.role, node, other_use)
 
     def check_reads(self, cache: Cache) -> None:
         """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
         if cache.kind == "fresh":
+            self._check_other_outputs(cache)
             return  # the rows themselves stay as they are; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
@@ -310,32 +316,41 @@ class CacheFinder:
             for user in node.users:
                 if node is returned and user is self.output:
                     continue
-                if user is not self.output and self._is_understood(cache, node, user, understood):
-                    continue
-                if node is cache.root:
-                    raise used_elsewhere(cache, node, user)
-                raise Refusal(Reason.escaping_view, role=cache.role, user=name_of(user))
+                other_use = self._other_use(cache, node, user, understood)
+                if other_use is not None and node is cache.root:
+                    raise used_elsewhere(cache.role, node, other_use)
+                if other_use is not None:
+                    raise Refusal(Reason.escaping_view, role=cache.role, user=user_name(other_use))
 
-    def _is_understood(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> bool:
-        """Whether ``user`` uses ``node``, a value of the cache or a view of it, in one of the known ways.
+    def _check_other_outputs(self, cache: Cache) -> None:
+        """What the caller writes to the cache must show in no other output; raises Refusal."""
+        returned = cache.returned
+        for other in self.outputs - {returned}:
+            if returned is not None and share_memory(returned, other):
+                raise Refusal(Reason.escaping_view, role=cache.role, user=f"another output, {operation(other)}")
 
-        Those are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
+    def _other_use(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> Node | None:
+        """What uses ``node``, a value of the cache or a view of it, in none of the known ways: ``user`` or, if that is
+        a view, what uses this.
+
+        Known are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
         originals of sites that read the cache, which are erased if they are rewritten (and if one is not, neither is
         any other reader of the cache); it is the marker of such a site, and ``node`` is what it reads as its key or
         value and nothing else; it is a view with known uses only.
         """
         if user in understood or user in cache.computing or user.target in SIZE_OPS:
-            return True
+            return None
         if user in self.originals and self.originals[user] <= cache.readers:
-            return True
+            return None
         if is_marker(user):
             call = Marker.of(user)
             operands = (call.key, call.value) if cache.serves_both else (getattr(call, cache.role),)
             uses = sum(node is operand for operand in operands)
-            return user in cache.readers and uses > 0 and user.args.count(node) == uses
-        return user.target in (*VIEW_OPS, POOL_VIEW) and all(
-            self._is_understood(cache, user, further, understood) for further in user.users
-        )
+            return None if user in cache.readers and uses > 0 and user.args.count(node) == uses else user
+        if user.target not in (*VIEW_OPS, POOL_VIEW):
+            return user
+        others = (self._other_use(cache, user, further, understood) for further in user.users)
+        return next(filter(None, others), None)
 
 
 def _count_uses(node: Node, user: Node) -> int:
@@ -362,6 +377,10 @@ def _holds_tokens(root: Node) -> bool:
         return root.op == "placeholder"
     first = first_state(root)
     return first.op == "placeholder" or _is_zeros(first)
+
+
+def _is_overwritten(base: Node) -> bool:
+    return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
 
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:

@@ -21,6 +21,7 @@ from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.match_write import match_write, shape_of
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import VIEW_OPS, Read
+from kvcompile.passes.wording import cache_name
 
 aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
     roles: dict[Node, Role] = {}
     for root in roots:
         if root in query:
-            raise Refusal(Reason.used_elsewhere, role="key", source=root.name, user="the query")
+            raise Refusal(Reason.used_elsewhere, role="key", source=cache_name(root), user="the query")
         roles[root] = "key" if root in key and (root in value or not has_shared) else "value"
     computing = frozenset(node for node, is_computed in every.items() if is_computed)
     return LatentsRead(roles, computing | {marker})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[Grap
     if node in written:
         return lambda writer: write_marker(writer, written[node], module_name(node))
     if is_attention(node):
-        return lambda writer: writer.insert(_read_sdpa(writer, node))
+        return lambda writer: _write_sdpa(writer, _read_sdpa(writer, node))
     if _is_flex(node):
         return lambda writer: write_flex_marker(writer, node, module_name(node.args[0]))
     return None
@@ -78,6 +79,21 @@ def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:
     if value_of(arguments["query"]).dtype != value_of(node).dtype:  # autocast casts the operands of the call
         arguments["query"] = writer.call("to", arguments["query"], value_of(node).dtype)
     return Marker(node, **arguments, module=module_name(node))
+
+
+def _write_sdpa(writer: GraphWriter, marker: Marker) -> Node:
+    """Insert ``marker``; returns its output.
+
+    Attention of three dimensions is that of one head in every batch; of one batch, if query heads share those of keys.
+    """
+    operands = {"original": marker.original, "query": marker.query, "key": marker.key, "value": marker.value}
+    if any(value_of(node).dim() != 3 for node in operands.values()):
+        return writer.insert(marker)
+    if marker.mask is not None and value_of(marker.mask).dim() == 3:
+        operands["mask"] = marker.mask
+    missing = 0 if marker.enable_gqa else 1
+    widened = {name: writer.call("unsqueeze", node, missing) for name, node in operands.items()}
+    return writer.call("squeeze", writer.insert(replace(marker, **widened)), missing)
 
 
 def module_name(node: Node) -> str:

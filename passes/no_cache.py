@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout import Role
-from kvcompile.passes.cache import Cache
-from kvcompile.passes.first_state import SELECTIONS, first_state
+from kvcompile.passes.aliases import lead_apart
+from kvcompile.passes.first_state import SELECTIONS, first_state, states_of
 from kvcompile.passes.marker import is_marker
 from kvcompile.passes.match_write import WRITE_OPS, shape_of
 from kvcompile.passes.part_rules import UsedAsWholeError
@@ -23,6 +23,7 @@ from kvcompile.passes.read_pool import read_pool
 from kvcompile.passes.read_stack import read_stack
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.trace_read import VIEW_OPS
+from kvcompile.passes.wording import cache_name, operation, user_name
 
 aten = torch.ops.aten
 
@@ -35,17 +36,25 @@ def no_cache(root: Node, role: Role) -> Refusal:
     values = list(_reached(root, _values_of))
     codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
     if codes is not None:
-        return Refusal(Reason.already_quantized, role=role, source=codes.name, dtype=codes.meta["val"].dtype)
+        return Refusal(Reason.already_quantized, role=role, source=cache_name(codes), dtype=codes.meta["val"].dtype)
     moved = next((node for node in (*values, *root.users) if _changes_device(node)), None)
     if moved is not None:
         devices = (node.meta["val"].device for node in (moved.args[0], moved))
         return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
-    if any(user.target is aten.copy_.default and user.args[0] in root.all_input_nodes for user in root.users):
-        detail = "what it computes replaces all of the cache"
-        return Refusal(Reason.unknown_write, role=role, op=root.target, detail=detail)
+    if _is_copied_back(root):
+        first = first_state(root)
+        op = operation(root if first.op == "placeholder" else first)
+        return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
     # Attention of earlier layers is no part of how it is made: what a model computes from that is new.
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
     return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)
+
+
+def _is_copied_back(root: Node) -> bool:
+    """Whether an input is overwritten with ``root``, or with a tensor of which it is a part or another state."""
+    states = states_of(root)
+    copied = (states_of(copy.args[1]) for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default))
+    return any(others[0] is states[0] and not lead_apart(states, others) for others in copied)
 
 
 def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
@@ -93,10 +102,10 @@ def check_whole(root: Node, role: Role) -> None:
         return
     if root.target is not aten.index.Tensor:
         detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
-        raise Refusal(Reason.part_of_tensor, role=role, source=first.name, detail=detail)
+        raise Refusal(Reason.part_of_tensor, role=role, source=cache_name(first), detail=detail)
     if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
         detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
-        raise Refusal(Reason.gathered, role=role, source=first.name, detail=detail)
+        raise Refusal(Reason.gathered, role=role, source=cache_name(first), detail=detail)
 
 
 def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
@@ -104,15 +113,10 @@ def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
     try:
         read(*nodes)
     except UsedAsWholeError as error:
-        return f"which is also used by {error}"
+        return f"which is also used by {user_name(error.user)}"
     return None
 
 
-def used_elsewhere(cache: Cache, state: Node, user: Node) -> Refusal:
+def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:
     """``user`` uses ``state`` of a cache in a way of its own."""
-    return Refusal(Reason.used_elsewhere, role=cache.role, source=state.name, user=name_of(user))
-
-
-def name_of(user: Node) -> str:
-    """What the reader of a reason is told of a node."""
-    return "the caller" if user.op == "output" else user.format_node() or user.name
+    return Refusal(Reason.used_elsewhere, role=role, source=cache_name(state), user=user_name(user))

@@ -33,6 +33,7 @@ from kvcompile.passes.rewrite_caches import CacheRewriter, Rewritten
 from kvcompile.passes.site import CacheSummary, FormatPair, Site
 from kvcompile.passes.site_parts import SiteParts
 from kvcompile.passes.whole_copies import drop_whole_copies
+from kvcompile.passes.wording import name_inputs
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
 """(module, layer, number of layers) -> formats, or None to leave the layer alone."""
@@ -71,6 +72,8 @@ def quantize_kv_cache(
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
     held_nodes = frozenset(placeholders[index] for index in held_inputs)
+    sources = {placeholders[index]: name for index, name in source_names.items()}
+    name_inputs(sources)
     drop_whole_copies(gm.graph)
     slice_splits(gm.graph)
     candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
@@ -84,7 +87,6 @@ def quantize_kv_cache(
     if not accepted:
         return sites, None
 
-    sources = {placeholders[index]: name for index, name in source_names.items()}
     rewriter = CacheRewriter(gm, example_inputs)
     layouts: dict[Node, tuple[Cache, PackedLayout]] = {}
     for candidate in accepted:

@@ -60,6 +60,10 @@ class Reason(enum.Enum):
         "let the compiled function that reads it write it, without a graph break in between (offloaded caches of "
         "Transformers cause one), or pack it beforehand with kvcompile.PackedTensor.from_dense",
     )
+    read_before_write = (
+        "its {role} cache {source} is read before it is written",
+        "write the new keys and values before attention reads the cache",
+    )
     dropout = (
         "it applies dropout (p={p})",
         "call model.eval(), or pass dropout_p=0",

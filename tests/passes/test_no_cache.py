@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.no_cache import no_cache
 from kvcompile.passes.refusal import Reason
+from kvcompile.passes.whole_copies import drop_whole_copies
 
 B, H, S, D = 2, 3, 40, 16
 
@@ -60,4 +61,58 @@ def test_why_keys_are_no_cache(make: Callable[..., Tensor], reason: Reason) -> N
     past, new = torch.empty(B, H, S, D), torch.empty(B, H, 1, D, device="meta")
     codes = torch.empty(B, H, S, D, dtype=torch.uint8, device="meta")
     graph = make_fx(torch.func.functionalize(make))(past, new, codes, codes[0, 0, :D]).graph
+    assert no_cache(graph.output_node().args[0], "key").reason is reason
+
+
+def summed(cache: Tensor, new: Tensor) -> Tensor:
+    hit = (torch.arange(S) == 3)[:, None]
+    return cache.copy_(cache * ~hit + new * hit)
+
+
+def cleared_before_it_is_written(cache: Tensor, new: Tensor) -> Tensor:
+    cache.zero_()
+    cache[:, :, 3:4] = new
+    return cache
+
+
+def part_of_what_is_turned_round(cache: Tensor, new: Tensor) -> Tensor:
+    cache.copy_(cache.flip(0))
+    cache[0, :, 3:4] = new[0]
+    return cache[0]
+
+
+def overwritten_with_what_is_read(cache: Tensor, new: Tensor) -> Tensor:
+    keys = new.expand(cache.shape) * 2
+    cache.copy_(keys)
+    return keys
+
+
+def rows_that_are_written(cache: Tensor, new: Tensor) -> Tensor:
+    keys = new * 2
+    cache[:, :, 3:4] = keys
+    return keys
+
+
+def beside_what_is_kept(cache: Tensor, new: Tensor) -> Tensor:
+    keys, kept = (new.repeat(1, 1, S, 2) * 2).chunk(2, -1)
+    cache.copy_(kept)
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (summed, Reason.unknown_write),
+        (cleared_before_it_is_written, Reason.unknown_write),
+        (part_of_what_is_turned_round, Reason.unknown_write),
+        (overwritten_with_what_is_read, Reason.unknown_write),
+        (rows_that_are_written, Reason.no_cache),
+        (beside_what_is_kept, Reason.no_cache),
+    ],
+)
+def test_keys_that_replace_all_of_an_input_are_those_of_a_cache(
+    make: Callable[[Tensor, Tensor], Tensor], reason: Reason
+) -> None:
+    graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
+    drop_whole_copies(graph)
     assert no_cache(graph.output_node().args[0], "key").reason is reason

@@ -228,13 +228,26 @@ def the_graph_depends_on_data_in_between(q: Tensor, k: Tensor, v: Tensor, kc: Te
     return sdpa(q, kc, vc)
 
 
+def new_keys_returned_beside_a_view(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    k, v = k * 2, v * 2
+    return sdpa(q, k, v), k, v, k.transpose(1, 2)
+
+
+def new_keys_returned_beside_what_they_are_a_view_of(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    projected, v = k.flatten(2) * 2, v * 2
+    k = projected.view(B, H, 1, D)
+    return sdpa(q, k, v), k, v, projected
+
+
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
     other_keys_are_read: "unknown_read",
-    old_keys_are_read: "plain_read_only",
+    old_keys_are_read: "read_before_write",
     keys_are_scaled: "computed_from_cache",
-    keys_decay: "computed_from_cache",
+    keys_decay: "unknown_write",
     keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
     keys_become_8_bit_floats: "unknown_read",
@@ -249,6 +262,8 @@ UNSAFE: dict[Callable[..., Any], str] = {
     tokens_in_another_order_for_this_attention: "not_written_back",
     write_through_a_view_of_the_storage: "unknown_write",
     the_graph_depends_on_data_in_between: "plain_read_only",
+    new_keys_returned_beside_a_view: "escaping_view",
+    new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
 }
 """Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
 
@@ -315,6 +330,30 @@ def test_two_attentions_with_different_masks_may_share_a_cache_and_return_it() -
     assert torch.equal(args[3].packed, expected[2].packed)
 
 
+def keys_and_values_of_one_projection(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> tuple[Tensor, ...]:
+    k, v = (torch.cat([k, v], -1) * 2).chunk(2, -1)
+    return sdpa(q, k, v), k, v
+
+
+def new_keys_returned_beside_a_copy(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> tuple[Tensor, ...]:
+    k, v = k * 2, v * 2
+    return sdpa(q, k, v), k, v, k.flatten(2).clone()
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("fn", [keys_and_values_of_one_projection, new_keys_returned_beside_a_copy])
+def test_new_keys_that_share_no_memory_with_another_output_are_packed(fn: Callable[..., tuple[Tensor, ...]]) -> None:
+    out, keys, values, *copies = run(fn, inputs(), policy="int8_per_token_head", on_unsupported="error")
+    expected, _, _, *expected_copies = fn(*inputs())
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.05)
+    torch.testing.assert_close(copies, expected_copies)
+    assert type(keys) is type(values) is PackedTensor
+
+
 def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
     write(kc, k, pos), write(vc, v, pos)
     return sdpa(q, kc, vc)
@@ -369,6 +408,31 @@ def test_error_mode_raises_with_the_reason() -> None:
         run(cache_summed_up, inputs(), on_unsupported="error")
 
 
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_reason_calls_the_cache_and_the_other_use_what_the_model_calls_them() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+        write(kc, k, pos), write(vc, v, pos)
+        total = kc.transpose(1, 2).pow(2)
+        return sdpa(q, kc, vc), total
+
+    run(fn, inputs(), on_unsupported="ignore")
+    (site,) = last_report().sites
+    line = f"test_refusals.py:{fn.__code__.co_firstlineno + 2}: total = kc.transpose(1, 2).pow(2)"
+    assert site.reason == f"its key cache L['kc'] is also used by aten.pow ({line})"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, pos: Tensor) -> Tensor:
+        out = sdpa(q, kv[0], kv[1])
+        write(kv[0], k, pos), write(kv[1], v, pos)
+        return out
+
+    q, k, v, kc, vc, pos = inputs()
+    run(fn, [q, k, v, torch.stack([kc, vc]), pos], on_unsupported="ignore")
+    assert [site.reason for site in last_report().sites] == ["its key cache L['kv'][0] is read before it is written"]
+
+
 def test_caches_that_are_views_of_one_tensor_stay_as_they_are() -> None:
     args, expected = inputs(), inputs()
     storage, expected_storage = torch.zeros(2, B, H, S, D), torch.zeros(2, B, H, S, D)
@@ -397,7 +461,7 @@ def test_a_mask_of_attention_without_a_head_dimension_is_refused() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
         write(kc, k, pos), write(vc, v, pos)
         mask = torch.ones(1, S, dtype=torch.bool)
-        return sdpa(q.flatten(0, 1), kc.flatten(0, 1), vc.flatten(0, 1), mask)
+        return sdpa(q[None], kc[None], vc[None], mask)
 
     assert reasons_after(fn, inputs()) == ["unknown_mask"]
 
