@@ -51,10 +51,13 @@ def no_cache(root: Node, role: Role) -> Refusal:
 
 
 def _is_copied_back(root: Node) -> bool:
-    """Whether an input is overwritten with ``root``, or with a tensor of which it is a part or another state."""
+    """Whether an input is overwritten with ``root``, a later state of it, or a new tensor of which it is a part."""
     states = states_of(root)
+    made_here = states[0].op == "call_function"
     copied = (states_of(copy.args[1]) for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default))
-    return any(others[0] is states[0] and not lead_apart(states, others) for others in copied)
+    return any(
+        root in others or (made_here and others[0] is states[0] and not lead_apart(states, others)) for others in copied
+    )
 
 
 def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
