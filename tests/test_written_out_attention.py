@@ -213,8 +213,8 @@ REFUSED: dict[Form, tuple[str, str]] = {
     everything_dropped_out: ("dropout", "p=1.0"),
     keys_changed_in_between: ("unrecognised", "setitem changes"),
     keys_summed_up: ("used_elsewhere", "sum"),
-    query_from_the_cache: ("used_elsewhere", "slice"),
-    mask_from_the_cache: ("used_elsewhere", "slice"),
+    query_from_the_cache: ("used_elsewhere", "also used by attention"),
+    mask_from_the_cache: ("used_elsewhere", "also used by attention"),
 }
 
 
