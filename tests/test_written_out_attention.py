@@ -297,8 +297,8 @@ REFUSED: dict[Form, tuple[str, str]] = {
     masked_before_a_small_scale: ("unrecognised", "masked by -10, which is not far below"),
     normalised_after_the_values: ("unrecognised", "multiplied with the values before they are divided by their sum"),
     keys_summed_up: ("used_elsewhere", "sum"),
-    query_from_the_cache: ("used_elsewhere", "slice"),
-    mask_from_the_cache: ("used_elsewhere", "slice"),
+    query_from_the_cache: ("used_elsewhere", "also used by attention"),
+    mask_from_the_cache: ("used_elsewhere", "also used by attention"),
 }
 
 
