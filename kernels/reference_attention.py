@@ -23,7 +23,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
@@ -83,7 +82,7 @@ def attend(
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
         raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
-    if any(statically_known_true(size == 0) for size in (*query.shape, kv_len)):
+    if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
         return query.new_zeros((*query.shape[:3], v_layout.head_dim))
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
