@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_refusals import D, inputs, run, sdpa, step, write
+from test_refusals import D, S, inputs, run, sdpa, step, write
 from torch import Tensor
 
 from kvcompile import last_report
