@@ -1,4 +1,4 @@
-"""``generate_batch()``, continuous batching of Transformers, runs on packed pools."""
+"""``generate_batch()``, continuous batching of Transformers, runs on packed pools where Transformers compiles it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from kvcompile import collect_reports
 
 transformers = pytest.importorskip("transformers")
+from packaging.version import Version  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 
@@ -16,6 +17,12 @@ PROMPTS = [[5, 6, 7], list(range(3, 24)), list(range(60, 20, -1))]
 LOSSLESS = {"default": {"dtype": "float32"}}
 FORKED = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
 """Two requests with one prompt, whose blocks are copied; the best token is drawn each time."""
+
+OUTSIDE_OF_GRAPHS = Version(transformers.__version__) >= Version("5.18")
+"""Transformers disables compilation of paged attention since then."""
+
+implementations = pytest.mark.parametrize("implementation", ["sdpa", "paged|eager"])
+skip_outside_of_graphs = pytest.mark.skipif(OUTSIDE_OF_GRAPHS, reason="Transformers compiles no paged attention")
 
 
 def generated(model: Any, compile_config: Any = None, **arguments: Any) -> list[list[int]]:
@@ -32,14 +39,15 @@ def kvquant(policy: Any) -> Any:
     return transformers.CompileConfig(backend="kvquant", mode=None, dynamic=True, options={"policy": policy})
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@skip_outside_of_graphs
+@implementations
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, FORKED], ids=["alone", "forked"])
 @pytest.mark.usefixtures("without_code_generation")
 def test_requests_that_share_packed_pools_get_the_tokens_of_plain_ones(
     implementation: str, arguments: dict[str, Any]
 ) -> None:
     model = tiny_llama()
-    model.set_attn_implementation(f"paged|{implementation}")
+    model.set_attn_implementation(implementation)
     with collect_reports() as report:
         compiled = generated(model, kvquant(LOSSLESS), **arguments)
     assert report.totals.rewritten == report.totals.sites > 0
@@ -47,10 +55,24 @@ def test_requests_that_share_packed_pools_get_the_tokens_of_plain_ones(
     assert compiled == generated(model, **arguments)
 
 
+@pytest.mark.skipif(not OUTSIDE_OF_GRAPHS, reason="Transformers compiles paged attention")
+@implementations
+def test_where_paged_attention_is_outside_of_graphs_the_user_is_told(implementation: str) -> None:
+    model = tiny_llama()
+    model.set_attn_implementation(implementation)
+    with collect_reports() as report:
+        compiled = generated(model, kvquant(LOSSLESS), do_sample=False)
+    assert report.totals.rewritten == 0
+    sites = [site for graph in report.graphs for site in graph.sites]
+    assert [site.reason_code for site in sites] == ["plain_read_only"] or "graph breaks" in report.notes[0]
+    assert compiled == generated(model, do_sample=False)
+
+
+@skip_outside_of_graphs
 @pytest.mark.gpu
 def test_kernels_serve_requests_that_share_packed_pools() -> None:
     model = tiny_llama(device="cuda")
-    model.set_attn_implementation("paged|sdpa")
+    model.set_attn_implementation("sdpa")
     plain = generated(model, do_sample=False)
     with collect_reports() as report:
         compiled = generated(model, kvquant("int8_per_token_head"), do_sample=False)

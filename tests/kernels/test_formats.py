@@ -390,7 +390,7 @@ def test_the_grid_of_a_format_with_fp16_scales_ends_within_fp16(name):
     """Attention reads groups of channels as fp16."""
     fmt, generator = get_format(name), torch.Generator().manual_seed(0)
     ends = 70000 - 140000 * torch.rand(2, 20000, 1, generator=generator) * torch.tensor([[[1.0]], [[0.1]]])
-    x = torch.lerp(ends[0], ends[1], torch.rand(20000, HEAD_DIM, generator=generator).round(decimals=1))
+    x = torch.lerp(ends[0], ends[1], torch.rand(20000, 128, generator=generator).round(decimals=1))
     if fmt.granularity == "channel":
         x = x[:, None].expand(-1, 2, -1)
     assert fmt.decode_levels(fmt.encode(x)).abs().max() <= 65504
