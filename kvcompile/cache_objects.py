@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch._dynamo
@@ -15,15 +15,9 @@ from kvcompile.errors import CacheFileError
 _MODULE = "transformers.cache_utils"
 
 
-def is_known(cls: type) -> bool:
-    """Whether ``cls`` is a cache of Transformers, or a layer of one."""
-    cache_utils = sys.modules.get(_MODULE)  # without it there are no such objects
-    return cache_utils is not None and _is_cache_class(cls, cache_utils)
-
-
-def _is_cache_class(cls: Any, cache_utils: Any) -> bool:
-    bases = (cache_utils.Cache, cache_utils.CacheLayerMixin, cache_utils.LinearAttentionCacheLayerMixin)
-    return isinstance(cls, type) and issubclass(cls, bases) and getattr(cache_utils, cls.__name__, None) is cls
+def is_known(cls: Any) -> TypeGuard[type]:
+    """Whether ``cls`` is a cache of Transformers, or a layer of one: some layers, which hold nothing, have no base."""
+    return isinstance(cls, type) and cls.__module__ == _MODULE
 
 
 def versions() -> dict[str, str]:
@@ -53,9 +47,9 @@ def known_class(name: str, path: Any) -> type:
     from transformers import cache_utils
 
     cls = getattr(cache_utils, name, None)
-    if cls is None or not _is_cache_class(cls, cache_utils):
+    if not is_known(cls):
         raise CacheFileError(f"{path}: Transformers has no cache class {name!r}")
-    return cls  # type: ignore[no-any-return]
+    return cls
 
 
 def restored(cls: type, state: Mapping[str, Any]) -> Any:

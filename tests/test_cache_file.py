@@ -132,6 +132,18 @@ def test_both_parts_of_an_encoder_decoder_cache_come_back(file: Path) -> None:
     loaded.self_attention_cache.update(*[values(2, 3, 1, HEAD_DIM)] * 2, 1)  # a layer that it did not have
 
 
+def test_layers_that_share_the_keys_of_others_come_back_empty(file: Path) -> None:
+    config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2)
+    cache = transformers.DynamicCache(config=config)
+    for index in range(2):
+        cache.update(values(2, 3, 5, HEAD_DIM), values(2, 3, 5, HEAD_DIM), index)
+    loaded = saved_and_loaded(cache, file)
+    assert list(map(type, loaded.layers)) == list(map(type, cache.layers))
+    for one, other in zip(loaded.layers[:2], cache.layers[:2], strict=True):
+        assert_equal(one.keys, other.keys)
+    assert all(layer.keys is None for layer in loaded.layers[2:])
+
+
 def rewrite_header(file: Path, **changes: str) -> None:
     with safe_open(file, "pt") as opened:
         header = {**opened.metadata(), **changes}
