@@ -72,7 +72,14 @@ _LATENT = {
 }
 _WINDOW = {"sliding_window": 16}
 _WINDOW_AND_FULL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_MULTI_HEAD = {"num_key_value_heads": 4}
+_SHARED = {
+    **_WINDOW,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,  # the last ones attend to keys and values of the others
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _decoder(),
     "gemma2": _decoder(_WINDOW_AND_FULL),
     "gemma3_text": _decoder(_WINDOW_AND_FULL),
+    "gemma3n_text": _decoder(_SHARED, intermediate_size=[96] * 4, activation_sparsity_pattern=None, laurel_rank=8,
+                             altup_num_inputs=2),
+    "gemma4_text": _decoder(_SHARED),
     "glm": _decoder(),
     "glm4": _decoder(),
     "glm4_moe": _decoder(_MOE),
