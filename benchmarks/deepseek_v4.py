@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvcompile.benching.measuring import Timing, num_sets, time_graph
 from kvcompile.benching.workloads import DEVICE
-from kvcompile.kernels import deepseek_v4 as spec
-from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.formats import ds_mla_rows as spec
 
 
 @dataclass(frozen=True)

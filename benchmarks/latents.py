@@ -18,18 +18,10 @@ from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
 
 from kvcompile.benching.measuring import Timing, num_sets, time_graph
-from kvcompile.benching.workloads import (
-    DEVICE,
-    DTYPE,
-    Shape,
-    check,
-    decode_sdpa_calls,
-    relative_error,
-    time_sdpa,
-)
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.packing import pack_tokens
-from kvcompile.kernels.reference_attention import attend
+from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, decode_sdpa_calls, relative_error, time_sdpa
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import pack_tokens
 
 LAYOUT = PackedLayout("fp8_ds_mla", "key", 512)
 SHAPES = [Shape.parse(text) for text in ("8,128/1,512,32768", "8,16/1,512,32768", "1,128/1,512,131072")]

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvcompile.benching.workloads import Shape, check, relative_error
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 
 MAX_ERROR = 5e-2
 """Largest relative error of a step's result that is still timed; every layer may round to bfloat16."""

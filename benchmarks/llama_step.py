@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters
 import kvcompile
 from kvcompile.benching.measuring import Timing, time_steps
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape
-from kvcompile.policy import Policy
+from kvcompile.policy.policy import Policy
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
 POLICIES = ["bfloat16", "int8_per_token_head", "int4_per_token_head"]

@@ -34,7 +34,7 @@ from kvcompile.benching.workloads import (
     relative_error,
     sdpa,
 )
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.site import FormatPair
 
 Result = tuple[Tensor, Tensor, Tensor]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvcompile.benching.measuring import num_sets, time_graph
 from kvcompile.benching.workloads import DEVICE, DTYPE, check, fully_packed_formats, parse_fully_packed, relative_error
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.packing import pack_tokens, read_tokens
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 
 
 def strided_vectors(batch: int, num_kv_heads: int, num_tokens: int, head_dim: int) -> Tensor:

@@ -4,7 +4,7 @@
     python docs/make_pages.py --check    # change nothing; exit with 1 if a page is out of date
 
 Pages are written by hand, except what stands between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->``: that is
-what the function returns. ``tests/test_docs.py`` fails when a page is out of date.
+what the function returns. ``tests/pages/test_docs.py`` fails when a page is out of date.
 """
 
 from __future__ import annotations

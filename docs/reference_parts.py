@@ -16,14 +16,14 @@ from typing import Any
 import sympy
 import torch
 
-from kvcompile import policy, presets
 from kvcompile.cli.policy_schema import policy_schema
-from kvcompile.kernels import bit_planes, layout
-from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS, bit_planes
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
-from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.layout import packed_layout as layout
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.refusal import Reason
-from kvcompile.report import NOT_REFUSED
+from kvcompile.policy import policy, presets
+from kvcompile.report.report import NOT_REFUSED
 
 HEAD_DIMS = (64, 128, 256)
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}

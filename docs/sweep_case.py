@@ -29,8 +29,8 @@ from torch import Tensor
 import kvcompile
 import kvcompile.backend
 from kvcompile.passes.site import Site
-from kvcompile.policy import Policy
-from kvcompile.report import Report
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import Report
 
 BATCH = 2
 SOURCE_TOKENS = 9

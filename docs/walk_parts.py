@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
-from kvcompile import backend, stages
-from kvcompile.passes.quantize_kv_cache import quantize_kv_cache
-from kvcompile.policy import Policy
-from kvcompile.report import GraphReport, Report
-from kvcompile.stages import Stage
+from kvcompile import backend
+from kvcompile.debugging import stages
+from kvcompile.debugging.stages import Stage
+from kvcompile.passes.pipeline import quantize_kv_cache
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import GraphReport, Report
 
 POLICY = "int8_per_token_head"
 COLUMNS = 110
@@ -66,7 +67,7 @@ class _CodeSeenError(Exception):
 
 
 class Walk:
-    """What becomes of a decode step; also what :class:`kvcompile.stages.Watcher` asks for.
+    """What becomes of a decode step; also what :class:`kvcompile.debugging.stages.Watcher` asks for.
 
     Attributes:
         texts: the graph at each stage.

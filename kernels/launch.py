@@ -12,26 +12,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import launcher
-from kvcompile.kernels.attention import attention_kernel, combine_kernel
-from kvcompile.kernels.attention_configs import attention_config, num_splits
-from kvcompile.kernels.codec import PackedOperand, operand_and_scale, packed_operand, triton
-from kvcompile.kernels.latent_tiles import LatentOperand
-from kvcompile.kernels.launch_latent import attend_latents, config_of, operand_of, store_latents
-from kvcompile.kernels.launch_long import AttentionCall, attend_long, is_long
-from kvcompile.kernels.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
-from kvcompile.kernels.layout import PackedLayout, Role
-from kvcompile.kernels.references import is_reference, strides_of
-from kvcompile.kernels.residual import MAX_FEW_TOKENS
-from kvcompile.kernels.store import store_kernel, store_pair_kernel
-from kvcompile.kernels.store_blocks import (
-    copy_tags_kernel,
-    place_tokens_kernel,
-    store_blocks_kernel,
-    store_few_kernel,
-)
-from kvcompile.kernels.store_configs import StoreTiles, store_tiles
-from kvcompile.kernels.visible_range import visible_range_kernel, with_four_dimensions
+from kvcompile.kernels.attention.call import AttentionCall
+from kvcompile.kernels.attention.configs import attention_config, num_splits
+from kvcompile.kernels.attention.decode import attention_kernel, combine_kernel
+from kvcompile.kernels.attention.launch_prefill import attend_long, is_long
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
+from kvcompile.kernels.lang.triton import triton
+from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
+from kvcompile.kernels.latent.tiles import LatentOperand
+from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.layout.references import is_reference, strides_of
+from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
+from kvcompile.kernels.store.blocks import copy_tags_kernel, place_tokens_kernel, store_blocks_kernel, store_few_kernel
+from kvcompile.kernels.store.configs import StoreTiles, store_tiles
+from kvcompile.kernels.store.tokens import store_kernel, store_pair_kernel
+from kvcompile.kernels.tiles.visible_range import visible_range_kernel, with_four_dimensions
 
 _layout = PackedLayout.parse
 
@@ -64,7 +61,7 @@ def attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    """:func:`kvcompile.kernels.reference_attention.attend` on a GPU; the output is contiguous.
+    """:func:`kvcompile.kernels.spec.attention.attend` on a GPU; the output is contiguous.
 
     Without ``v_data`` one tensor serves as keys and values. ``ranges`` is :func:`visible_range` of a bool mask, where
     known.
@@ -194,7 +191,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
 
 
 def visible_range(mask: Tensor) -> Tensor:
-    """:func:`kvcompile.kernels.visible_range.visible_range` on a GPU."""
+    """:func:`kvcompile.kernels.tiles.visible_range.visible_range` on a GPU."""
     batch, num_heads, q_len, kv_len = mask.shape
     out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
     if out.numel():
@@ -210,7 +207,8 @@ def visible_range(mask: Tensor) -> Tensor:
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
-    """:func:`kvcompile.kernels.packing.write_tokens_` on a GPU. A position outside the cache is an assertion there."""
+    """:func:`kvcompile.kernels.spec.packing.write_tokens_` on a GPU. A position outside the cache is an assertion
+    there."""
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
@@ -347,7 +345,7 @@ def _store_blocks(
     )
     tags = torch.empty((batch, num_kv_heads, operand.num_slots), dtype=torch.int32, device=data.device)
     launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
-    at_once = blocks_per_program(operand, num_blocks, batch * num_kv_heads, data.device)
+    at_once = blocks_per_program(operand.rotated, num_blocks, batch * num_kv_heads, data.device)
     launch_store_blocks(
         (batch * num_kv_heads, ceil_div(num_blocks, at_once), 1),
         (data, x, places, tags),

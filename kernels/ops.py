@@ -1,7 +1,7 @@
 """The operators ``kvcompile::*`` that graphs are rewritten to.
 
-``store`` (``store_pair`` is two) and ``attention`` mean what :func:`kvcompile.kernels.packing.write_tokens_` and
-:func:`kvcompile.kernels.reference_attention.attend` mean: that is their implementation on a CPU, and Triton kernels
+``store`` (``store_pair`` is two) and ``attention`` mean what :func:`kvcompile.kernels.spec.packing.write_tokens_` and
+:func:`kvcompile.kernels.spec.attention.attend` mean: that is their implementation on a CPU, and Triton kernels
 agree with it on a GPU. None of them is differentiable.
 
 ``attention`` without ``v_data`` is that of one tensor which serves as keys and values: its layout is that of keys, and
@@ -18,12 +18,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import deepseek_v4_ops, gather_ops  # noqa: F401 - define their ops beside those below
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Role
-from kvcompile.kernels.packing import write_tokens_
-from kvcompile.kernels.reference_attention import attend
-from kvcompile.kernels.residual import blocks_of
-from kvcompile.kernels.visible_range import visible_range, with_four_dimensions
+from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - define their ops beside those below
+from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - define their ops beside those below
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import write_tokens_
+from kvcompile.kernels.spec.residual import blocks_of
+from kvcompile.kernels.tiles.visible_range import visible_range, with_four_dimensions
 
 _library = torch.library.Library("kvcompile", "DEF")
 _library.define(

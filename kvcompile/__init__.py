@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcompile.cache_file import load_cache as load_cache
-    from kvcompile.cache_file import save_cache as save_cache
-    from kvcompile.debugging import debug as debug
+    from kvcompile.caches.file import load_cache as load_cache
+    from kvcompile.caches.file import save_cache as save_cache
+    from kvcompile.caches.static import static_cache as static_cache
+    from kvcompile.debugging.debug import debug as debug
     from kvcompile.errors import CacheFileError as CacheFileError
     from kvcompile.errors import KVCompileError as KVCompileError
     from kvcompile.errors import OptionsError as OptionsError
@@ -22,40 +23,39 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.tuning import Tuning as Tuning
     from kvcompile.evaluation.tuning import tune as tune
     from kvcompile.explaining import explain as explain
-    from kvcompile.memory import cache_nbytes as cache_nbytes
-    from kvcompile.packed_pool import PackedPool as PackedPool
-    from kvcompile.packed_stack import PackedStack as PackedStack
-    from kvcompile.packed_static_cache import static_cache as static_cache
-    from kvcompile.packed_tensor import PackedTensor as PackedTensor
-    from kvcompile.policy import Policy as Policy
-    from kvcompile.presets import preset_names as preset_names
-    from kvcompile.report import Report as Report
-    from kvcompile.report import collect_reports as collect_reports
-    from kvcompile.report import last_report as last_report
+    from kvcompile.packed.memory import cache_nbytes as cache_nbytes
+    from kvcompile.packed.pool import PackedPool as PackedPool
+    from kvcompile.packed.stack import PackedStack as PackedStack
+    from kvcompile.packed.tensor import PackedTensor as PackedTensor
+    from kvcompile.policy.policy import Policy as Policy
+    from kvcompile.policy.presets import preset_names as preset_names
+    from kvcompile.report.report import Report as Report
+    from kvcompile.report.report import collect_reports as collect_reports
+    from kvcompile.report.report import last_report as last_report
 
 _HOME = {
     "CacheFileError": "errors",
     "Comparison": "evaluation.comparison",
     "KVCompileError": "errors",
     "OptionsError": "errors",
-    "PackedPool": "packed_pool",
-    "PackedStack": "packed_stack",
-    "PackedTensor": "packed_tensor",
-    "Policy": "policy",
+    "PackedPool": "packed.pool",
+    "PackedStack": "packed.stack",
+    "PackedTensor": "packed.tensor",
+    "Policy": "policy.policy",
     "PolicyError": "errors",
-    "Report": "report",
+    "Report": "report.report",
     "Tuning": "evaluation.tuning",
     "UnsupportedSiteError": "errors",
-    "cache_nbytes": "memory",
-    "collect_reports": "report",
+    "cache_nbytes": "packed.memory",
+    "collect_reports": "report.report",
     "compare": "evaluation.comparison",
-    "debug": "debugging",
+    "debug": "debugging.debug",
     "explain": "explaining",
-    "last_report": "report",
-    "load_cache": "cache_file",
-    "preset_names": "presets",
-    "save_cache": "cache_file",
-    "static_cache": "packed_static_cache",
+    "last_report": "report.report",
+    "load_cache": "caches.file",
+    "preset_names": "policy.presets",
+    "save_cache": "caches.file",
+    "static_cache": "caches.static",
     "tune": "evaluation.tuning",
 }
 

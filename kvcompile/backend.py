@@ -14,31 +14,31 @@ from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile import report
-from kvcompile.input_places import InputPlaces
-from kvcompile.key_outliers import KeyGuard
+from kvcompile.call.inputs import InputPlaces
+from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.debugging.stages import GraphStages, Stage
+from kvcompile.kernels.layout.axes import BLOCK_AXES, RANK_3_AXES, rank_4_axes
 from kvcompile.options import BackendOptions
-from kvcompile.packed_call import AdoptingCall, DequantizedInput, PackedCall
-from kvcompile.packed_pool import PackedPool, slots_of
-from kvcompile.packed_stack import PackedStack
-from kvcompile.packed_subclass import PackedSubclass
-from kvcompile.packed_tensor import WHOLE_AXES, PackedTensor
-from kvcompile.passes.cache_axes import BLOCK_AXES, RANK_3_AXES, rank_4_axes
-from kvcompile.passes.find_caches import PackedInput
-from kvcompile.passes.mark_attention import mark_attention
-from kvcompile.passes.neighbourhood import SiteView, neighbourhoods
-from kvcompile.passes.page_pools import page_pools
-from kvcompile.passes.positive_dims import make_dims_positive
-from kvcompile.passes.quantize_kv_cache import num_layers, quantize_kv_cache, refuse, sites_of
-from kvcompile.passes.rank_3_caches import widen_rank_3_caches
+from kvcompile.packed.pool import PackedPool, slots_of
+from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
+from kvcompile.passes.calling import InputAction, PackedInput, Rewritten, SplitStack
+from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
+from kvcompile.passes.canonical.normalise_dims import make_dims_positive
+from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
+from kvcompile.passes.mark.mark_attention import mark_attention
+from kvcompile.passes.notes.surroundings import SiteView, neighbourhoods
+from kvcompile.passes.pipeline import num_layers, quantize_kv_cache, refuse, sites_of
+from kvcompile.passes.pools.page import page_pools
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.returned_inputs import drop_returned_inputs
-from kvcompile.passes.rewrite_caches import InputAction, Rewritten, is_mutated
+from kvcompile.passes.rewrite.caches import is_mutated
+from kvcompile.passes.rewrite.make_replayable import can_replay, suit_cuda_graphs
 from kvcompile.passes.site import Site
-from kvcompile.passes.split_stacks import SplitStack, contiguous_parts, names_of_parts, places_of, split_stacks
-from kvcompile.passes.suit_cuda_graphs import can_replay, suit_cuda_graphs
-from kvcompile.stages import GraphStages, Stage
-from kvcompile.weight_bytes import weight_bytes
+from kvcompile.passes.stacks.split import contiguous_parts, names_of_parts, places_of, split_stacks
+from kvcompile.report import report
+from kvcompile.report.weight_bytes import weight_bytes
 
 
 class _NothingRewrittenError(Exception):

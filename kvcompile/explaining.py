@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from kvcompile.anew import with_new_code, without_recompile_limit
-from kvcompile.policy import Policy
-from kvcompile.report import Report, collect_reports
+from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import Report, collect_reports
 
 
 def explain(

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
 from kvcompile.errors import OptionsError
-from kvcompile.policy import OnUnsupported, Policy
+from kvcompile.policy.policy import OnUnsupported, Policy
 
 OWN_OPTIONS = ("policy", "on_unsupported")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.formats import get_format
-from kvcompile.kernels.layout import PackedLayout, Residual, Role, num_blocks
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual, Role, num_blocks
 from kvcompile.passes.refusal import Reason
 
 

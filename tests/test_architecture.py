@@ -52,7 +52,7 @@ def test_passes_import_nothing_but_passes_and_kernels() -> None:
 def test_kernels_know_no_graphs_and_only_what_is_for_its_users_knows_hugging_face(
     folder: str, packages: tuple[str, ...]
 ) -> None:
-    its_users = [ROOT / "kvcompile" / name for name in ("evaluation", "packed_static_cache.py", "cache_objects.py")]
+    its_users = [ROOT / "kvcompile" / name for name in ("evaluation", "caches")]
     others = [path for path in files(folder) if path not in its_users and path.parent not in its_users]
     assert [(path, name) for path in others for name in imports_of(path) if name.startswith(packages)] == []
 

@@ -9,7 +9,7 @@ Every format obeys one law, so that one store kernel and one attention kernel se
 (per group), or by one channel of the 64 tokens of a block (per channel); a format may have no zero points, or neither.
 ``static_scale`` is one number for all vectors of a cache, known before the first is written: it is part of the
 format's name and not of the data, and 1 but for calibrated formats.
-A rotated format stores ``x @ R`` (R orthogonal, see :mod:`kvcompile.kernels.rotation`) instead of ``x``.
+A rotated format stores ``x @ R`` (R orthogonal, see :mod:`kvcompile.kernels.formats.rotation`) instead of ``x``.
 All-zero bytes decode to zeros in every format.
 
 The plain-PyTorch ``encode`` and ``decode`` below are the specification; the CPU path traces them into the graph and the
@@ -26,9 +26,9 @@ import sympy
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import Packing, Section
-from kvcompile.kernels.codec import Codec
-from kvcompile.kernels.rotation import rotate, unrotate
+from kvcompile.kernels.formats.bit_planes import Packing, Section
+from kvcompile.kernels.formats.codec import Codec
+from kvcompile.kernels.formats.rotation import rotate, unrotate
 
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
 BLOCK_TOKENS = 64
@@ -66,7 +66,7 @@ class Format(abc.ABC):
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
         takes_static_scale: whether there may be one other than 1.
         gain: factor between the levels of the codec and those of :meth:`levels`.
-        codec: the Triton part, see :mod:`kvcompile.kernels.codec`.
+        codec: the Triton part, see :mod:`kvcompile.kernels.layout.operand`.
     """
 
     name: str

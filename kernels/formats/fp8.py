@@ -20,10 +20,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, jit, round_to_integer, tl
 from kvcompile.kernels.formats.base import Format, divided, float32
-from kvcompile.kernels.tile_rounding import converts_fp8, quotient
+from kvcompile.kernels.formats.bit_planes import Packing
+from kvcompile.kernels.formats.codec import Codec
+from kvcompile.kernels.lang.rounding import converts_fp8, quotient
+from kvcompile.kernels.lang.tiles import round_to_integer
+from kvcompile.kernels.lang.triton import jit, tl
 
 SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
 

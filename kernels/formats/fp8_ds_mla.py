@@ -1,10 +1,10 @@
 """``fp8_ds_mla``: the 584-byte K cache of DeepSeek-V4, for latents of 512 channels that serve as keys and values.
 
 The first 448 channels of a latent are e4m3 floats with a power-of-two scale (UE8M0) for 64 channels each, the last 64,
-which carry the rotary embedding, are bfloat16 (:mod:`kvcompile.kernels.deepseek_v4`, which is the specification). A
-block of 64 tokens is a page of that layout: the 576 bytes of each token, then 7 scale bytes and a padding byte of each.
-So the packed data of a sequence are pages that ``kvcompile::dequantize_and_gather_k_cache`` and the kernels it stands
-for can read, with a block_size of 64.
+which carry the rotary embedding, are bfloat16 (:mod:`kvcompile.kernels.formats.ds_mla_rows`, which is the
+specification). A block of 64 tokens is a page of that layout: the 576 bytes of each token, then 7 scale bytes and a
+padding byte of each. So the packed data of a sequence are pages that ``kvcompile::dequantize_and_gather_k_cache`` and
+the kernels it stands for can read, with a block_size of 64.
 
 A cache of latents is [batch, 1, tokens, 512] or [batch, tokens, 1, 512]; attention reads it as its keys and, whole or
 the first channels of it, as its values. On a GPU no first or recent tokens of it can be kept as they are.
@@ -20,8 +20,9 @@ import sympy
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import Packing, Section
-from kvcompile.kernels.deepseek_v4 import (
+from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.bit_planes import Packing, Section
+from kvcompile.kernels.formats.ds_mla_rows import (
     DATA_BYTES,
     HEAD_DIM,
     NOPE_DIM,
@@ -33,7 +34,6 @@ from kvcompile.kernels.deepseek_v4 import (
     dequantize,
     quantize,
 )
-from kvcompile.kernels.formats.base import Format
 
 
 class Fp8DsMla(Format):

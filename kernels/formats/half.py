@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.codec import jit, tl
+from kvcompile.kernels.lang.triton import jit, tl
 
 SATURATION = 65280.0
 """Where channels saturate: grids whose scale and zero are rounded outwards end below fp16's largest number, 65504.

@@ -26,12 +26,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity, divided
+from kvcompile.kernels.formats.bit_planes import PACKINGS
+from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
-from kvcompile.kernels.tile_rounding import quotient, round_to_byte
+from kvcompile.kernels.lang.rounding import quotient, round_to_byte
+from kvcompile.kernels.lang.triton import jit, tl
 
 
 @jit

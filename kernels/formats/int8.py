@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format, Granularity, divided
+from kvcompile.kernels.formats.bit_planes import Packing
+from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.half import SATURATION, half_above, half_above_tile
-from kvcompile.kernels.tile_rounding import quotient, round_to_byte
+from kvcompile.kernels.lang.rounding import quotient, round_to_byte
+from kvcompile.kernels.lang.triton import jit, tl
 
 # 0x6400 | byte is 1024 + byte in fp16; 0xe480 is -1152.
 UNPACK_PTX = """{

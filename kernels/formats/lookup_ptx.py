@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
     """PTX from registers of four bytes to int8, a register for each plane, in the order of
-    :func:`kvcompile.kernels.query_tiles.interleaved`: $0 and $1 for codes of four bits, else $0 to $3.
+    :func:`kvcompile.kernels.attention.query.interleaved`: $0 and $1 for codes of four bits, else $0 to $3.
 
     What comes out is ``floor(level)``; levels are odd multiples of a half, so that this is ``level - 0.5``.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import Packing
-from kvcompile.kernels.codec import Codec, jit, tl
 from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.bit_planes import Packing
+from kvcompile.kernels.formats.codec import Codec
+from kvcompile.kernels.lang.triton import jit, tl
 
 
 @jit

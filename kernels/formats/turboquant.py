@@ -32,12 +32,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bit_planes import PACKINGS
-from kvcompile.kernels.codec import Codec, jit, planes_of, tl
 from kvcompile.kernels.formats.base import Format, float32
+from kvcompile.kernels.formats.bit_planes import PACKINGS
+from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.lookup_ptx import lookup_halves, lookup_integers
 from kvcompile.kernels.formats.nearest_ptx import last_below, nearest_pair, thresholds
-from kvcompile.kernels.tile_rounding import has_ptx
+from kvcompile.kernels.lang.rounding import has_ptx
+from kvcompile.kernels.lang.tiles import planes_of
+from kvcompile.kernels.lang.triton import jit, tl
 
 HALF_MAX = 65504.0
 

@@ -29,7 +29,7 @@ from kvcompile.benching.workloads import (
     runnable,
     time_sdpa,
 )
-from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.spec.attention import attend
 from kvcompile.passes.site import FormatPair
 
 PLAIN = "bf16 SDPA"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvcompile.benching.errors import NoCudaError
-from kvcompile.kernels.codec import jit, tl
+from kvcompile.kernels.lang.triton import jit, tl
 
 ROTATED_L2_CACHES = 16
 """What the inputs of a timed call occupy in all, in sizes of the L2 cache: little of it can still be there."""

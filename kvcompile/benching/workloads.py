@@ -19,12 +19,12 @@ from torch.nn.attention.bias import causal_lower_right
 import kvcompile.kernels.ops  # noqa: F401
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, time_graph
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import pack_blocks, pack_tokens
-from kvcompile.kernels.reference_attention import attend
-from kvcompile.kernels.residual import header_of
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import pack_blocks, pack_tokens
+from kvcompile.kernels.spec.residual import header_of
 from kvcompile.passes.site import FormatPair
-from kvcompile.presets import preset_names, resolve
+from kvcompile.policy.presets import preset_names, resolve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16

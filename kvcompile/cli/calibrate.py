@@ -38,7 +38,7 @@ def calibrate(
     from kvcompile.evaluation import models, text
     from kvcompile.evaluation.magnitudes import largest_magnitudes
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.static_scales import CalibrationFile
+    from kvcompile.policy.static_scales import CalibrationFile
 
     with output.open("a"):  # an error now if it cannot be written later
         pass

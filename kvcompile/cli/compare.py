@@ -55,7 +55,7 @@ def compare(
     """Compare a model under a policy with itself: predictions, every layer, and rules for the worst layers."""
     from kvcompile.evaluation.comparison import compare_on
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.policy import Policy
+    from kvcompile.policy.policy import Policy
 
     schedule = Schedule(prefill, decode, chunk)
     loaded = Policy.load(policy)

@@ -202,7 +202,7 @@ def _backend() -> Check:
 def _policy_variable() -> Iterator[Check]:
     """Whether KVQUANT_POLICY, if it is set, names a policy."""
     from kvcompile.errors import PolicyError
-    from kvcompile.policy import POLICY_VARIABLE, Policy
+    from kvcompile.policy.policy import POLICY_VARIABLE, Policy
 
     value = os.environ.get(POLICY_VARIABLE)
     if value:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcompile.cli.doctor_checks import MISSING, OK, Check
-from kvcompile.report import collect_reports
+from kvcompile.report.report import collect_reports
 
 TOLERANCE = 0.05
 """Of 8-bit caches with random data of unit variance; their real error is a tenth of it."""

@@ -74,8 +74,8 @@ def evaluate(
     from kvcompile.evaluation.errors import EvaluationError
     from kvcompile.evaluation.plot import check_plot, draw
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.policy import Policy
-    from kvcompile.presets import preset_names
+    from kvcompile.policy.policy import Policy
+    from kvcompile.policy.presets import preset_names
 
     schedule = Schedule(prefill, decode, chunk)
     names = items(policies) if policies else preset_names()

@@ -60,7 +60,7 @@ def explain(
     """Compile a step of a model and say what became of every attention. Exits with 1 if one was refused."""
     from kvcompile.evaluation import models
     from kvcompile.evaluation.explained_step import explain_step
-    from kvcompile.policy import Policy
+    from kvcompile.policy.policy import Policy
 
     loaded = Policy.load(policy)
     check_writable(html)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcompile.kernels.formats.base import HEAD_DIM
-from kvcompile.kernels.layout import BLOCK_TOKENS
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.planning.decode_time import DecodeModel, Payoff
 from kvcompile.planning.model_caches import LayerCache
 from kvcompile.planning.parameters import ParameterCount

@@ -15,7 +15,7 @@ from kvcompile.tables import table
 if TYPE_CHECKING:
     from kvcompile.planning.model_caches import ModelCaches
     from kvcompile.planning.stored_caches import PolicyCaches
-    from kvcompile.policy import Policy
+    from kvcompile.policy.policy import Policy
 
 SHOW_EXAMPLES = examples(
     "policy show", "policy show int4_per_token_head", "policy show policy.yaml --config config.json"
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
 def show(policy: PolicyArgument = None, config: Config = None, as_json: JsonOption = False) -> None:
     """Print a policy in full. With --config, also what it gives every layer of a model."""
     from kvcompile.planning.stored_caches import store_caches
-    from kvcompile.policy import Policy
+    from kvcompile.policy.policy import Policy
 
     loaded = Policy.load(policy)
     caches = store_caches("policy", loaded, _model(config)) if config is not None else None
@@ -106,7 +106,7 @@ def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
     """Whether a file is a policy, its faults, and what is worth knowing although it is one."""
     from kvcompile.planning.errors import PlanError
     from kvcompile.planning.stored_caches import store_caches
-    from kvcompile.policy import Policy
+    from kvcompile.policy.policy import Policy
 
     with file.open("rb"):  # a file that cannot be read is no answer, but the user's mistake
         pass

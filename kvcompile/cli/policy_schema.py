@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvcompile import format_choice, policy, presets
+from kvcompile.policy import choice, policy, presets
 
 
 def policy_schema() -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _dtypes(name: str) -> list[str]:
     One half of a cache cannot be left as it is.
     """
     dtypes = [*presets.known_names(), *presets.element_dtypes()]
-    return [dtype for dtype in dtypes if name != format_choice.Half.__name__ or dtype != presets.AUTO]
+    return [dtype for dtype in dtypes if name != choice.Half.__name__ or dtype != presets.AUTO]
 
 
 def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:

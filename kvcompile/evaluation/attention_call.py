@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.layout import PackedLayout, Role
-from kvcompile.kernels.packing import pack_tokens, read_tokens
-from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 from kvcompile.passes.site import FormatPair
 
 

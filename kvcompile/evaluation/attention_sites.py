@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.anew import with_new_code, without_recompile_limit
+from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_call import AttentionCall
-from kvcompile.passes.mark_attention import mark_attention
+from kvcompile.passes.mark.mark_attention import mark_attention
 from kvcompile.passes.marker import Marker, markers_of, replace_marker
-from kvcompile.passes.quantize_kv_cache import sites_of
+from kvcompile.passes.pipeline import sites_of
 from kvcompile.passes.site import Site
 
 Listener = Callable[[Site, AttentionCall], Tensor | None]

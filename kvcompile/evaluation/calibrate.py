@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcompile.call.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import attention_sites, listen
-from kvcompile.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
-from kvcompile.passes.quantize_kv_cache import num_layers
+from kvcompile.passes.pipeline import num_layers
 from kvcompile.passes.site import Site
-from kvcompile.policy import Policy
+from kvcompile.policy.policy import Policy
 
 
 class Calibration:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcompile.evaluation.comparison import Comparison, LayerError
 from kvcompile.evaluation.results_text import circumstances, legend, short, summary
 from kvcompile.evaluation.suggestion import Suggestion
-from kvcompile.report import enumerate_modules
+from kvcompile.report.report import enumerate_modules
 from kvcompile.tables import table, wrapped
 
 HEADER = ["module", "KL", "K", "V", "attn", "of K", "of V", "in model"]

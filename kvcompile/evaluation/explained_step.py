@@ -10,8 +10,8 @@ import torch
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, text_config, uncompiled
 from kvcompile.explaining import explain
-from kvcompile.policy import Policy
-from kvcompile.report import Report
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import Report
 
 CacheKind = Literal["static", "growing"]
 

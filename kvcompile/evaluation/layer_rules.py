@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from kvcompile import presets
 from kvcompile.passes.site import FormatPair, Site
-from kvcompile.policy import Policy, Rule
+from kvcompile.policy import presets
+from kvcompile.policy.policy import Policy, Rule
 
 
 def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:

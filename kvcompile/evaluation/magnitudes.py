@@ -10,9 +10,9 @@ from torch import Tensor
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import listen
 from kvcompile.evaluation.errors import EvaluationError
-from kvcompile.kernels.layout import Role
+from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.site import Site
-from kvcompile.static_scales import Numbers
+from kvcompile.policy.static_scales import Numbers
 
 
 def largest_magnitudes(

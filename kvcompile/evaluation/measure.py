@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcompile.anew import with_new_code, without_recompile_limit
+from kvcompile.call.key_outliers import KeyOutliers
+from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
@@ -20,9 +21,8 @@ from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
-from kvcompile.key_outliers import KeyOutliers
-from kvcompile.policy import Policy
-from kvcompile.report import Report, collect_reports, enumerate_modules, modules_by_reason
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import Report, collect_reports, enumerate_modules, modules_by_reason
 
 OnProgress = Callable[[str, int, int], None]
 """Hears what is being done, how many steps are done, and how many there are."""
@@ -61,7 +61,7 @@ def evaluate(
     Args:
         model: a Hugging Face causal language model in inference mode.
         text: from :func:`kvcompile.evaluation.text.read_text`.
-        policies: what :meth:`kvcompile.policy.Policy.load` takes.
+        policies: what :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: for the result.
         on_progress: hears of every step.
         on_result: hears of every policy.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcompile.evaluation.models import text_config
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.memory import cache_nbytes
+from kvcompile.packed.memory import cache_nbytes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from kvcompile.evaluation.models import running_eagerly
 from kvcompile.evaluation.replay import new_cache
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when, measure_sites
-from kvcompile.kernels.layout import PackedLayout, Role
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.passes.site import FormatPair, Site
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.step_comparison import RelativeErrors, divergence
-from kvcompile.kernels.layout import Role
+from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.site import FormatPair, Site
 
 QUERIES = 64

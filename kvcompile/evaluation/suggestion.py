@@ -12,7 +12,7 @@ from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.layer_rules import as_text, rules_for, with_rules
 from kvcompile.evaluation.site_errors import SiteErrors
 from kvcompile.passes.site import FormatPair, Site
-from kvcompile.policy import Policy
+from kvcompile.policy.policy import Policy
 
 RAISED = ("int8_per_token_head", "fp8_e4m3", "bfloat16")
 """What keys or values of a layer may be raised to."""

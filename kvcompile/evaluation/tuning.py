@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompile import presets
 from kvcompile.errors import did_you_mean
 from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.errors import EvaluationError
@@ -25,7 +24,8 @@ from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
 from kvcompile.kernels.formats import FORMATS
 from kvcompile.passes.site import FormatPair, Site
-from kvcompile.policy import Choice, Half, Policy
+from kvcompile.policy import presets
+from kvcompile.policy.policy import Choice, Half, Policy
 
 DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "bfloat16")
 """What a search considers unless it is told otherwise."""

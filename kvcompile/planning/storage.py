@@ -15,7 +15,7 @@ import sympy
 
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Residual, Role
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual, Role
 from kvcompile.planning.errors import PlanError
 
 Measure = Literal["payload", "stored", "allocated"]

@@ -11,12 +11,12 @@ import sympy
 import torch
 
 from kvcompile.errors import PolicyError
-from kvcompile.kernels.layout import Role
+from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.site import Site
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.model_caches import LayerCache, ModelCaches
 from kvcompile.planning.storage import DTYPE_BYTES, Measure, Storage, compressed, of_dtype, uncompressed
-from kvcompile.policy import Policy
+from kvcompile.policy.policy import Policy
 
 
 @dataclass(frozen=True)

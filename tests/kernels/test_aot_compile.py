@@ -10,14 +10,18 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from kinds import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN
 from packed_bytes import empty_packed
 from triton.backends.compiler import GPUTarget
 
-from kvcompile.kernels import gather_kernel, launch, launch_latent, launch_long, launcher
-from kvcompile.kernels.attention_configs import DECODE
-from kvcompile.kernels.codec import INTERPRETED
-from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels import launch
+from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.attention.configs import DECODE
+from kvcompile.kernels.gather import kernel as gather_kernel
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.lang.triton import INTERPRETED
+from kvcompile.kernels.latent import launch as launch_latent
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
@@ -71,7 +75,7 @@ def compiled(capability, monkeypatch):
     kernels = {}
     for module, names in (
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
-        (launch_long, "dequantize long_attention"),
+        (launch_prefill, "dequantize long_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
     ):
@@ -270,7 +274,7 @@ def test_longer_caches_and_more_queries_do_not_recompile(compiled):
     for q_len in (32, 33, 100, 1000):
         attend(INT8, INT8, q_len=q_len, is_causal=True)
     assert len(launch.launch_attention.compiled) == 2
-    assert len(launch_long.launch_long_attention.compiled) == 2  # of several splits, and of one
+    assert len(launch_prefill.launch_long_attention.compiled) == 2  # of several splits, and of one
 
 
 def test_attention_of_long_queries_compiles_with_a_mask(compiled):

@@ -9,15 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from kinds import BY_TOKEN, SHAPES
+from formats_of_every_kind import BY_TOKEN, SHAPES
 
-from kvcompile.kernels import launch, launcher
-from kvcompile.kernels.attention_configs import AttentionConfig, attention_config, num_splits
-from kvcompile.kernels.codec import packed_operand
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import write_tokens_
-from kvcompile.kernels.reference_attention import attend
-from kvcompile.kernels.residual import holding_slots
+from kvcompile.kernels import launch
+from kvcompile.kernels.attention.configs import AttentionConfig, attention_config, num_splits
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.layout.operand import packed_operand
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import write_tokens_
+from kvcompile.kernels.spec.residual import holding_slots
 
 every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
 INT8 = "int8_per_token_head"

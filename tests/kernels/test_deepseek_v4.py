@@ -23,8 +23,8 @@ from deepseek_v4_cases import (
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from kvcompile.kernels import deepseek_v4 as spec
-from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.formats import ds_mla_rows as spec
 
 insert = torch.ops.kvcompile.quantize_and_insert_k_cache.default
 gather = torch.ops.kvcompile.dequantize_and_gather_k_cache.default

@@ -25,10 +25,10 @@ from deepseek_v4_cases import (
 )
 from test_aot_compile import CompileOnly, NoDriver
 
-from kvcompile.kernels import deepseek_v4 as spec
-from kvcompile.kernels import deepseek_v4_kernels as kernels
-from kvcompile.kernels import launcher
-from kvcompile.kernels.codec import INTERPRETED
+from kvcompile.kernels.deepseek_v4 import kernels
+from kvcompile.kernels.formats import ds_mla_rows as spec
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.lang.triton import INTERPRETED
 
 # NumPy warns where the interpreter multiplies what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
@@ -302,7 +302,7 @@ def test_what_does_not_fit_reaches_no_memory(message, act, arguments, device):
 def test_what_does_not_fit_fails_an_assertion_on_a_gpu(message, act, arguments):
     program = f"import test_deepseek_v4_kernels as t; t.{act}(t.torch.device('cuda'), *{arguments})"
     folder = Path(__file__).parent
-    environment_path = f"import sys; sys.path.insert(0, {str(folder.parent)!r}); "
+    environment_path = f"import sys; sys.path.insert(0, {str(folder.parent / 'support')!r}); "
     done = subprocess.run(
         [sys.executable, "-c", environment_path + program], cwd=folder, capture_output=True, text=True, timeout=120
     )
@@ -313,7 +313,7 @@ def test_what_does_not_fit_fails_an_assertion_on_a_gpu(message, act, arguments):
 
 @pytest.mark.gpu
 def test_the_operators_run_the_kernels_on_a_gpu_and_refuse_tensors_of_a_cpu():
-    from kvcompile.kernels import deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
+    from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines torch.ops.kvcompile
 
     k, slots, k_cache = random_tokens(3), torch.tensor([2, -1, 0]), empty_cache(1, 4)
     on_device = k_cache.cuda()

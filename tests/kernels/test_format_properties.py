@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from formats_of_every_kind import BY_TOKEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import BY_TOKEN
 from packed_bytes import empty_packed
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.formats.base import BLOCK_TOKENS, Format
 from kvcompile.kernels.formats.fp8 import Fp8
 from kvcompile.kernels.formats.half import SATURATION
+from kvcompile.kernels.formats.rotation import rotate
 from kvcompile.kernels.formats.turboquant import HALF_MAX
-from kvcompile.kernels.layout import PackedLayout, Residual
-from kvcompile.kernels.packing import read_tokens, write_tokens_
-from kvcompile.kernels.rotation import rotate
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
+from kvcompile.kernels.spec.packing import read_tokens, write_tokens_
 
 HEAD_DIM, BATCH, HEADS, TOKENS = 64, 2, 2, 130
 HARD = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds import KINDS
+from formats_of_every_kind import KINDS
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.kernels.bit_planes import PACKINGS
 from kvcompile.kernels.formats import FORMATS, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM
+from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.half import SATURATION, nearest_half
+from kvcompile.kernels.formats.rotation import random_signs, rotate
 from kvcompile.kernels.formats.turboquant import CENTROIDS, STEP, codebook
-from kvcompile.kernels.rotation import random_signs, rotate
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009501}

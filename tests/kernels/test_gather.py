@@ -8,10 +8,10 @@ from packed_caches import HEAD_DIM, LAYOUTS
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
-from kvcompile.kernels.gather import gather_tokens
-from kvcompile.kernels.layout import PackedLayout, Residual
-from kvcompile.kernels.packing import pack_tokens, read_tokens
-from kvcompile.kernels.references import References
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
+from kvcompile.kernels.layout.references import References
+from kvcompile.kernels.spec.gather import gather_tokens
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 
 NUM_SLOTS, HEADS = 150, 3
 
@@ -76,7 +76,7 @@ KINDS = [
 @pytest.mark.parametrize(("format_name", "head_dim"), KINDS)
 def test_the_kernel_copies_the_bytes_of_the_specification(format_name, head_dim, role, device):
     pytest.importorskip("triton")
-    from kvcompile.kernels import gather_kernel
+    from kvcompile.kernels.gather import kernel as gather_kernel
 
     layout = PackedLayout(format_name, role, head_dim)
     data = torch.randint(256, (3, 1, 2, layout.block_bytes), dtype=torch.uint8)

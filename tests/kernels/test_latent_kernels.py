@@ -10,14 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from kinds import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN
 from test_attention_kernel import BOTH, MASKS, NAN_BYTES, hide_packed_form
 
-from kvcompile.kernels import launch, launch_latent, launch_long, launcher
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import write_tokens_
-from kvcompile.kernels.reference_attention import attend
-from kvcompile.kernels.references import References
+from kvcompile.kernels import launch
+from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.latent import launch as launch_latent
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.layout.references import References
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import write_tokens_
 
 LATENTS = PackedLayout("fp8_ds_mla", "key", 512)
 
@@ -287,7 +290,7 @@ RESIDUALS = ["int4_unrotated" + BOTH, "turboquant_2.5bit" + BOTH]
 @pytest.mark.parametrize("long_rows", [1, 10**9])
 @pytest.mark.parametrize("spec", [*BY_TOKEN, *RESIDUALS])
 def test_one_tensor_serves_as_keys_and_values_in_every_format(spec, long_rows, device, monkeypatch):
-    monkeypatch.setattr(launch_long, "LONG_ROWS", long_rows)
+    monkeypatch.setattr(launch_prefill, "LONG_ROWS", long_rows)
     case = Case(device, spec, batch=1, num_heads=6, head_dim=64, kv_len=150, scale=0.2)
     hide_packed_form(SimpleNamespace(layouts=[case.layout], data=[case.data]))
     case.check()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import sympy
 import torch
+from formats_of_every_kind import BY_TOKEN, SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import BY_TOKEN, SHAPES
 from packed_bytes import empty_packed
 
 from kvcompile.kernels.formats import get_format
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.packing import read_stored_tokens, read_tokens, write_tokens, write_tokens_
-from kvcompile.kernels.rotation import rotate
+from kvcompile.kernels.formats.rotation import rotate
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens, write_tokens, write_tokens_
 
 CPU = torch.device("cpu")
 BATCH, HEADS, HEAD_DIM = 2, 3, 64

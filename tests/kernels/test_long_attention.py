@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from kinds import KINDS, SHAPES
+from formats_of_every_kind import KINDS, SHAPES
 from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
 
-from kvcompile.kernels import launch_long, launcher
-from kvcompile.kernels.packing import write_tokens_
+from kvcompile.kernels.attention import launch_prefill
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.spec.packing import write_tokens_
 
 # Keys, values and weights are rounded to bfloat16 where queries are.
 LongCase = functools.partial(Case, bfloat16_tolerance=1e-2)
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_outputs", "every_query_is_long")
 
 @pytest.fixture
 def every_query_is_long(monkeypatch):
-    monkeypatch.setattr(launch_long, "LONG_ROWS", 1)
+    monkeypatch.setattr(launch_prefill, "LONG_ROWS", 1)
 
 
 @pytest.mark.parametrize("format_name", RESIDUAL_FORMATS)
@@ -96,7 +97,7 @@ def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(de
 
 
 def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(device, monkeypatch):
-    monkeypatch.setattr(launch_long, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
+    monkeypatch.setattr(launch_prefill, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
     case = LongCase(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
     case.check(torch.arange(130) > 60)
 

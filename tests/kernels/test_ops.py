@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
-from kinds import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN
 from packed_bytes import empty_packed
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import write_tokens
-from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import write_tokens
 
 CPU = torch.device("cpu")
 INT8 = "int8_per_token_head"
@@ -170,7 +170,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from kvcompile.kernels import ops
-from kvcompile.kernels.layout import PackedLayout
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 layout = PackedLayout("int4_per_token_head", "key", 64)
 data = torch.zeros(layout.shape(64, 1, 1), dtype=torch.uint8)
 torch.ops.kvcompile.store(data, torch.ones(1, 1, 1, 64), torch.tensor([3]), None, "int4_per_token_head", "key")

@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from kinds import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN
 from packed_bytes import empty_packed
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,9 +18,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import read_tokens, write_tokens_
-from kvcompile.kernels.reference_attention import attend
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import read_tokens, write_tokens_
 
 CPU = torch.device("cpu")
 PAIRS = [(name, name) for name in BY_TOKEN] + [

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.references import References
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.layout.references import References
 
 KEY, VALUE = "int4_per_channel[recent=1,sinks=1,bfloat16]", "turboquant_4bit"
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from packed_bytes import empty_packed
 from torch import Tensor
 
-from kvcompile.kernels.layout import BLOCK_TOKENS, PackedLayout, Residual
-from kvcompile.kernels.packing import pack_tokens, read_tokens, write_tokens, write_tokens_
-from kvcompile.kernels.reference_attention import attend
-from kvcompile.kernels.residual import MAX_FEW_TOKENS
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens, write_tokens, write_tokens_
+from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
 
 BATCH, HEADS, HEAD_DIM, TOKENS = 2, 2, 16, 250
 LAYOUTS = [

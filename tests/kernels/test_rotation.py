@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcompile.kernels.rotation import rotate, rotation_blocks, rotation_matrix, unrotate
+from kvcompile.kernels.formats.rotation import rotate, rotation_blocks, rotation_matrix, unrotate
 
 HEAD_DIMS = [16, 32, 48, 64, 80, 96, 112, 128, 256]
 

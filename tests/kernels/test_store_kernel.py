@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from kinds import BY_TOKEN, SHAPES
+from formats_of_every_kind import BY_TOKEN, SHAPES
 from packed_bytes import empty_packed
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.kernels.packing import write_tokens_
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.packing import write_tokens_
 
 CPU = torch.device("cpu")
 
@@ -343,7 +343,7 @@ def test_a_position_outside_the_cache_fails_an_assertion_on_a_gpu(spec, tokens, 
     arguments = f"t.torch.device('cuda'), {position}, {spec!r}, {tokens}"
     program = f"import test_store_kernel as t; t.store_outside_the_cache({arguments})"
     folder = Path(__file__).parent
-    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(folder), str(folder.parent / "support"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )

@@ -32,7 +32,7 @@ def packed_codes(fmt):
 
 
 def interleaved(planes):
-    """The order of :func:`kvcompile.kernels.query_tiles.interleaved`, written out."""
+    """The order of :func:`kvcompile.kernels.attention.query.interleaved`, written out."""
     result = [torch.empty_like(plane) for plane in planes]
     for i in range(len(planes) // 2):
         for j in range(0, WIDTH, 4):

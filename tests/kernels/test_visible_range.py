@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
-from kvcompile.kernels.visible_range import NOTHING, visible_range
+from kvcompile.kernels.tiles.visible_range import NOTHING, visible_range
 
 KV_LEN = 9000
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.passes.aliases import share_memory
+from kvcompile.passes.graph.aliases import share_memory
 
 SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "a view": lambda x: (x, x.transpose(1, 2)),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvcompile.backend
 from kvcompile import last_report
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, MAX_LEN, HEAD_DIM = 2, 12, 6, 70, 32
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -122,7 +122,7 @@ def test_each_range_of_heads_is_an_attention_of_its_own(fn: Attend, monkeypatch:
         return result
 
     monkeypatch.setattr(kvcompile.backend, "quantize_kv_cache", count)
-    monkeypatch.setattr("kvcompile.passes.insert_ops._uses_kernels", lambda data: True)
+    monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     check(fn, caches())
     assert counts == [READS[fn]]
 

@@ -14,9 +14,9 @@ from torch.fx import Graph
 
 import kvcompile.backend
 from kvcompile import last_report
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.neighbourhood import operation_name
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.notes.surroundings import operation_name
 
 BATCH, NUM_HEADS, MAX_LEN, WIDTH = 2, 4, 70, 64
 RANK, NOPE, ROPE, V_DIM = 48, 16, 32, 32

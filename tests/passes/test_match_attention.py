@@ -16,9 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from written_out_attention import FORMS, H_KV, B, D, Form, H, Operands, S, operands, repeat_kv
 
-from kvcompile.passes.expand_markers import expand_markers
-from kvcompile.passes.mark_attention import mark_attention
-from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.mark.mark_attention import mark_attention
+from kvcompile.passes.marker import Marker, expand_markers, markers_of
 
 Q = 3
 _VIEWS = ("view", "permute", "unsqueeze", "squeeze", "transpose", "clone", "expand", "_unsafe_view")

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx.experimental import _config as symbolic_shapes_config
 
 from kvcompile import last_report
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
 
 S, D = 70, 32
 

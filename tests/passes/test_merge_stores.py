@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
-from kvcompile.passes.merge_stores import STORE, STORE_PAIR, merge_stores
+from kvcompile.passes.rewrite.merge_stores import STORE, STORE_PAIR, merge_stores
 
 
 class Stores:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.passes.neighbourhood import MAX_CONSUMERS, Box, neighbourhoods
-from kvcompile.passes.parts import Part, note_part, noting_new_nodes, part_of
+from kvcompile.passes.notes.roles import Part, note_part, noting_new_nodes, part_of
+from kvcompile.passes.notes.surroundings import MAX_CONSUMERS, Box, neighbourhoods
 
 
 def traced() -> tuple[GraphModule, dict[str, Node]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.passes.no_cache import no_cache
+from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
+from kvcompile.passes.prove.why_not import no_cache
 from kvcompile.passes.refusal import Reason
-from kvcompile.passes.whole_copies import drop_whole_copies
 
 B, H, S, D = 2, 3, 40, 16
 

@@ -12,9 +12,9 @@ from test_refusals import D, S, inputs, run, sdpa, step, write
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_tensor import PackedTensor
-from kvcompile.passes.quantize_kv_cache import PackedInput, _layout
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.pipeline import PackedInput, _layout
 from kvcompile.passes.refusal import Reason, Refusal
 
 

@@ -24,7 +24,7 @@ from paged_steps import (
 from torch import Tensor
 
 import kvcompile
-from kvcompile.packed_pool import PackedPool
+from kvcompile.packed.pool import PackedPool
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 

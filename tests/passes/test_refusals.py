@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 
 B, H, S, D = 2, 2, 70, 64
 

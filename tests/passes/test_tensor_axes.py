@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcompile.passes.tensor_axes import Axis, Layout, Step, axes_of, rearrange, regroup
+from kvcompile.passes.mark.axes import Axis, Layout, Step, axes_of, rearrange, regroup
 
 SIZES = {"b": 2, "h": 3, "g": 5, "q": 7, "k": 1, "d": 11}
 SLOTS = (("b",), ("h", "g"), ("q",), ("k", "d"))

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.kernels.layout import PackedLayout
-from kvcompile.packed_tensor import PackedTensor
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
 
 BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM = 2, 3, 70, 16
 Repeat = Callable[[Tensor], Tensor]

@@ -1,0 +1,282 @@
+"""Attention on packed caches in Triton: one kernel for every format, and the merge of its splits.
+
+Flash decoding in transposed form. A program owns a tile of query rows of one KV head (all its query heads together, so
+that the cache is read once) and a share of the tokens, and computes for tiles of tokens
+
+    S^T = K q^T   [tokens, rows]         O^T += V^T P^T   [channels, rows]
+
+With K row-major and V column-major in memory, both packed operands are the *first* operand of their product: they are
+unpacked in registers and never written to shared memory in 16 bits.
+
+The law of formats, ``x = scale * level + zero``, keeps scales out of the products. In units of log2 a score is
+
+    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])        (static scales: in q, and in the output)
+
+and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The running maximum is taken over
+``y = x + log2(v_scale)``: weights then lie in [0, 1] whatever the magnitude of the values, and after a shift by 2**15
+fp16 holds them with full precision down to 2**-29 of the largest and never worse than 2**-40 of it. The sums of
+``p = weight / v_scale`` and of ``p * v_zero`` are kept in float32.
+
+A tensor core product has eight columns at least, of which four query heads of a KV head fill half. Each row has two
+then, side by side: every other one is left out of the softmax, or the two are digits of an integer query
+(:mod:`kvcompile.kernels.attention.query`).
+
+Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-th, ...), so that a cache of which only a
+part is visible still occupies all of them.
+
+Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
+scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.attention.exact_blocks import (
+    attend_to_held_blocks,
+    held_range,
+    is_packed,
+    overlaps_held,
+    recent_tags,
+)
+from kvcompile.kernels.attention.query import first_columns, load_query
+from kvcompile.kernels.attention.softmax_tile import (
+    attend_packed,
+    packed_scores,
+    store_log_sum,
+    token_metadata,
+    visible_scores,
+    weighs_scales,
+)
+from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.layout.references import referred
+from kvcompile.kernels.tiles.held_blocks import block_ptr
+from kvcompile.kernels.tiles.packed import load_packed, prefetch
+from kvcompile.kernels.tiles.rotation import unrotate
+from kvcompile.kernels.tiles.visible_range import num_visible_tiles, visible_tokens
+
+
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits"])
+def attention_kernel(
+    query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr,
+    query_strides, key_strides, value_strides, mask_strides,
+    num_kv_heads, q_len, kv_len, num_splits, score_scale, softcap, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
+
+    Args:
+        query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
+        key_ptr, value_ptr: packed data, strides (block, batch, head), bytes.
+        mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 when MASK is "bool", any
+            float when it is "float", unused when it is "none".
+        range_ptr: int32 [batch, q_len, 3], what a bool mask shows, see :mod:`kvcompile.kernels.tiles.visible_range`.
+        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
+        lse_ptr: with PARTIAL the log-sum-exp, in units of log2 and in two parts, as in :func:`combine_kernel`.
+        score_scale: factor of the scores times log2(e).
+        softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
+        key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
+        MASK_PER_ROW: whether the mask differs between the rows of a KV head.
+        MERGES_EARLY: whether the kernel that merges the splits is launched to start early. This one is not: programs of
+            a kernel before it that are still there would leave no room for the last of its own, which are one wave.
+    """
+    if MERGES_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    split = tl.program_id(2)
+    # Rows are query heads within query positions, so that a tile of rows spans few positions. The last tile comes
+    # first: under a causal mask it is the one that takes longest.
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    position = (row // GROUP_SIZE).to(tl.int64)
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    in_query = position < q_len
+
+    key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
+    value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
+    HAS_SLOTS: tl.constexpr = KEY.num_slots + VALUE.num_slots > 0
+    if HAS_SLOTS:  # asked for before the query, so that both come at once
+        key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
+    mask_ptr += batch * mask_strides[0]
+    mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
+    mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
+
+    tokens, ranges = visible_tokens(
+        first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
+        ROWS,
+    )  # fmt: skip
+    begin, end, all_begin, all_end = tokens
+    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # of those that are visited
+    visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
+    own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
+    # Splits without a tile are most of those of a long static cache that holds few tokens.
+    if MASK == "bool" and PARTIAL and not HAS_SLOTS and own_tiles <= 0:
+        out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+        _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
+        return
+    if own_tiles > 0:
+        # Memory is not idle while the query is made ready.
+        tile = first_tile + split
+        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        tokens_left = kv_len - tile * TOKENS
+        prefetch(block_ptr(key_ptr, key_strides[0], first_block, KEY), key_strides[0], tokens_left, KEY, TOKENS)
+        prefetch(
+            block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
+        )
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    query = load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
+    if HAS_SLOTS:
+        first_held, end_held = held_range(key_tags, value_tags)
+
+    COLUMNS: tl.constexpr = max(ROWS, 8)
+    acc = tl.full([VALUE.padded_width, COLUMNS], 0.0, tl.float32)
+    sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
+    lowest = tl.full([ROWS], float("-inf"), tl.float32)
+    accs = ()
+    VALUE_PLANES: tl.constexpr = VALUE.num_planes
+    for _ in tl.static_range(VALUE_PLANES):
+        accs = accs + (acc,)  # noqa: RUF005
+    state = (lowest, tl.max(lowest, 0), sums, sums, accs)
+    for own_tile in tl.range(0, own_tiles, num_stages=NUM_STAGES):
+        tile = first_tile + own_tile * num_splits + split
+        tokens_left = kv_len - tile * TOKENS
+        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        key_tile_ptr = block_ptr(key_ptr, key_strides[0], first_block, KEY)
+        value_tile_ptr = block_ptr(value_ptr, value_strides[0], first_block, VALUE)
+        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS)
+        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS)
+        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        in_cache = token < end
+        all_visible = (tile * TOKENS >= all_begin) & (tile * TOKENS + TOKENS <= all_end)
+        if HAS_SLOTS:
+            may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
+            all_visible = all_visible & (may_be_held == 0)
+            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_held, KEY, VALUE, TOKENS)
+        scale, zero = token_metadata(values, VALUE, TOKENS)
+        scores, scale, zero = visible_scores(
+            scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+        )  # fmt: skip
+        state = attend_packed(
+            state, scores, values, scale, zero, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
+        )
+    if HAS_SLOTS:
+        state = attend_to_held_blocks(
+            state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], end, softcap, visibility, split,
+            num_splits, key_scale, value_scale, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
+            NUM_WARPS,
+        )  # fmt: skip
+
+    out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+    _store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
+
+
+@jit
+def _out_row(
+    batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr
+):  # fmt: skip
+    """Where the output of query rows is, [ROWS]."""
+    row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
+    if PARTIAL:
+        row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
+    return row
+
+
+@jit
+def _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr):
+    """The output of a split that sees nothing."""
+    nothing = tl.zeros_like(out_row).to(tl.float32)
+    store_log_sum(lse_ptr, out_row, nothing, nothing, nothing > 0, in_query)
+    channel = tl.arange(0, VALUE.padded_head_dim)[:, None]
+    in_bounds = in_query[None, :] & (channel < VALUE.head_dim)
+    tl.store(out_ptr + out_row[None, :] * VALUE.head_dim + channel, 0.0, mask=in_bounds)
+
+
+@jit
+def _store_output(
+    state, out_ptr, lse_ptr, out_row, in_query, value_scale,
+    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
+    maximum, scale_maximum, p_sum, zero_sum, accs = state
+    total = tl.sum(tl.sum(p_sum, 0), 0)
+    seen = total > 0
+    inverse = tl.where(seen, 1.0 / total, 0.0) * value_scale
+    if PARTIAL:
+        total_log2 = tl.log2(total) - 15.0
+        if WIDE_SCORES and weighs_scales(VALUE):
+            total_log2 += scale_maximum
+        store_log_sum(lse_ptr, out_row, maximum, total_log2, seen, in_query)
+    zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
+    column = tl.arange(0, VALUE.padded_width)[:, None]
+    in_bounds = in_query[None, :] & (column < VALUE.width)
+    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gains[plane] + zero) * inverse[None, :]
+        tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
+
+
+@jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len", "tile_tokens"])
+def combine_kernel(
+    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, num_rows, num_splits, num_heads, q_len, tile_tokens,
+    VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
+
+    Args:
+        partial_ptr: float32 [num_splits, num_rows, head_dim].
+        lse_ptr: float32 [num_splits, num_rows, 2], in units of log2: the largest score, -inf for a split that saw
+            nothing, and the log of the sum of exponentials above it.
+        sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a score with a value of zero that every row has beside
+            its splits. Rows are [batch, num_heads, q_len].
+        range_ptr: with POSITIONS, at least ``q_len``, and ROWS of 1: that of :func:`attention_kernel`, whose tiles have
+            ``tile_tokens`` tokens. A long cache that holds few has few splits with a tile, the first ones.
+        out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
+        SPLITS: splits that are read at once.
+        POSITIONS: 0 without ranges.
+        STARTS_EARLY: whether the kernel may start before the one that computes the splits has ended.
+    """
+    if POSITIONS > 0:
+        # Also before the splits are there: ranges were before the kernel that computes those started.
+        sequence = (tl.program_id(0) // (num_heads * q_len)).to(tl.int64)
+        num_splits = tl.minimum(
+            num_splits, num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
+        )
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, VALUE.padded_head_dim)
+    in_head = (channel < VALUE.head_dim)[None, :]
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row // q_len % num_heads, mask=row < num_rows, other=0.0)
+        maximum = sink.to(tl.float32) * 1.4426950408889634
+        total = tl.where(maximum > float("-inf"), 1.0, 0.0)
+    else:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
+    for first_split in range(0, num_splits, SPLITS):
+        split = first_split + tl.arange(0, SPLITS)[None, :]
+        in_bounds = (split < num_splits) & (row < num_rows)[:, None]
+        index = split.to(tl.int64) * num_rows + row[:, None]
+        largest = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
+        total_log2 = tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0)
+        partial_ptrs = partial_ptr + index[:, :, None] * VALUE.head_dim + channel[None, None, :]
+        partial = tl.load(partial_ptrs, mask=in_bounds[:, :, None] & in_head[None, :, :], other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(largest, 1))
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2((largest - finite_maximum[:, None]) + total_log2)
+        decay = tl.exp2(maximum - finite_maximum)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], 1)
+        maximum = new_maximum
+    out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    if VALUE.rotated:
+        out = unrotate(out, VALUE)
+    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel[None, :]
+    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & in_head)

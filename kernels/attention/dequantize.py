@@ -1,0 +1,160 @@
+"""Dequantize packed tokens in Triton, as plain vectors that attention of long queries reads many times.
+
+Unpacking costs more than reading: a query of some hundred positions would unpack every token once for each of its
+tiles. It is cheaper to do it once.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.layout.references import referred
+from kvcompile.kernels.tiles.held_blocks import block_ptr, is_held, load_rows, slot_of
+from kvcompile.kernels.tiles.packed import load_packed, unpack
+from kvcompile.kernels.tiles.rotation import hadamard_rows, random_signs, rotation_norm
+
+
+@jit(do_not_specialize=["first_pair", "num_kv_heads", "num_tokens", "num_blocks", "blocks_per_program"])
+def dequantize_kernel(
+    data_ptr, bounds_ptr, out_ptr, data_strides, first_pair, num_kv_heads, num_tokens, num_blocks, blocks_per_program,
+    static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
+
+    Args:
+        data_ptr: packed data, strides (block, batch, head), bytes.
+        bounds_ptr: with HAS_BOUNDS int32 [batch, 2]: of each sequence, only the tiles of TILE tokens with a token in
+            this range are written.
+        out_ptr: [pairs, num_blocks * block_tokens, padded_head_dim], any float dtype; 0 from ``num_tokens`` on.
+        static_scale: of the format.
+        first_pair: pair of the first program, ``batch * num_kv_heads + kv_head``.
+    """
+    pair = tl.program_id(0) + first_pair
+    batch = (pair // num_kv_heads).to(tl.int64)
+    head = (pair % num_kv_heads).to(tl.int64)
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    BLOCK: tl.constexpr = OPERAND.block_tokens
+    out_ptr += tl.program_id(0).to(tl.int64) * num_blocks * BLOCK * OPERAND.padded_head_dim
+    begin, end = 0, num_blocks * BLOCK
+    if HAS_BOUNDS:
+        begin = tl.load(bounds_ptr + batch * 2) // TILE * TILE
+        end = tl.minimum(tl.cdiv(tl.load(bounds_ptr + batch * 2 + 1), TILE) * TILE, end)
+    rotation = _rotation_of_planes(OPERAND)
+    for i in range(blocks_per_program):
+        block = tl.program_id(1) * blocks_per_program + i
+        if (block * BLOCK >= begin) & (block * BLOCK < end):
+            tokens_left = num_tokens - block * BLOCK
+            row_ptr = out_ptr + block.to(tl.int64) * BLOCK * OPERAND.padded_head_dim
+            held = block < 0
+            if OPERAND.num_slots > 0:
+                held = (tokens_left > 0) & is_held(header_ptr, block, OPERAND)
+            if held:
+                _copy_held(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND)
+            else:
+                _dequantize_block(
+                    row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, static_scale, OPERAND,
+                    PRECISION,
+                )  # fmt: skip
+
+
+@jit
+def _rotation_of_planes(OPERAND: tl.constexpr):
+    """For each plane of a rotated format the rows of the matrix that its levels are multiplied by."""
+    rotation = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    if OPERAND.rotated:
+        column = tl.arange(0, OPERAND.padded_width)
+        for plane in tl.static_range(NUM_PLANES):
+            row = tl.where(column < OPERAND.width, plane * OPERAND.width + column, OPERAND.padded_head_dim)
+            rotation = rotation + (hadamard_rows(row, OPERAND.head_dim, OPERAND.padded_head_dim),)  # noqa: RUF005
+    return rotation
+
+
+@jit
+def _copy_held(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr):
+    """The tokens of a block that a slot keeps as they are."""
+    if OPERAND.num_slots > 0:
+        x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
+        _store_rows(out_ptr, x, tokens_left, OPERAND.padded_head_dim, OPERAND)
+
+
+@jit
+def _dequantize_block(
+    out_ptr, header_ptr, stride_block, block, tokens_left, rotation, static_scale, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tokens of a packed block."""
+    ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
+    packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens)
+    levels = unpack(packed, scale, zero, OPERAND)
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    if OPERAND.rotated:
+        x = _rotate_levels(levels, scale, zero, rotation, OPERAND, PRECISION)
+        _store_rows(out_ptr, x * static_scale, tokens_left, OPERAND.padded_head_dim, OPERAND)
+    else:
+        for plane in tl.static_range(NUM_PLANES):
+            x = levels[plane].to(tl.float32)
+            if OPERAND.granularity != "group":  # whose scales and zeros are part of the levels
+                x = x * OPERAND.gains[plane]
+                if OPERAND.has_scale:
+                    x = x * _of_codes(scale, plane, OPERAND)
+                if OPERAND.has_zero:
+                    x = x + _of_codes(zero, plane, OPERAND)
+            if OPERAND.column_major:
+                x = tl.trans(x)
+            _store_rows(out_ptr + plane * OPERAND.width, x * static_scale, tokens_left, OPERAND.width, OPERAND)
+
+
+@jit
+def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Vectors [tokens, channels] of levels in the stored basis.
+
+    Levels and the matrix are exact in the dtype of the products, so that sums are, too; scales come afterwards.
+    """
+    tl.static_assert(OPERAND.granularity == "token")
+    channel = tl.arange(0, OPERAND.padded_head_dim)
+    x = tl.full([OPERAND.block_tokens, OPERAND.padded_head_dim], 0.0, tl.float32)
+    ones = tl.full([OPERAND.padded_head_dim], 0.0, tl.float32)  # a vector of ones, rotated
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        level = levels[plane]
+        if OPERAND.column_major:
+            level = tl.trans(level)
+        rows = (rotation[plane] * OPERAND.relative_gains[plane]).to(OPERAND.dtype)
+        x = tl.dot(level, rows, x, input_precision=PRECISION)
+        ones += tl.sum(rotation[plane], 0)
+    x = x * OPERAND.largest_gain
+    if OPERAND.has_scale:
+        x = x * scale[:, None]
+    if OPERAND.has_zero:
+        x = x + zero[:, None] * ones[None, :]
+    factor = rotation_norm(channel, OPERAND.head_dim)
+    if OPERAND.rotation_seed != 0:
+        factor *= random_signs(channel, OPERAND.rotation_seed)
+    return x * factor[None, :]
+
+
+@jit
+def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
+    """Scales or zeros of one block as float32 that broadcasts to a plane of its codes."""
+    if OPERAND.granularity == "channel":
+        x = metadata[plane].to(tl.float32)
+    elif OPERAND.column_major:
+        x = metadata[None, :]
+    else:
+        x = metadata[:, None]
+    return x
+
+
+@jit
+def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+    """Store the first WIDTH columns of [tokens, columns] of a block; 0 from ``tokens_left`` on."""
+    token = tl.arange(0, OPERAND.block_tokens)[:, None]
+    column = tl.arange(0, x.shape[1])[None, :]
+    x = tl.where(token < tokens_left, x.to(tl.float32), 0.0)
+    if out_ptr.dtype.element_ty == tl.float16:
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # what is finite stays so
+    ptrs = out_ptr + token * OPERAND.padded_head_dim + column
+    if x.shape[1] == WIDTH:
+        tl.store(ptrs, x)
+    else:
+        tl.store(ptrs, x, mask=column < WIDTH)

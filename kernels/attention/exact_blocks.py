@@ -1,0 +1,190 @@
+"""Attention to blocks of tokens that slots hold: they are read as they are, beside the packed ones.
+
+The loop over tiles of packed tokens leaves them out; the splits take them in turn afterwards. A block may be held for
+keys only, or for values only: the other operand is then the packed one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvcompile.kernels.attention.query import first_columns
+from kvcompile.kernels.attention.softmax_tile import (
+    accumulate,
+    packed_scores,
+    products_of,
+    token_metadata,
+    value_levels,
+    visible_scores,
+    weigh,
+)
+from kvcompile.kernels.lang.tiles import normalise_rows, planes_of, transposed
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.tiles.held_blocks import block_ptr, is_held, load_rows, slot_of, tag_ptrs
+from kvcompile.kernels.tiles.packed import load_packed
+from kvcompile.kernels.tiles.rotation import rotation_matrix, to_stored_basis
+
+
+@jit
+def recent_tags(header_ptr, OPERAND: tl.constexpr):
+    """The tags of slots of recent blocks, int32 of any length; 0 for none."""
+    tags = tl.full([1], 0, tl.int32)
+    if OPERAND.num_slots > 0:
+        slot = tl.arange(0, OPERAND.residual.padded_slots)
+        is_recent = (slot >= OPERAND.residual.sink_blocks) & (slot < OPERAND.num_slots)
+        tags = tl.load(tag_ptrs(header_ptr, slot), mask=is_recent, other=0)
+    return tags
+
+
+@jit
+def held_range(key_tags, value_tags):
+    """The first recent block that a slot of keys or values holds, and the one after the last."""
+    first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, 1 << 30), 0)
+    first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, 1 << 30), 0)
+    return tl.minimum(first_key, first_value), tl.maximum(tl.max(key_tags, 0), tl.max(value_tags, 0))
+
+
+@jit
+def overlaps_held(tile, first_held, end_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Whether some slot may hold a block of a tile, a scalar."""
+    SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
+    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+    first_block = tile * BLOCKS
+    return (first_block < SINKS) | ((first_block < end_held) & (first_block + BLOCKS > first_held))
+
+
+@jit
+def is_packed(
+    key_ptr, value_ptr, token, tile, may_be_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Whether no slot holds the block of each ``token`` of a tile. Tags are read only where one ``may_be_held``."""
+    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+    first_block = tile * BLOCKS
+    packed = token >= 0
+    if may_be_held:
+        for i in tl.static_range(BLOCKS):
+            block = first_block + i
+            held = is_held(key_ptr, block, KEY) | is_held(value_ptr, block, VALUE)
+            packed = packed & ((token // KEY.block_tokens != block) | (held == 0))
+    return packed
+
+
+@constexpr_function
+def _most_sinks(key, value):
+    return max(0 if operand.residual is None else operand.residual.sink_blocks for operand in (key, value))
+
+
+@jit
+def attend_to_held_blocks(
+    state, query, key_ptr, value_ptr, stride_key_block, stride_value_block, visible_len, softcap, visibility, split,
+    num_splits, key_scale, value_scale, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state of attention after the held blocks of one split: slots split, split + num_splits, ...
+
+    First come the slots of keys, then those of values, without the blocks that are held for keys, too.
+    """
+    for index in range(split, KEY.num_slots + VALUE.num_slots, num_splits):
+        block, key_held, value_held = _block_of(index, key_ptr, value_ptr, KEY, VALUE)
+        if (block >= 0) & (block * KEY.block_tokens < visible_len):
+            token = block * KEY.block_tokens + tl.arange(0, KEY.block_tokens)
+            in_cache = token < visible_len
+            scores = _scores(block, key_held, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
+            levels, scale, zero = _values(
+                block, value_held, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
+            )
+            scores, scale, zero = visible_scores(
+                scores, scale, zero, token, in_cache, False, softcap, visibility,
+                HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+            )  # fmt: skip
+            maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
+                state, scores, scale, zero, KEY, VALUE, MASK == "float", NUM_WARPS
+            )
+            accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, True, PRECISION)
+            state = (maximum, scale_maximum, p_sum, zero_sum, accs)
+    return state
+
+
+@jit
+def _block_of(index, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """The block to attend to for a slot, or -1, and whether it is held for keys and for values."""
+    if index < KEY.num_slots:
+        block = tl.load(tag_ptrs(key_ptr, index)) - 1
+    else:
+        block = tl.load(tag_ptrs(value_ptr, index - KEY.num_slots)) - 1
+    key_held = is_held(key_ptr, tl.maximum(block, 0), KEY)
+    value_held = is_held(value_ptr, tl.maximum(block, 0), VALUE)
+    first_of_block = tl.where(index < KEY.num_slots, key_held, value_held & (key_held == 0))
+    return tl.where(first_of_block, block, -1), key_held, value_held
+
+
+@jit
+def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of the tokens of a block, in units of log2."""
+    if KEY.num_slots > 0:
+        if held:
+            levels, scale = _held_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
+            products = products_of(levels, query[0], KEY, PRECISION)
+            scores = first_columns(products, query[1].shape[0]) * query[1][None, :] * scale[:, None]
+        else:
+            scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
+    else:
+        scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
+    return scores
+
+
+@jit
+def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    TOKENS: tl.constexpr = KEY.block_tokens
+    ptr = block_ptr(header_ptr, stride_block, block, KEY)
+    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS)
+    return packed_scores(keys, query, KEY, PRECISION, TOKENS)
+
+
+@jit
+def _values(block, held, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+    """Levels [width, tokens] of each plane, scales and zeros [tokens] of the values of a block."""
+    if VALUE.num_slots > 0:
+        if held:
+            rows, scale = _held_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)
+            levels = transposed(rows, VALUE)
+            zero = tl.full([VALUE.block_tokens], 0.0, tl.float32)
+        else:
+            levels, scale, zero = _packed_block_values(block, header_ptr, stride_block, VALUE)
+    else:
+        levels, scale, zero = _packed_block_values(block, header_ptr, stride_block, VALUE)
+    return levels, scale, zero
+
+
+@jit
+def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
+    TOKENS: tl.constexpr = VALUE.block_tokens
+    ptr = block_ptr(header_ptr, stride_block, block, VALUE)
+    values = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
+    scale, zero = token_metadata(values, VALUE, TOKENS)
+    return value_levels(values[0], values[1], values[2], VALUE), scale, zero
+
+
+@jit
+def _held_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The tokens of a held block in the stored basis as ``static_scale * gain * scale * level``, with the gains of what
+    is unpacked: planes of levels [tokens, width] in the dtype of the products, and scales [tokens].
+
+    Of a gain that takes small fp16 numbers to levels, one half makes these levels smaller than they could be, and the
+    other the weights: both have digits enough then.
+    """
+    x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
+    x = to_stored_basis(x, rotation_matrix(OPERAND, OPERAND.block_tokens), OPERAND, PRECISION)
+    levels, scale = normalise_rows(x, _held_exponent(OPERAND), OPERAND.dtype)
+    planes = planes_of(levels, OPERAND)
+    levels = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        levels = levels + (planes[plane] * (1.0 / OPERAND.relative_gains[plane]),)  # noqa: RUF005
+    return levels, scale / (OPERAND.largest_gain * static_scale)
+
+
+@constexpr_function
+def _held_exponent(operand):
+    return 7 - int(math.log2(operand.largest_gain / operand.gain)) // 2

@@ -1,0 +1,156 @@
+"""Launch attention of long queries: dequantize what they see, then run flash attention on that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.attention.call import AttentionCall
+from kvcompile.kernels.attention.dequantize import dequantize_kernel
+from kvcompile.kernels.attention.prefill import long_attention_kernel
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.lang.launcher import Launcher, blocks_per_program, ceil_div, precision
+from kvcompile.kernels.lang.triton import INTERPRETED
+from kvcompile.kernels.layout.operand import PackedOperand
+from kvcompile.kernels.layout.references import strides_of
+
+LONG_ROWS = 128
+"""Query rows of a KV head (its query heads times q_len) from which on tokens are dequantized first."""
+
+SCRATCH_NBYTES = 1 << 29
+"""Dequantized tokens that are kept at a time, if a KV head does not need more."""
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """How to run the kernel: query rows of a program, tokens of a tile, warps, and tiles in flight."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def is_long(call: AttentionCall) -> bool:
+    """Whether :func:`attend_long` is for such a query; float32 products take the other kernel."""
+    return call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= LONG_ROWS
+
+
+def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+    """Attention into ``out`` [batch, num_heads, q_len, v_head_dim]; or, if splits remain to be merged, into others.
+
+    Returns:
+        outputs [splits, batch * num_heads * q_len, v_head_dim] and what they are merged by, [splits,
+        batch * num_heads * q_len, 2], both float32, and the number of splits; see
+        :func:`kvcompile.kernels.attention.decode.combine_kernel`. Without ``with_lse`` and if one split is enough:
+        ``out`` twice, and 1.
+    """
+    batch, num_heads, q_len, _ = call.query.shape
+    num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
+    device = call.query.device
+    config = _config(launcher.capability_of(device), max(call.key.padded_head_dim, call.value.padded_head_dim))
+    padded_len = ceil_div(call.kv_len, config.tokens) * config.tokens
+    pairs = batch * num_kv_heads
+    pairs_at_once = _pairs_at_once(call, padded_len, pairs)
+    row_tiles = ceil_div(call.group_size * q_len, config.rows)
+    tiles = max(1, padded_len // config.tokens)
+    splits = max(1, min(tiles, launcher.num_sms_of(device) // (row_tiles * pairs_at_once)))
+    partial = lse = out
+    if with_lse or splits > 1:
+        partial = call.query.new_empty((splits, batch * num_heads * q_len, v_head_dim), dtype=torch.float32)
+        lse = call.query.new_empty((splits, batch * num_heads * q_len, 2), dtype=torch.float32)
+    bounds = _bounds(call)
+    for first_pair in range(0, pairs, pairs_at_once):
+        count = min(pairs_at_once, pairs - first_pair)
+        key = _dequantize(call, call.k_data, call.key, call.key_scale, first_pair, count, padded_len, bounds, config)
+        value = key
+        if call.value is not call.key:
+            value = _dequantize(
+                call, call.v_data, call.value, call.value_scale, first_pair, count, padded_len, bounds, config
+            )
+        _launch_attention(call, key, value, first_pair, partial, lse, splits, row_tiles, config)
+    return partial, lse, splits
+
+
+def _config(capability: int, padded_head_dim: int) -> LongConfig:
+    if capability == 9:
+        return LongConfig(128, 64, 8, 3 if padded_head_dim <= 128 else 2)
+    return LongConfig(64, 64, 4, 2)
+
+
+def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:
+    itemsize = call.query.dtype.itemsize
+    nbytes = padded_len * (call.key.padded_head_dim + call.value.padded_head_dim) * itemsize
+    return max(1, min(pairs, SCRATCH_NBYTES // max(1, nbytes)))
+
+
+def _bounds(call: AttentionCall) -> Tensor | None:
+    """Of each sequence, the first token that some position sees and the one after the last: int32 [batch, 2]."""
+    if call.ranges is None:
+        return None
+    return torch.stack([call.ranges[..., 0].amin(1), call.ranges[..., 1].amax(1)], 1)
+
+
+def _dequantize(
+    call: AttentionCall,
+    data: Tensor,
+    operand: PackedOperand,
+    static_scale: float,
+    first_pair: int,
+    count: int,
+    padded_len: int,
+    bounds: Tensor | None,
+    config: LongConfig,
+) -> Tensor:
+    """Tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
+    num_kv_heads = call.k_data.shape[2]
+    make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
+    dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies the bits of bfloat16
+    out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
+    num_blocks = padded_len // operand.block_tokens
+    at_once = blocks_per_program(operand.rotated, num_blocks, count, data.device)
+    launch_dequantize(
+        (count, ceil_div(num_blocks, at_once), 1),
+        (data, data if bounds is None else bounds, out),
+        (strides_of(data),),
+        (first_pair, num_kv_heads, call.kv_len, num_blocks, at_once, static_scale),
+        (operand, bounds is not None, config.tokens, precision(data.device)),
+        {"num_warps": 4},
+    )
+    return out
+
+
+def _launch_attention(
+    call: AttentionCall,
+    key: Tensor,
+    value: Tensor,
+    first_pair: int,
+    out: Tensor,
+    lse: Tensor,
+    splits: int,
+    row_tiles: int,
+    config: LongConfig,
+) -> None:
+    batch, num_heads, q_len, _ = call.query.shape
+    launch_long_attention(
+        (row_tiles, key.shape[0], splits),
+        (call.query, key, value, call.mask, call.query if call.ranges is None else call.ranges, out, lse),
+        (call.query.stride(), call.mask_strides),
+        (
+            first_pair, call.k_data.shape[2], q_len, call.kv_len, key.shape[1], splits, batch * num_heads * q_len,
+            call.score_scale, call.softcap,
+        ),
+        (
+            call.key.head_dim, call.key.padded_head_dim, call.value.head_dim, call.value.padded_head_dim,
+            call.group_size, call.softcap != 0.0, call.mask_kind, call.is_causal, lse is not out,
+            precision(call.query.device),
+            config.rows, config.tokens, config.num_stages,
+        ),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )  # fmt: skip
+
+
+launch_dequantize = Launcher(dequantize_kernel)
+launch_long_attention = Launcher(long_attention_kernel)

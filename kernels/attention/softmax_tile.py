@@ -1,0 +1,349 @@
+"""One tile of tokens of attention in Triton: scores, masks, and what the softmax does with them."""
+
+from __future__ import annotations
+
+from kvcompile.kernels.attention.query import columns_of, first_columns, in_digits, scores_of_digits
+from kvcompile.kernels.lang.tiles import log2, transposed
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.tiles.packed import integers_of_bytes, unpack
+
+
+@jit
+def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr):
+    """Scores of a tile of packed keys in units of log2, float32 [tokens, rows]."""
+    packed, scale, zero = keys
+    q_planes, factor, q_sum = query
+    if in_digits(KEY, factor.shape[0]):
+        scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
+    else:
+        if KEY.granularity != "channel":
+            products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
+        elif KEY.block_tokens < TOKENS:
+            products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
+        else:
+            products = _scores_of_block(packed, scale, zero, q_planes, KEY, PRECISION)
+        scores = first_columns(products, factor.shape[0]) * factor[None, :]
+    if KEY.granularity == "token":
+        if KEY.has_scale:
+            scores = scale[:, None] * scores
+        if KEY.has_zero:
+            scores += zero[:, None] * q_sum[None, :]
+    return scores
+
+
+@jit
+def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """``level . q``, float32 [tokens, rows]."""
+    products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION)
+    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        products = tl.dot(levels[plane + 1], q_planes[plane + 1], products, input_precision=PRECISION)
+    return products
+
+
+@jit
+def _scores_of_blocks(
+    packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """``level . (scale * q) + zero . q`` for scales and zeros of blocks, float32 [tokens, rows].
+
+    One product a block, in a batch, of which each warp computes its own: the scaled query is made where it is used, in
+    registers. The product of the zero points is the same for all tokens of a block: one tile of 16 is multiplied, what
+    tensor cores do at least, and repeated. Zero points are exact there, and sums are float32: a large bias of a key
+    channel costs no precision. What is rounded is ``scale * q``, to fp16; that it does not overflow is argued at
+    ``codec._query_exponent``.
+    """
+    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+    ROWS: tl.constexpr = q_planes[0].shape[1]
+    WIDTH: tl.constexpr = KEY.padded_width
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    scale, largest = _normalise_scales(scale, KEY)
+    products = tl.full([BLOCKS, KEY.block_tokens, ROWS], 0.0, tl.float32)
+    if KEY.has_zero:
+        zero_products = tl.full([BLOCKS, 16, ROWS], 0.0, tl.float32)
+        for plane in tl.static_range(NUM_PLANES):
+            q = tl.broadcast_to(q_planes[plane][None, :, :], [BLOCKS, WIDTH, ROWS])
+            zeros = tl.broadcast_to(zero[plane].to(KEY.dtype)[:, None, :], [BLOCKS, 16, WIDTH])
+            plane_products = tl.dot(zeros, q, input_precision=PRECISION)
+            zero_products += plane_products * (1.0 / KEY.gains[plane])
+        repeated = tl.broadcast_to(zero_products[:, None, :, :], [BLOCKS, KEY.block_tokens // 16, 16, ROWS])
+        products = tl.reshape(repeated, [BLOCKS, KEY.block_tokens, ROWS])
+    levels = unpack(packed, scale, zero, KEY)
+    for plane in tl.static_range(NUM_PLANES):
+        q = tl.broadcast_to(q_planes[plane][None, :, :], [BLOCKS, WIDTH, ROWS])
+        scaled = q * scale[plane][:, :, None]
+        level = tl.reshape(levels[plane], [BLOCKS, KEY.block_tokens, WIDTH])
+        products = tl.dot(level, scaled, products, input_precision=PRECISION)
+    return tl.reshape(products * largest[:, None, None], [TOKENS, ROWS])
+
+
+@jit
+def _scores_of_block(packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`_scores_of_blocks` for a tile of one block, which all warps share."""
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    scale, largest = _normalise_scales(scale, KEY)
+    products = tl.full([KEY.block_tokens, q_planes[0].shape[1]], 0.0, tl.float32)
+    levels = unpack(packed, scale, zero, KEY)
+    for plane in tl.static_range(NUM_PLANES):
+        if KEY.has_zero:
+            zeros = tl.broadcast_to(zero[plane].to(KEY.dtype), [KEY.block_tokens, KEY.padded_width])
+            zero_products = tl.dot(zeros, q_planes[plane], input_precision=PRECISION)
+            products += zero_products * (1.0 / KEY.gains[plane])
+        scaled = q_planes[plane] * tl.trans(scale[plane])
+        products = tl.dot(levels[plane], scaled, products, input_precision=PRECISION)
+    return products * largest[:, None]
+
+
+@jit
+def _normalise_scales(scale, KEY: tl.constexpr):
+    """Scales of blocks as KEY.dtype, [blocks, width] a plane, and the factor [blocks] that their products lack.
+
+    Scales in fp16 stay as they are; those in float32 get a largest one of a block in [1, 2).
+    """
+    NUM_PLANES: tl.constexpr = KEY.num_planes
+    factor = tl.full([scale[0].shape[0]], 1.0, tl.float32)
+    if KEY.scale_dtype == tl.float32 and KEY.dtype == tl.float16:
+        largest = tl.max(scale[0], 1)
+        OTHER_PLANES: tl.constexpr = NUM_PLANES - 1
+        for plane in tl.static_range(OTHER_PLANES):
+            largest = tl.maximum(largest, tl.max(scale[plane + 1], 1))
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        factor = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    normalised = ()
+    for plane in tl.static_range(NUM_PLANES):
+        values = scale[plane]
+        if KEY.scale_dtype == tl.float32 and KEY.dtype == tl.float16:
+            values = values * inverse[:, None]
+        normalised = normalised + (values.to(KEY.dtype),)  # noqa: RUF005
+    return normalised, factor
+
+
+@jit
+def tanh(x):
+    """The hyperbolic tangent, to 2**-22 absolutely; exp2 saturates to 0 or inf where it is -1 or 1."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@jit
+def visible_scores(
+    scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
+    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile with softcap and mask, -inf where a row does not see a token and for tokens not ``in_cache``;
+    and scales and zeros of values [tokens], which are harmless for the latter.
+
+    With ``all_visible``, a scalar, every row of the query sees all tokens of the tile, as it is in most tiles of a long
+    context, and nothing needs to be hidden. ``visibility`` are position and in_query [rows]; row_begin, row_end [rows]
+    and holes of a bool mask; mask_ptr, mask_row_ptrs [rows] and the stride of a token.
+    """
+    if HAS_SOFTCAP:
+        scores = softcap * tanh(scores / softcap)
+    if MASK == "float" or all_visible == 0:  # known at compile time
+        scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+        scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
+    return scores, scale, zero
+
+
+@jit
+def _hide_or_add(
+    scores, token, in_cache, visibility, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Scores of a tile with the mask; -inf for tokens not ``in_cache``."""
+    position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
+    if MASK == "bool":
+        scores = _hide(
+            scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
+            MASK_PER_ROW,
+        )  # fmt: skip
+    elif MASK == "float":
+        scores = _add_mask(scores, token, in_cache, in_query, mask_ptr, mask_row_ptrs, stride_token, MASK_PER_ROW)
+    if IS_CAUSAL:
+        scores = tl.where(token[:, None] <= position[None, :], scores, float("-inf"))
+    return tl.where(in_cache[:, None], scores, float("-inf"))
+
+
+@jit
+def _load_mask_rows(row_ptrs, token, stride_token, in_cache, in_query):
+    """Mask of a tile, [tokens, rows]; 0 outside the cache and the query."""
+    ptrs = row_ptrs[None, :] + token.to(tl.int64)[:, None] * stride_token
+    return tl.load(ptrs, mask=in_cache[:, None] & in_query[None, :], other=0)
+
+
+@jit
+def _hide(
+    scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
+    PER_ROW: tl.constexpr,
+):  # fmt: skip
+    """Scores with a bool mask applied: -inf where a row does not see a token. The mask is read only if it has holes."""
+    if holes != 0:
+        if PER_ROW:
+            seen = _load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query) != 0
+        else:
+            mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0)
+            seen = (mask != 0)[:, None] & in_query[None, :]
+    else:
+        seen = (token[:, None] >= row_begin[None, :]) & (token[:, None] < row_end[None, :])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit
+def _add_mask(
+    scores, token, in_cache, in_query, mask_ptr, mask_row_ptrs, stride_token, PER_ROW: tl.constexpr
+):  # fmt: skip
+    """Scores with a float mask added."""
+    if PER_ROW:
+        scores += log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
+    else:
+        mask = tl.load(mask_ptr + token.to(tl.int64) * stride_token, mask=in_cache, other=0.0)
+        scores += log2_bias(mask)[:, None]
+    return scores
+
+
+@jit
+def log2_bias(mask):
+    """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
+    mask = mask.to(tl.float32)
+    return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
+
+
+@jit
+def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
+    """Store what the splits of a row are merged by, float32 [..., 2]: the largest score, and the log2 of the sum of the
+    exponentials above it. Far below zero (a float mask of -1e9) the sum of the two has no digits left for the second.
+    """
+    tl.store(lse_ptr + 2 * row, tl.where(seen, maximum, float("-inf")), mask=in_query)
+    tl.store(lse_ptr + 2 * row + 1, tl.where(seen, total_log2, 0.0), mask=in_query)
+
+
+@constexpr_function
+def weighs_scales(value):
+    """Whether weights contain a scale a token: that of the format, or of tokens that are kept as they are."""
+    return (value.has_scale and value.granularity == "token") or value.num_slots > 0
+
+
+@jit
+def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Scales and zeros of the tokens of a tile of packed values, [tokens]; anything, where there are none."""
+    _, scale, zero = values
+    if VALUE.granularity != "token":
+        scale = tl.full([TOKENS], 1.0, tl.float32)
+        zero = scale
+    return scale, zero
+
+
+@jit
+def attend_packed(
+    state, scores, values, scale, zero, in_cache,
+    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
+
+    ``scale`` and ``zero`` are what :func:`visible_scores` makes of their :func:`token_metadata`.
+    """
+    maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
+        state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
+    )
+    levels = value_levels(values[0], values[1], values[2], VALUE)
+    MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
+    accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
+    return maximum, scale_maximum, p_sum, zero_sum, accs
+
+
+@jit
+def value_levels(packed, scale, zero, VALUE: tl.constexpr):
+    """The levels of each plane of values, [width, tokens]; those of a tensor that is keys, too, lie the other way."""
+    levels = unpack(packed, scale, zero, VALUE)
+    if not VALUE.column_major:
+        levels = transposed(levels, VALUE)
+    return levels
+
+
+@jit
+def weigh(
+    state, scores, scale, zero,
+    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state after one more tile but for ``accs``, the factor ``decay`` of those, and the tile's weights.
+
+    Tokens with a score of -inf take no part; what lies beyond the cache has one, and harmless scales and zeros.
+    A score of -1e9 swallows the log2 of a scale: with WIDE_SCORES the two have separate maxima, at the price of one
+    more reduction a tile. Otherwise ``scale_maximum`` has no meaning.
+    """
+    maximum, scale_maximum, p_sum, zero_sum, _ = state
+    SCALED: tl.constexpr = weighs_scales(VALUE)
+    scale_decay = 0.0
+    if SCALED:
+        # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
+        HAS_PTX: tl.constexpr = VALUE.unpack_ptx is not None
+        scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), HAS_PTX)
+        scale_inverse = tl.exp2(-scale_log2)
+        if WIDE_SCORES:
+            new_scale_maximum = tl.maximum(scale_maximum, tl.max(scale_log2, 0))
+            relative_scale = scale_log2 - new_scale_maximum + 15.0
+            scale_decay = scale_maximum - new_scale_maximum
+            scale_maximum = new_scale_maximum
+        else:
+            scores += scale_log2[:, None]
+
+    new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+    finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    if SCALED and WIDE_SCORES:
+        weight = tl.exp2((scores - finite_maximum[None, :]) + relative_scale[:, None])
+    elif WIDE_SCORES:
+        # Far below zero, a maximum less 15 may be the maximum.
+        weight = tl.exp2((scores - finite_maximum[None, :]) + 15.0)
+    else:
+        weight = tl.exp2(scores - (finite_maximum - 15.0)[None, :])
+    decay = tl.exp2(maximum - finite_maximum + scale_decay)
+    maximum = new_maximum
+    p = weight
+    if SCALED:
+        p = weight * scale_inverse[:, None]
+    p_sum = p_sum * decay[None, None, :] + _sum_in_thread(p, KEY, NUM_WARPS)
+    if VALUE.has_zero and VALUE.granularity == "token":
+        zero_per_weight = (zero * scale_inverse)[:, None]
+        zero_sum = zero_sum * decay[None, None, :] + _sum_in_thread(weight * zero_per_weight, KEY, NUM_WARPS)
+    return maximum, scale_maximum, p_sum, zero_sum, decay, weight.to(VALUE.dtype)
+
+
+@jit
+def accumulate(
+    accs, levels, weight, decay, in_cache, VALUE: tl.constexpr, MAY_BE_NAN: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The outputs of each plane after one more tile of values; levels that MAY_BE_NAN count only if ``in_cache``.
+
+    Tensor cores cut off what a sum in float32 has no digits for. Of levels that are all positive that would be the same
+    error at every step: they sum a tile, and tiles are summed with rounding.
+    """
+    new_accs = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    weight = columns_of(weight, accs[0].shape[1])
+    decay = columns_of(decay[None, :], accs[0].shape[1])
+    for plane in tl.static_range(NUM_PLANES):
+        level = levels[plane]
+        if MAY_BE_NAN:
+            level = tl.where(in_cache[None, :], level, 0.0)  # what was never written may be NaN
+        product = tl.dot(level, weight, input_precision=PRECISION)
+        acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
+        new_accs = new_accs + (acc,)  # noqa: RUF005
+    return new_accs
+
+
+@jit
+def _sum_in_thread(x, KEY: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[tokens, rows] -> [NUM_WARPS, 8, rows]: partial sums over tokens.
+
+    In the accumulator of a tensor core product token ``n`` lies with lanes ``n % 8`` and, if each warp has a block of
+    its own, with warp ``n // 64``, else with warp ``n // 16 % NUM_WARPS``. Summing only over the rest keeps the sum in
+    a thread, without shuffles and barriers.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1]
+    if KEY.granularity == "channel" and KEY.block_tokens < TOKENS:
+        x = tl.reshape(x, [NUM_WARPS, TOKENS // (16 * NUM_WARPS), 2, 8, ROWS])
+        x = tl.sum(tl.sum(x, 2), 1)
+    else:
+        x = tl.reshape(x, [TOKENS // (16 * NUM_WARPS), NUM_WARPS, 2, 8, ROWS])
+        x = tl.sum(tl.sum(x, 2), 0)
+    return x

@@ -1,0 +1,113 @@
+"""Tokens of the DeepSeek-V4 K cache in registers: what its kernels, and those of caches of latents, do with each.
+
+A tile is [tokens, scale blocks, channels]. Kernels see bfloat16 as int16 patterns, because Triton's interpreter
+converts it inexactly: it truncates, and loses subnormal numbers. :mod:`kvcompile.kernels.formats.ds_mla_rows` specifies
+all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.formats import ds_mla_rows as spec
+from kvcompile.kernels.lang.triton import jit, tl
+
+NOPE_DIM = tl.constexpr(spec.NOPE_DIM)
+ROPE_DIM = tl.constexpr(spec.ROPE_DIM)
+QUANT_BLOCK = tl.constexpr(spec.QUANT_BLOCK)
+NUM_SCALES = tl.constexpr(spec.NUM_SCALES)
+DATA_BYTES = tl.constexpr(spec.DATA_BYTES)
+SCALE_BYTES = tl.constexpr(spec.SCALE_BYTES)
+E4M3_NAN = tl.constexpr(spec.E4M3_NAN)
+E8M0_NAN = tl.constexpr(spec.E8M0_NAN)
+E4M3_MAX_EXPONENT = tl.constexpr(spec.E4M3_MAX_EXPONENT)
+MANTISSA_CARRY = tl.constexpr(spec.MANTISSA_CARRY)
+MIN_AMAX_BITS = tl.constexpr(torch.tensor(spec.MIN_AMAX).view(torch.int32).item())
+BFLOAT16_NAN = tl.constexpr(0x7FC0)
+
+
+@jit
+def e4m3_of_float32(x, HARDWARE_FP8: tl.constexpr):
+    """float32 with ``|x| <= 448``, or NaN -> e4m3 bytes, rounded to nearest even."""
+    if HARDWARE_FP8:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # Times 2**-120 the exponent bias is that of e4m3, and subnormal numbers are where e4m3 has them.
+        bits = (x * 2.0**-120).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        codes = tl.where(x == x, rounded | ((bits >> 24) & 0x80), E4M3_NAN).to(tl.uint8)
+    return codes
+
+
+@jit
+def bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8: tl.constexpr):
+    """e4m3 bytes times float32 powers of two -> bfloat16 patterns, rounded to nearest even."""
+    if HARDWARE_FP8:
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        code = codes.to(tl.int8, bitcast=True).to(tl.int32)
+        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # where they are in a float32, with the value times 2**-120
+        value = ((code << 20) & sign_exponent_mantissa).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where((code & E4M3_NAN) == E4M3_NAN, float("nan"), value) * scale
+        pattern = value.to(tl.int32, bitcast=True)
+        rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
+        bits = tl.where(value == value, rounded, BFLOAT16_NAN).to(tl.int16)
+    return bits
+
+
+@jit
+def bfloat16_patterns(x):
+    """bfloat16 as int16 patterns, or other floats, rounded to nearest even -> the patterns in the upper half of int32,
+    which are those of the same numbers as float32."""
+    if x.dtype == tl.int16:
+        pattern = x.to(tl.int32) << 16
+    else:
+        x = x.to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+        pattern = tl.where(x == x, rounded, BFLOAT16_NAN << 16)
+    return pattern
+
+
+@jit
+def scales_of(scale_word, block):
+    """Scales of blocks as float32, from the 8 scale bytes of tokens as int64.
+
+    The exponent field of a float32 holds 2**(s - 127), except that s = 0 is the subnormal 2**-127.
+    """
+    scale = ((scale_word >> (8 * block)).to(tl.int32) & 0xFF) << 23
+    return tl.maximum(scale, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@jit
+def insert_tokens(data_ptrs, scale_ptrs, x_ptrs, stride_channel, inserted, HARDWARE_FP8: tl.constexpr):
+    """Quantize vectors and write the bytes of their tokens. Pointers and ``inserted`` are [tokens, 1, 1].
+
+    Args:
+        data_ptrs: of the DATA_BYTES of each token.
+        scale_ptrs: of the SCALE_BYTES of each token.
+        x_ptrs: of the HEAD_DIM channels of each token, int16 patterns of bfloat16 or other floats.
+        inserted: which tokens are read and written.
+    """
+    block = tl.arange(0, SCALE_BYTES)[None, :, None]
+    channel = (block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]).to(tl.int64)
+    rope_channel = tl.arange(0, ROPE_DIM)[None, None, :].to(tl.int64)
+    is_nope = inserted & (block < NUM_SCALES)
+    pattern = bfloat16_patterns(tl.load(x_ptrs + channel * stride_channel, mask=is_nope, other=0))
+    rope = bfloat16_patterns(tl.load(x_ptrs + (NOPE_DIM + rope_channel) * stride_channel, mask=inserted, other=0))
+
+    # Patterns of magnitudes are ordered as the magnitudes are, with infinity and then NaN on top.
+    amax = tl.max(pattern & 0x7FFFFFFF, 2, keep_dims=True)
+    finite = amax < 0x7F800000
+    scale = ((tl.maximum(amax, MIN_AMAX_BITS) + MANTISSA_CARRY) >> 23) - E4M3_MAX_EXPONENT
+    inverse = tl.where(finite, ((254 - scale) << 23).to(tl.float32, bitcast=True), float("nan"))
+    codes = e4m3_of_float32(pattern.to(tl.float32, bitcast=True) * inverse, HARDWARE_FP8)
+    scale = tl.where(block < NUM_SCALES, tl.where(finite, scale, E8M0_NAN), 0)
+    scale_word = tl.sum(scale.to(tl.int64) << (8 * block), 1, keep_dims=True)
+
+    tl.store(data_ptrs + channel, codes, mask=is_nope)
+    rope_ptrs = (data_ptrs + NOPE_DIM).to(tl.pointer_type(tl.int16)) + rope_channel
+    tl.store(rope_ptrs, (rope >> 16).to(tl.int16), mask=inserted)
+    tl.store(scale_ptrs.to(tl.pointer_type(tl.int64)), scale_word, mask=inserted)

@@ -1,0 +1,70 @@
+"""Operations on tiles that formats and kernels share."""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import jit, tl
+
+
+@jit
+def round_to_integer(x):
+    """float32 -> the nearest integer, ties to even, for ``|x| < 2**22``: adding 1.5 * 2**23 leaves no fraction bits."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@jit
+def log2(x, FAST: tl.constexpr):
+    """Base-2 logarithm of positive normal float32 numbers, with an error of at most 2**-22 when FAST."""
+    if FAST:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@jit
+def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of a float32 tile as DTYPE, scaled to a largest channel in ``[2**(EXPONENT - 1), 2**EXPONENT)``.
+
+    Also what takes that back, a power of two a row. With 7 a bf16 row is exact in fp16 except for channels below
+    ``2**-23`` of the largest.
+    """
+    # Exponents as float32 has them: ``bits << 23`` are those of 2**(bits - 127).
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 20), min(252 + EXPONENT, 254))
+    x = (x * ((253 + EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
+    return x, ((exponent + 1 - EXPONENT) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def planes_of(x, OPERAND: tl.constexpr):
+    """The planes of a tile [rows, channels] as a tuple of [rows, padded_width]; padding is zero where the tile's is."""
+    ROWS: tl.constexpr = x.shape[0]
+    NUM: tl.constexpr = OPERAND.num_planes
+    WIDTH: tl.constexpr = OPERAND.padded_width
+    if NUM == 1:
+        planes = (x,)
+    elif OPERAND.head_dim == NUM * WIDTH:
+        x = tl.permute(tl.reshape(x, [ROWS, 2, NUM // 2, WIDTH]), (0, 3, 2, 1))
+        low, high = tl.split(x)  # [ROWS, WIDTH, NUM // 2]
+        if NUM == 2:
+            planes = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
+        else:
+            planes = tl.split(low) + tl.split(high)
+    else:
+        channel = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [ROWS, WIDTH])
+        in_plane = channel < OPERAND.width
+        planes = ()
+        for i in tl.static_range(NUM):
+            plane = tl.gather(x, tl.where(in_plane, channel + i * OPERAND.width, 0), 1)
+            planes = planes + (tl.where(in_plane, plane, 0),)  # noqa: RUF005
+    return planes
+
+
+@jit
+def transposed(planes, OPERAND: tl.constexpr):
+    """Planes [rows, padded_width] as [padded_width, rows]."""
+    result = ()
+    NUM: tl.constexpr = OPERAND.num_planes
+    for i in tl.static_range(NUM):
+        result = result + (tl.trans(planes[i]),)  # noqa: RUF005
+    return result

@@ -1,0 +1,133 @@
+"""Attention on a packed cache of latents in Triton: one tensor is keys and values, in absorbed form.
+
+Flash decoding. A program owns ROWS query rows of one sequence, of its many query heads, and a share of the tokens. A
+tile of latents ``x`` is dequantized once, in parts of its channels, and goes to shared memory, from where both products
+read it:
+
+    S = sum over parts of q x^T   [rows, tokens]         O += P x   [rows, channels], a part at a time
+
+Queries are the first operand: with a hundred of them it is the tensor cores that limit. Masks, ranges of visible tokens
+and the softmax are those of :mod:`kvcompile.kernels.attention.prefill`. On Hopper
+:mod:`kvcompile.kernels.latent.hopper` takes its place, but for products in float32.
+
+Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-2, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.attention.prefill import softmax_step, visible_scores, visible_tiles
+from kvcompile.kernels.attention.softmax_tile import store_log_sum, tanh
+from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.latent.tiles import channels_of, load_latents
+from kvcompile.kernels.layout.references import referred
+
+
+@jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_splits", "num_rows"])
+def latent_attention_kernel(
+    query_ptr, data_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, data_strides, mask_strides,
+    num_kv_heads, q_len, kv_len, num_splits, num_rows, score_scale, softcap,
+    LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS query rows of one KV head, one split of the tokens. Grid (rows, batch * num_kv_heads, splits).
+
+    Args:
+        query_ptr: [batch, num_heads, q_len, LATENT.head_dim], strides (batch, head, position, channel).
+        data_ptr: packed latents, strides (block, batch, head), bytes.
+        num_rows: batch * num_heads * q_len.
+        out_ptr: [num_rows, LATENT.head_dim], or with PARTIAL float32 [num_splits, num_rows, LATENT.head_dim].
+        mask_ptr, range_ptr, lse_ptr, score_scale, softcap: as in
+        :func:`kvcompile.kernels.attention.decode.attention_kernel`.
+        TOKENS: tokens of a tile, a divisor of those of a block.
+    """
+    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    # The last tile of rows comes first: under a causal mask it is the one that takes longest.
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    position = (row // GROUP_SIZE).to(tl.int64)
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    in_query = position < q_len
+
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    query = _load_query(query_ptrs, in_query, query_strides[3], LATENT)
+    data_ptr = referred(data_ptr, LATENT) + batch * data_strides[1] + kv_head * data_strides[2]
+    tiles, ranges = visible_tiles(
+        first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, tl.program_id(2), num_splits,
+        GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS,
+    )  # fmt: skip
+    mask_row_ptrs = mask_ptr + batch * mask_strides[0] + head * mask_strides[1] + position * mask_strides[2]
+    visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_row_ptrs, mask_strides[3])
+
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    outputs = _zeros(query, LATENT)
+    for own_tile in tl.range(0, tiles[3] - tiles[0], num_stages=NUM_STAGES):
+        tile = tiles[0] + own_tile
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        first_slot = tile % (LATENT.block_tokens // TOKENS) * TOKENS
+        block_ptr = data_ptr + (tile // (LATENT.block_tokens // TOKENS)).to(tl.int64) * data_strides[0]
+        latents = load_latents(block_ptr, first_slot + tl.arange(0, TOKENS), token < kv_len, LATENT)
+        scores = _products(query, latents, LATENT, PRECISION) * score_scale
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores / softcap)
+        if MASK == "float":  # known at compile time  # noqa: SIM114
+            scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
+        elif (tile < tiles[1]) | (tile >= tiles[2]):  # in most tiles of a long context nothing needs to be hidden
+            scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
+        weight, decay, maximum, total = softmax_step(scores, maximum, total, True)
+        outputs = _accumulate(outputs, decay, weight.to(LATENT.dtype), latents, LATENT, PRECISION)
+
+    seen = total > 0
+    out_row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
+    if PARTIAL:
+        out_row += tl.program_id(2).to(tl.int64) * num_rows
+        store_log_sum(lse_ptr, out_row, maximum, tl.log2(total), seen, in_query)
+    inverse = tl.where(seen, 1.0 / total, 0.0)[:, None]
+    NUM_PARTS: tl.constexpr = LATENT.num_parts
+    for i in tl.static_range(NUM_PARTS):
+        out_ptrs = out_ptr + out_row[:, None] * LATENT.head_dim + channels_of(i, LATENT)[None, :]
+        tl.store(out_ptrs, outputs[i] * inverse, mask=in_query[:, None])
+
+
+@jit
+def _load_query(row_ptrs, in_query, stride_channel, LATENT: tl.constexpr):
+    """The parts of the query, [rows, width] of LATENT.dtype."""
+    parts = ()
+    NUM_PARTS: tl.constexpr = LATENT.num_parts
+    for i in tl.static_range(NUM_PARTS):
+        ptrs = row_ptrs[:, None] + channels_of(i, LATENT)[None, :] * stride_channel
+        parts = parts + (tl.load(ptrs, mask=in_query[:, None], other=0.0).to(LATENT.dtype),)  # noqa: RUF005
+    return parts
+
+
+@jit
+def _zeros(query, LATENT: tl.constexpr):
+    """An output of zeros for every part, float32 [rows, width]."""
+    parts = ()
+    NUM_PARTS: tl.constexpr = LATENT.num_parts
+    for i in tl.static_range(NUM_PARTS):
+        parts = parts + (tl.full(query[i].shape, 0.0, tl.float32),)  # noqa: RUF005
+    return parts
+
+
+@jit
+def _products(query, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
+    """``q . x``, float32 [rows, tokens]."""
+    scores = tl.dot(query[0], tl.trans(latents[0]), input_precision=PRECISION)
+    OTHER_PARTS: tl.constexpr = LATENT.num_parts - 1
+    for i in tl.static_range(OTHER_PARTS):
+        scores = tl.dot(query[i + 1], tl.trans(latents[i + 1]), scores, input_precision=PRECISION)
+    return scores
+
+
+@jit
+def _accumulate(outputs, decay, weight, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
+    """The outputs of all parts after one more tile."""
+    parts = ()
+    NUM_PARTS: tl.constexpr = LATENT.num_parts
+    for i in tl.static_range(NUM_PARTS):
+        part = tl.dot(weight, latents[i], outputs[i] * decay[:, None], input_precision=PRECISION)
+        parts = parts + (part,)  # noqa: RUF005
+    return parts

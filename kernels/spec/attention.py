@@ -1,0 +1,318 @@
+"""Attention on packed caches in plain PyTorch: the specification, and the CPU path.
+
+With ``K = scale * level + zero`` (and V alike) attention needs no dequantized cache: both products are taken on levels,
+
+    scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
+
+and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys
+that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``; a static scale
+of keys goes to the query once, one of values to the output. The decode
+path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
+of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
+
+Blocks that the slots of a residual hold (:mod:`kvcompile.kernels.spec.residual`) are attended to as they are: their
+scores replace those of the packed blocks, and their weights go to the slots' values instead of the packed ones.
+
+Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.rotation import rotate, unrotate
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.packing import read_stored_tokens
+from kvcompile.kernels.spec.residual import held_blocks, holding_slots
+
+MAX_DECODE_ROWS = 16  # query rows (query heads of a KV head times q_len) that the decode path keeps in registers
+GROUP_BLOCKS = 8  # blocks of V that are summed before anything is written
+
+
+def attend(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_len: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Scaled dot product attention on packed caches, computed in float32.
+
+    Args:
+        query: [batch, num_heads, q_len, k_layout.head_dim], any float dtype.
+        k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks of tokens.
+        k_layout: layout of ``k_data``.
+        v_layout: layout of ``v_data``. One tensor may serve as keys and values: both are then the same, with the layout
+            of keys, and without scales per channel.
+        mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
+            excludes ``is_causal``.
+        sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
+        kv_len: tokens in the cache, at most as many as its blocks hold; slots beyond it have no influence, whatever
+            their bytes.
+        is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
+        scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
+        softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
+
+    Returns:
+        [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros where a query sees no key.
+
+    Raises:
+        ValueError: the query heads do not divide into groups, ``kv_len`` exceeds the cache, or both ``mask`` and
+            ``is_causal`` are given.
+    """
+    num_heads, q_len, head_dim = query.shape[1:]
+    group_size = num_heads // k_data.shape[2]
+    if num_heads % k_data.shape[2]:
+        raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
+    if mask is not None and is_causal:
+        raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")
+    capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
+    if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
+        raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
+    if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
+        return query.new_zeros((*query.shape[:3], v_layout.head_dim))
+    q = query.float() * (head_dim**-0.5 if scale is None else scale)
+    few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
+    have_levels = k_layout.format.has_levels and v_layout.format.has_levels
+    path = _attend_levels if few_rows and have_levels else _attend_dequantized
+    return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
+
+
+def _to_stored_basis(q: Tensor, layout: PackedLayout) -> Tensor:
+    return rotate(q, layout.format.rotation_seed) if layout.format.rotated else q
+
+
+def _to_original_basis(out: Tensor, layout: PackedLayout) -> Tensor:
+    return unrotate(out, layout.format.rotation_seed) if layout.format.rotated else out
+
+
+def _attend_dequantized(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention of scaled queries on keys and values that are dequantized in their stored bases."""
+    q = _to_stored_basis(q, k_layout)
+    k = read_stored_tokens(k_data, k_layout, kv_len)
+    v = read_stored_tokens(v_data, v_layout, kv_len)
+    if mask is not None:
+        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
+    if sinks is None and not softcap:
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+        return _to_original_basis(out, v_layout)
+    batch, num_heads, q_len, _ = q.shape
+    num_kv_heads = k.shape[1]
+    scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
+        batch, num_heads, q_len, -1
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        mask = torch.arange(kv_len, device=q.device) <= torch.arange(q_len, device=q.device)[:, None]
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    top = _finite_maximum(scores, -1, sinks[:, None, None] if sinks is not None else None)
+    p = torch.exp(scores - top)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None, None].float() - top)
+    out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
+    out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
+    return _to_original_basis(out, v_layout)
+
+
+def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
+    """What to subtract from scores before the exponential: their maximum over ``dims``, sinks included, kept as 1.
+
+    A row without a visible key has the maximum -inf: then 0, so that its exponentials are 0 and not NaN.
+    """
+    top = scores.amax(dims, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.float())
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
+def _attend_levels(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    softcap: float,
+) -> Tensor:
+    """Attention of scaled queries, on levels.
+
+    Works in block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS], a row being a query head of the KV head
+    at one query position (position fastest).
+    """
+    batch, num_heads, q_len, _ = q.shape
+    blocks, num_kv_heads = k_layout.token_blocks(k_data), k_data.shape[2]
+    q = q.reshape(batch, num_kv_heads, -1, q.shape[-1])
+    token = torch.arange(blocks * BLOCK_TOKENS, device=q.device).reshape(blocks, 1, 1, 1, BLOCK_TOKENS)
+    in_cache = token < kv_len
+
+    scores, visible = _scores(q, k_data, k_layout), in_cache
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        position = torch.arange(q_len, device=q.device).repeat(num_heads // num_kv_heads)
+        visible = visible & (token <= position[:, None])
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+        mask = mask.new_zeros(*mask.shape[:-1], token.numel()).slice_scatter(mask, -1, 0, kv_len)
+        mask = mask.expand(batch, num_heads, q_len, -1)
+        mask = mask.reshape(batch, num_kv_heads, -1, blocks, BLOCK_TOKENS).permute(3, 0, 1, 2, 4)
+        if mask.dtype == torch.bool:
+            visible = visible & mask
+        else:
+            scores = scores + mask
+    scores = torch.where(visible, scores, -torch.inf)
+
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, -1, 1).expand(-1, -1, q_len).reshape(num_kv_heads, -1, 1)
+    top = _finite_maximum(scores, (0, -1), sinks)
+    p = torch.exp(scores - top)
+    total = p.sum((0, -1)).unsqueeze(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.float() - top[0])
+    out = _weighted_values(p, in_cache, v_data, v_layout) / torch.where(total == 0, 1.0, total)
+    return out.reshape(batch, num_heads, q_len, v_layout.head_dim)
+
+
+def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
+    scores = _packed_scores(_to_stored_basis(q, layout), data, layout)
+    if layout.residual is None:
+        return scores
+    # The same products with the rows of slots; then each block looks at the slot that holds it.
+    keys = layout.rows(data).float()
+    rows = [(keys * row).sum(-1) for row in _computed_once(q)[:, :, :, None, None].unbind(2)]
+    slot, held = holding_slots(data, layout)
+    held_scores = torch.stack(rows, 3)[:, :, slot].permute(2, 0, 1, 3, 4)
+    return torch.where(held[..., None, None], held_scores, scores)
+
+
+def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``q . k`` in block form for queries in the stored basis."""
+    parts, fmt = layout.split(data), layout.format
+    levels = _levels(parts, fmt, transposed=False)
+    q = _times_static_scale(q, fmt)
+    zero_scores = None
+    if fmt.granularity == "channel":
+        if "zero" in parts:
+            zero_scores = (parts["zero"].float() * q).sum(-1, keepdim=True)
+        q = parts["scale"].float() * q
+    # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
+    rows = []
+    for row in _computed_once(q).unsqueeze(-2).unbind(-3):
+        products = [level * part for level, part in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
+        rows.append(sum(products[1:], products[0]).sum(-1))
+    scores = torch.stack(rows, 3)
+    if zero_scores is not None:
+        scores = scores + zero_scores
+    if fmt.granularity != "token":
+        return scores
+    if "scale" in parts:
+        scores = scores * _per_token(parts["scale"])
+    if "zero" in parts:
+        scores = scores + _per_token(parts["zero"]) * q.sum(-1, keepdim=True)
+    return scores
+
+
+def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
+    if layout.residual is None:
+        return _to_original_basis(_weighted_packed_values(p, in_cache, data, layout), layout)
+    _, held = holding_slots(data, layout)
+    packed_p = torch.where(held[..., None, None], 0.0, p)
+    out = _to_original_basis(_weighted_packed_values(packed_p, in_cache, data, layout), layout)
+
+    block, holds = held_blocks(data, layout)
+    sequence, head = (torch.arange(size, device=data.device) for size in block.shape[:2])
+    weights = torch.where(holds[..., None, None], p[block, sequence[:, None, None], head[:, None]], 0.0)
+    visible = holds[..., None] & in_cache[:, 0, 0, 0][block]
+    values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # not even as 0 * NaN
+    rows = [(values * row[..., None]).sum((2, 3)) for row in _computed_once(weights).unbind(3)]
+    return out + torch.stack(rows, 2)
+
+
+def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``sum(p * v)`` over the packed blocks, in the stored basis."""
+    parts, fmt = layout.split(data), layout.format
+    levels = _levels(parts, fmt, transposed=True)
+    if fmt.scale_dtype is None or fmt.granularity != "token":
+        # Nothing beyond the cache may count, not even as 0 * NaN.
+        levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
+        weights = p
+    else:
+        weights = _computed_once(p * torch.where(in_cache, _per_token(parts["scale"]), 0.0))
+    # Two stages, so that the loops walk over the cache nearly in the order of its memory.
+    blocks = weights.shape[0]
+    group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
+    rows = []
+    for row in weights.unsqueeze(-2).unbind(3):
+        planes = [(level * row).unflatten(0, (blocks // group, group)).sum((1, -1)) for level in levels]
+        rows.append(torch.cat(planes, dim=-1))
+    out = torch.stack(rows, 3).sum(0)
+    if "zero" in parts and fmt.granularity == "token":
+        zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
+        out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
+    return _times_static_scale(out, fmt)
+
+
+def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
+    return x if fmt.static_scale == 1.0 else x * fmt.static_scale
+
+
+def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
+    """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
+
+    With scales per group of channels, which cannot be taken out of the products, the dequantized values.
+    """
+    levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(parts))]
+    if fmt.granularity == "group":
+        for name in ("scale", "zero"):
+            if name in parts:
+                metadata = fmt.per_channel(parts[name]).chunk(len(levels), dim=-1)
+                levels = [
+                    level * part if name == "scale" else level + part
+                    for level, part in zip(levels, metadata, strict=True)
+                ]
+    return [level.transpose(-1, -2) for level in levels] if transposed else levels
+
+
+def _per_token(section: Tensor) -> Tensor:
+    """[num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] of any float dtype -> float32 in block form, for all rows."""
+    return section.float().squeeze(-1).unsqueeze(3)
+
+
+def _computed_once(x: Tensor) -> Tensor:
+    """``x``; in a compiled graph a buffer, where Inductor would compute it again in the inner loop of every reader.
+
+    A restrided tensor must exist in memory, and this one is its own whole view: nothing else changes.
+    """
+    return x.as_strided(x.size(), x.stride())

@@ -1,0 +1,233 @@
+"""The plain-PyTorch meaning of a packed cache: writing and reading it. The specification of every fast path.
+
+All functions are traceable: no data-dependent Python, sizes may be symbolic.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.residual import (
+    Update,
+    all_slots,
+    header_of,
+    is_few,
+    slot_scatter,
+    token_update,
+    vector_update,
+    with_held_blocks,
+)
+
+
+def write_tokens(
+    data: Tensor,
+    layout: PackedLayout,
+    x: Tensor,
+    positions: Tensor,
+    valid: Tensor | None = None,
+    first_sequence: int | None = None,
+) -> Tensor:
+    """``data`` with the tokens ``x`` encoded at ``positions``; ``data`` itself is not changed.
+
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        x: [batch, num_kv_heads, n, head_dim], any float dtype, any strides.
+        positions: int64 [n], or [batch, n] for positions of each sequence; every one within the cache and, within a
+            sequence, distinct.
+        valid: optional bool, same shape as ``positions``; where False the slot keeps its bytes.
+        first_sequence: the sequence of ``data`` that is the first of ``x``, if ``data`` has others besides.
+    """
+
+    def part(data: Tensor) -> Tensor:
+        return data if first_sequence is None else data.narrow(1, first_sequence, x.shape[0])
+
+    if layout.residual is None:
+        index, values = _byte_update(part(data), layout, x, positions, valid)
+    elif is_few(x) and x.shape[2]:
+        index, values = token_update(part(data), layout, x, positions, valid).scatter(layout)
+    else:
+        data = data.clone()
+        write_tokens_(part(data), layout, x, positions, valid)
+        return data
+    if first_sequence is not None:
+        block, sequence, head, byte = index
+        index = block, sequence + first_sequence, head, byte
+    return data.index_put(index, values)
+
+
+def write_tokens_(
+    data: Tensor,
+    layout: PackedLayout,
+    x: Tensor,
+    positions: Tensor,
+    valid: Tensor | None = None,
+    blocks: Tensor | None = None,
+) -> None:
+    """In-place :func:`write_tokens`.
+
+    With a residual a write of many tokens goes through all blocks of the cache. A caller who knows which blocks the
+    positions lie in may pass them as ``blocks``, int64 [k], distinct.
+    """
+    if layout.residual is None:
+        data.index_put_(*_byte_update(data, layout, x, positions, valid))
+    elif is_few(x):
+        if x.shape[2]:
+            data.index_put_(*token_update(data, layout, x, positions, valid).scatter(layout))
+    else:
+        _apply(data, layout, token_update(data, layout, x, positions, valid, blocks), blocks)
+
+
+def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor, target: Tensor | None = None) -> Tensor:
+    """``target`` with the bytes of token ``source[i]`` of ``data`` in the place of token ``i``.
+
+    Neither is changed; without a ``target`` it is ``data``. Both have one batch and heads. ``source`` is int64 [n],
+    positions within the cache; the layout has no residual, whose tokens are no bytes alone.
+    """
+    if layout.residual is not None:
+        raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved byte by byte")
+    sequence = torch.arange(data.shape[1], device=data.device)[:, None, None]
+    head = torch.arange(data.shape[2], device=data.device)[None, :, None]
+    place = torch.arange(source.shape[0], device=data.device)
+    moved = data[byte_index(layout, sequence, head, source)]
+    return (data if target is None else target).index_put(byte_index(layout, sequence, head, place), moved)
+
+
+def write_vectors_(
+    data: Tensor,
+    layout: PackedLayout,
+    vectors: Tensor,
+    sequence: Tensor,
+    head: Tensor,
+    position: Tensor,
+    valid: Tensor | None = None,
+    blocks: Tensor | None = None,
+) -> None:
+    """Writes single vectors to a cache with a residual.
+
+    ``vectors`` are [*N, head_dim]; the coordinates (int64), and ``valid`` (bool) if given, broadcast to [*N]. Otherwise
+    as :func:`write_tokens_`.
+    """
+    _apply(data, layout, vector_update(data, layout, vectors, sequence, head, position, valid, blocks), blocks)
+
+
+def _apply(data: Tensor, layout: PackedLayout, update: Update, blocks: Tensor | None) -> None:
+    """Carry out an update of ``blocks``, or of all blocks."""
+    packed = _blocks_first(update.packed(layout))
+    data.index_put_(*update.slot_scatter(layout))
+    if blocks is None:
+        data[layout.header_blocks :].copy_(packed)
+    else:
+        data.index_copy_(0, blocks + layout.header_blocks, packed)
+
+
+def _blocks_first(packed: Tensor) -> Tensor:
+    """[batch, num_kv_heads, num_blocks, block_bytes] -> [num_blocks, batch, num_kv_heads, block_bytes]."""
+    return packed.permute(2, 0, 1, 3)
+
+
+def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, source: Tensor | None = None) -> None:
+    """Makes the blocks ``first`` to ``last`` of tokens those of ``source``, byte by byte, or zeros.
+
+    ``source`` is packed data of the same layout, batch and heads. Blocks that its slots hold are held afterwards.
+    """
+    begin, end = layout.header_blocks + first, layout.header_blocks + last
+    if layout.residual is not None:
+        tags, rows = layout.tags(data), layout.rows(data)
+        tags = torch.where((tags > first) & (tags <= last), 0, tags)
+        if source is not None:
+            new_tags = layout.tags(source)
+            taken = (new_tags > first) & (new_tags <= last)
+            tags = torch.where(taken, new_tags, tags)
+            rows = torch.where(taken[..., None, None], layout.rows(source), rows)
+        data.index_put_(*slot_scatter(layout, all_slots(layout, data), rows, tags))
+    if source is None:
+        data[begin:end].zero_()
+    else:
+        data[begin:end].copy_(source[begin:end])
+
+
+def pack_tokens(layout: PackedLayout, x: Tensor) -> Tensor:
+    """Packed data of a cache that holds just the tokens ``x`` [batch, num_kv_heads, n, head_dim].
+
+    The packed blocks are those of :func:`write_tokens` to a cache of zeros; the residual is :func:`header_of`.
+    """
+    blocks = pack_blocks(layout, x)
+    return blocks if layout.residual is None else torch.cat([header_of(layout, x), blocks])
+
+
+def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
+    """The packed blocks of :func:`pack_tokens`, without a header, written block by block."""
+    if layout.residual is not None:
+        x = x.to(layout.residual.dtype)
+    padding = (0, 0, 0, -x.shape[2] % BLOCK_TOKENS)
+    if layout.format.granularity == "channel":
+        parts = layout.format.encode(F.pad(x, padding).unflatten(2, (-1, BLOCK_TOKENS)))
+    else:
+        parts = layout.format.encode(x)
+        parts = {name: F.pad(part, padding).unflatten(2, (-1, BLOCK_TOKENS)) for name, part in parts.items()}
+    packed = torch.cat(layout.block_parts_bytes(parts), -1).to(torch.uint8)
+    return _blocks_first(packed).contiguous()
+
+
+def _byte_update(
+    data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Indices and values of the one ``index_put`` that writes tokens: values [batch, heads, n, bytes_per_token]."""
+    if layout.format.granularity == "channel":
+        raise ValueError(f"{layout.spec}: tokens that share scales are written through a residual; the layout has none")
+    batch, heads = x.shape[:2]
+    values = layout.token_bytes(layout.format.encode(x))
+    positions = positions[..., None, :]
+    sequence = torch.arange(batch, device=x.device)[:, None, None]
+    head = torch.arange(heads, device=x.device)[None, :, None]
+    index = byte_index(layout, sequence, head, positions)
+    if valid is not None:
+        values = torch.where(valid[..., None, :, None], values, data[index])
+    return index, values
+
+
+def byte_index(layout: PackedLayout, sequence: Tensor, head: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+    """Index into ``data`` of the bytes of token vectors, in the order of :meth:`PackedLayout.token_bytes`.
+
+    ``sequence``, ``head`` and ``position`` are int64 and broadcast to the vectors [*N]; the returned tensors broadcast
+    to [*N, bytes_per_token].
+    """
+    offsets = layout.byte_offsets(position % BLOCK_TOKENS)
+    return (position // BLOCK_TOKENS)[..., None], sequence[..., None], head[..., None], offsets
+
+
+def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
+    """The first ``num_tokens`` tokens, dequantized: float32 [batch, num_kv_heads, num_tokens, head_dim].
+
+    Tokens that a residual holds are as they were written.
+    """
+    x = layout.format.decode(layout.split(data))
+    return _token_major(x if layout.residual is None else with_held_blocks(x, data, layout), num_tokens)
+
+
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantized values in the dtype of their cache: finite ones stay finite.
+
+    What a fp16 cache held may dequantize to a little more than fp16 can hold; infinities and NaN were written.
+    """
+    if dtype == torch.float16:
+        largest = torch.finfo(dtype).max
+        x = torch.where(x.isfinite(), x.clamp(-largest, largest), x)
+    return x.to(dtype)
+
+
+def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
+    """:func:`read_tokens` in the stored basis: a rotated format stays rotated."""
+    x = layout.format.decode_levels(layout.split(data))
+    if layout.residual is not None:
+        x = with_held_blocks(x, data, layout, stored_basis=True)
+    return _token_major(x, num_tokens)
+
+
+def _token_major(x: Tensor, num_tokens: int) -> Tensor:
+    """[num_blocks, batch, heads, BLOCK_TOKENS, head_dim] -> [batch, heads, num_tokens, head_dim]."""
+    token = torch.arange(num_tokens, device=x.device)
+    return x[token // BLOCK_TOKENS, :, :, token % BLOCK_TOKENS].permute(1, 2, 0, 3)

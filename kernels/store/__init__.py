@@ -1,0 +1,4 @@
+"""Quantize-on-store: kernels that write new tokens to packed caches.
+
+This room imports tiles and the rooms below it. README.md says what bounds each kernel.
+"""

@@ -1,0 +1,180 @@
+"""Write tokens into a packed cache with a residual in Triton, block by block.
+
+:mod:`kvcompile.kernels.spec.residual` says what is to happen in four steps; :func:`_write_block` takes them for one
+block of one head. What remains is the order: a block of the same write may take the slot from which another one's
+contents are read. So the program that writes the block which takes a slot also writes, before it, the block that leaves
+the slot.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.layout.references import referred
+from kvcompile.kernels.store.tokens import encode_tile, load_positions, store_sections
+from kvcompile.kernels.tiles.held_blocks import block_ptr, has_slot, load_rows, row_ptrs, slot_of, tag_ptrs
+from kvcompile.kernels.tiles.packed import decode_block
+from kvcompile.kernels.tiles.rotation import rotation_matrix
+
+
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
+def store_few_kernel(
+    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_kv_heads, num_tokens, num_slots, static_scale,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write up to TOKENS tokens of one head, one block after the other. Grid (batch * num_kv_heads,).
+
+    Args are those of :func:`kvcompile.kernels.store.tokens.store_kernel`; ``num_slots`` are the tokens that the cache
+    holds.
+    """
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    x_ptr += batch * x_strides[0] + head * x_strides[1]
+    matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
+    token = tl.arange(0, TOKENS)
+    position, written = load_positions(
+        positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens, num_slots,
+        HAS_VALID,
+    )  # fmt: skip
+    block = tl.where(written, position // OPERAND.block_tokens, -1).to(tl.int32)
+    slot = tl.where((block >= 0) & has_slot(block, OPERAND), slot_of(tl.maximum(block, 0), OPERAND), -1)
+    for step in range(2 * num_tokens):
+        # The block of each token, if no earlier token has it: first those that do not get a slot, then the others.
+        own_token = step % num_tokens
+        own = tl.max(tl.where(token == own_token, block, -1), 0)
+        own_slot = tl.max(tl.where(token == own_token, slot, -1), 0)
+        takes_slot = (own_slot >= 0) & (tl.max(tl.where(slot == own_slot, block, -1), 0) == own)
+        is_first = tl.max(((block == own) & (token < own_token)).to(tl.int32), 0) == 0
+        if (own >= 0) & is_first & (takes_slot == (step >= num_tokens)):
+            place = own.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
+            is_here = (place[:, None] == position[None, :]) & written[None, :]
+            source = tl.max(tl.where(is_here, token[None, :], -1), 1)
+            held = tl.load(tag_ptrs(header_ptr, slot_of(own, OPERAND))) == own + 1
+            _write_block(
+                header_ptr, data_strides[0], own, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
+                OPERAND, PRECISION,
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_tokens", "num_slots"])
+def place_tokens_kernel(
+    places_ptr, positions_ptr, valid_ptr, position_strides, valid_strides, num_tokens, num_slots,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Invert ``positions``, and find the block that gets each slot. Grid (batch, ceil(num_tokens / TOKENS)).
+
+    Args:
+        places_ptr: int32 [batch, num_slots + OPERAND.num_slots], all -1 before: the token that is written to each place
+            of the cache, then the highest block that is written to of those that have each slot.
+        positions_ptr, valid_ptr, num_slots: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    position, written = load_positions(
+        positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots, HAS_VALID
+    )
+    places_ptr += batch * (num_slots + OPERAND.num_slots)
+    tl.store(places_ptr + position, token.to(tl.int32), mask=written)
+    block = (position // OPERAND.block_tokens).to(tl.int32)
+    winner_ptrs = places_ptr + num_slots + slot_of(block, OPERAND)
+    # Only a block above the one that is known can win: few atomics remain of those to the same place.
+    known = tl.load(winner_ptrs, mask=written, other=0)
+    tl.atomic_max(winner_ptrs, block, mask=written & has_slot(block, OPERAND) & (block > known))
+
+
+@jit(do_not_specialize=["num_kv_heads"])
+def copy_tags_kernel(data_ptr, tags_ptr, data_strides, num_kv_heads, OPERAND: tl.constexpr):
+    """Copy the tags of a head's slots to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_slots].
+
+    Grid (batch * num_kv_heads,).
+    """
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    slot = tl.arange(0, OPERAND.residual.padded_slots)
+    tags = tl.load(tag_ptrs(header_ptr, slot), mask=slot < OPERAND.num_slots)
+    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots
+    tl.store(tags_ptr + slot, tags, mask=slot < OPERAND.num_slots)
+
+
+@jit(do_not_specialize=["num_kv_heads", "num_slots", "num_blocks", "blocks_per_program"])
+def store_blocks_kernel(
+    data_ptr, x_ptr, places_ptr, tags_ptr, data_strides, x_strides, num_kv_heads, num_slots, num_blocks,
+    blocks_per_program, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write tokens to some blocks of one head. Grid (batch * num_kv_heads, ceil(num_blocks / blocks_per_program)).
+
+    Args:
+        data_ptr, x_ptr, static_scale: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
+        places_ptr: what :func:`place_tokens_kernel` found.
+        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_slots]: the tags before, as programs write new ones.
+    """
+    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    x_ptr += batch * x_strides[0] + head * x_strides[1]
+    places_ptr += batch * (num_slots + OPERAND.num_slots)
+    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots
+    matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
+    for i in range(2 * blocks_per_program):
+        own = tl.program_id(1) * blocks_per_program + i // 2
+        if own < num_blocks:
+            slot = slot_of(own, OPERAND)
+            before = tl.load(tags_ptr + slot) - 1
+            takes_slot = tl.load(places_ptr + num_slots + slot) == own
+            # First the block that leaves the slot, if this one takes it, then this one, unless it leaves its slot.
+            is_block = (before >= 0) & (before < num_blocks)
+            is_block = is_block & (slot_of(tl.maximum(before, 0), OPERAND) == slot)
+            leaves = (i % 2 == 0) & takes_slot & (before != own) & is_block
+            stays = (i % 2 == 1) & (takes_slot | (before != own))
+            if leaves | stays:
+                block = tl.where(leaves, before, own)
+                place = block.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
+                source = tl.load(places_ptr + place)
+                if tl.max(source, 0) >= 0:
+                    _write_block(
+                        header_ptr, data_strides[0], block, source, x_ptr, x_strides, before == block,
+                        takes_slot & stays, matrix, static_scale, OPERAND, PRECISION,
+                    )  # fmt: skip
+
+
+@jit
+def _write_block(
+    header_ptr, stride_block, block, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens ``source`` [block_tokens], -1 for none, to ``block``, which its slot holds if ``held``."""
+    BLOCK_TOKENS: tl.constexpr = OPERAND.block_tokens
+    packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
+    slot = slot_of(block, OPERAND)
+    written = source >= 0
+    all_written = tl.min(written.to(tl.int32), 0) > 0
+    channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
+    in_head = channel < OPERAND.head_dim
+    x_ptrs = x_ptr + (source.to(tl.int64) * x_strides[2])[:, None] + channel * x_strides[3]
+    new = tl.load(x_ptrs, mask=written[:, None] & in_head, other=0.0).to(OPERAND.residual.dtype)
+
+    contents = new
+    needs_old = all_written == 0
+    if OPERAND.granularity != "channel":
+        needs_old = needs_old & takes_slot & (held == 0)  # rows that a slot has already stay there
+    if needs_old:
+        if held:
+            old = load_rows(header_ptr, stride_block, slot, OPERAND)
+        else:
+            old = decode_block(packed_ptr, static_scale, OPERAND).to(OPERAND.residual.dtype)
+        contents = tl.where(written[:, None], new, old)
+    tl.debug_barrier()  # what other threads read is not written before
+
+    encoded = encode_tile(contents, matrix, in_head, static_scale, OPERAND, BLOCK_TOKENS, PRECISION)
+    everywhere = tl.full([BLOCK_TOKENS], True, tl.int1)
+    if OPERAND.granularity == "channel" or all_written:
+        store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), everywhere, encoded, OPERAND)
+    else:
+        store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), written, encoded, OPERAND)
+    if takes_slot:
+        changed = written | (held == 0)
+        ptrs = row_ptrs(header_ptr, stride_block, slot, OPERAND)[:, None] + channel
+        tl.store(ptrs, contents, mask=changed[:, None] & in_head)
+        tl.store(tag_ptrs(header_ptr, slot), block + 1)

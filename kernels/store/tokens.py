@@ -1,0 +1,288 @@
+"""Write tokens into a packed cache in Triton: rotate, quantize and pack in one pass, one kernel for every format."""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.layout.references import referred
+from kvcompile.kernels.store.code_pairs import packed_field, pairs_of
+from kvcompile.kernels.tiles.rotation import rotates_by_products, rotation_matrix, to_stored_basis
+
+
+@jit(do_not_specialize=["num_tokens", "num_slots", "tiles_per_program"])
+def store_kernel(
+    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_tokens, num_slots, tiles_per_program, static_scale,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile is TOKENS tokens of one head. Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
+
+    Args:
+        data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
+        x_ptr: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, strides (batch, head, token, channel).
+        positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, num_slots) fails an
+            assertion, as in the indexing kernels of PyTorch, and reaches no memory.
+        valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
+        static_scale: of the format, if OPERAND takes one.
+    """
+    _store_tiles(
+        tl.program_id(1), data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides,
+        valid_strides, num_tokens, num_slots, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "tiles_per_program"])
+def store_pair_kernel(
+    k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
+    k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
+    num_kv_heads, num_tokens, num_slots, tiles_per_program, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`store_kernel` for keys and values of the same positions: the second dimension of the grid has the heads of
+    keys, and then those of values."""
+    head = tl.program_id(1)
+    if head < num_kv_heads:
+        _store_tiles(
+            head, k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides,
+            valid_strides, num_tokens, num_slots, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS, PRECISION,
+        )  # fmt: skip
+    else:
+        _store_tiles(
+            head - num_kv_heads, v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides,
+            position_strides, valid_strides, num_tokens, num_slots, tiles_per_program, value_scale, VALUE, HAS_VALID,
+            TOKENS, PRECISION,
+        )  # fmt: skip
+
+
+@jit
+def _store_tiles(
+    head, data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
+    num_tokens, num_slots, tiles_per_program, static_scale,
+    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tiles of this program, which are of one head."""
+    batch = tl.program_id(2).to(tl.int64)
+    head = head.to(tl.int64)
+    head_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
+    x_ptr += batch * x_strides[0] + head * x_strides[1]
+    matrix = rotation_matrix(OPERAND, TOKENS)
+    in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
+    for i in range(tiles_per_program):
+        first_token = (tl.program_id(0) * tiles_per_program + i) * TOKENS
+        if first_token < num_tokens:
+            tokens_left = tl.minimum(num_tokens - first_token, TOKENS)
+            before = first_token.to(tl.int64)
+            # Also vectors that are not written: this need not wait for positions.
+            x = _load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
+            tile_positions_ptr = positions_ptr + before * position_strides[1]
+            position, written = load_positions(
+                tile_positions_ptr, valid_ptr + before * valid_strides[1], batch, tl.arange(0, TOKENS).to(tl.int64),
+                position_strides, valid_strides, tokens_left, num_slots, HAS_VALID,
+            )  # fmt: skip
+            first_position = tl.load(tile_positions_ptr + batch * position_strides[0])
+            encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
+            _store_tile(head_ptr, data_strides[0], first_position, position, written, encoded, OPERAND, TOKENS)
+
+
+@constexpr_function
+def channels_at_once(operand, tokens):
+    """Channels of the runs that vectors are loaded in, see :func:`_load_vectors`."""
+    all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
+    return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
+
+
+@jit
+def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The vectors [TOKENS, padded_head_dim] of the tokens from ``x_ptr`` on, of which those left repeat the last.
+
+    Triton spreads a row of what is loaded over as many threads as it can. Loaded in runs of 32 channels, a bfloat16
+    vector is in four threads: the planes of codes that share a byte are then in one, and what is computed once a
+    vector is computed by few. (A product on tensor cores, and one token, have layouts of their own.)
+    """
+    RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
+    RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
+    token = tl.minimum(tl.arange(0, TOKENS), tokens_left - 1).to(tl.int64)
+    x_ptrs = x_ptr + (token * x_strides[2])[:, None]
+    runs = ()
+    for i in tl.static_range(RUNS):
+        channel = i * RUN + tl.arange(0, RUN)[None, :]
+        # A mask, even if all is in it, would have the registers of what is loaded cleared before.
+        if OPERAND.head_dim == OPERAND.padded_head_dim:
+            run = tl.load(x_ptrs + channel * x_strides[3])
+        else:
+            run = tl.load(x_ptrs + channel * x_strides[3], mask=channel < OPERAND.head_dim, other=0.0)
+        runs = runs + (run,)  # noqa: RUF005
+    return _side_by_side(runs)
+
+
+@jit
+def _side_by_side(runs):
+    """A tile of up to eight tiles [rows, columns], a power of two of them, one after the other."""
+    RUNS: tl.constexpr = len(runs)
+    ROWS: tl.constexpr = runs[0].shape[0]
+    COLUMNS: tl.constexpr = runs[0].shape[1]
+    for stage in tl.static_range(3):
+        if RUNS >> stage > 1:
+            # Each with the one half of them further on: a new last dimension is the next bit of a run's number.
+            pairs = ()
+            for i in tl.static_range(RUNS >> (stage + 1)):
+                pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
+            runs = pairs
+    x = tl.permute(tl.reshape(runs[0], [ROWS, COLUMNS, RUNS]), (0, 2, 1))
+    return tl.reshape(x, [ROWS, RUNS * COLUMNS])
+
+
+@jit
+def load_positions(
+    positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
+    HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """Positions of tokens, int64, and whether they are written; asserts that those which should be are in the cache."""
+    wanted = token < num_tokens
+    if HAS_VALID:
+        valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
+        wanted = wanted & (tl.load(valid_ptrs, mask=wanted, other=0) != 0)
+    position_ptrs = positions_ptr + batch * position_strides[0] + token * position_strides[1]
+    position = tl.load(position_ptrs, mask=wanted, other=0)
+    in_cache = (position >= 0) & (position < num_slots)
+    tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
+    return position, wanted & in_cache
+
+
+@jit
+def _store_tile(
+    ptr, stride_block, first_position, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Store encoded tokens at their positions, of which one is known to all threads, in the blocks from ``ptr`` on."""
+    in_order = (position == first_position + tl.arange(0, TOKENS)) & written
+    if (
+        OPERAND.block_tokens == TOKENS
+        and (tl.min(in_order.to(tl.int32), 0) > 0)
+        and (first_position % OPERAND.block_tokens < 1)
+    ):
+        # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
+        block_ptr = ptr + first_position // OPERAND.block_tokens * stride_block
+        everywhere = tl.full([TOKENS], True, tl.int1)
+        store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
+    else:
+        block_ptrs = ptr + (position // OPERAND.block_tokens) * stride_block
+        store_sections(block_ptrs, position % OPERAND.block_tokens, written, encoded, OPERAND)
+
+
+@jit
+def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
+    """Store encoded tokens at ``slot`` [tokens] of blocks that start at ``block_ptrs``, one or [tokens]."""
+    codes, scale, zero = encoded
+    _store_codes(block_ptrs, slot, written, codes, OPERAND)
+    if OPERAND.has_scale:
+        _store_metadata(block_ptrs + OPERAND.scale_offset, slot, written, scale, OPERAND.scale_dtype, OPERAND)
+    if OPERAND.has_zero:
+        _store_metadata(block_ptrs + OPERAND.zero_offset, slot, written, zero, OPERAND.zero_dtype, OPERAND)
+
+
+@jit
+def encode_tile(
+    x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Codes [tokens, channels] of a format of one plane, or else pairs of codes; scales and zeros of vectors.
+
+    Scales and zeros are [tokens], per group [tokens, num_scales], and per channel, where TOKENS are those of a block,
+    [channels]. As in the specification, a vector that is not finite in the stored basis has the codes of zeros and, if
+    they are its own, scales of NaN.
+    """
+    x = to_stored_basis(x, matrix, OPERAND, PRECISION)
+    finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, as is any sum with it
+    if OPERAND.code_dtype == tl.uint8:
+        x = tl.where(finite[:, None], x, 0.0)
+    if OPERAND.takes_static_scale:
+        x = x * tl.div_rn(1.0, static_scale)
+    if OPERAND.granularity == "group":
+        GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
+        in_group = tl.full([1, OPERAND.group_size], True, tl.int1)
+        x = tl.reshape(x, [TOKENS * GROUPS, OPERAND.group_size])
+        codes, scale, zero = OPERAND.codec.encode(x, in_group, OPERAND)
+        codes = tl.reshape(codes, [TOKENS, OPERAND.padded_head_dim])
+        scale, zero = tl.reshape(scale, [TOKENS, GROUPS]), tl.reshape(zero, [TOKENS, GROUPS])
+        scale = tl.where(finite[:, None], scale, float("nan"))
+    elif OPERAND.granularity == "channel":
+        in_block = tl.full([1, TOKENS], True, tl.int1)
+        codes, scale, zero = OPERAND.codec.encode(tl.trans(x), in_block, OPERAND)
+        codes = tl.trans(codes)
+    else:
+        codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
+        scale = tl.where(finite, scale, float("nan"))
+    encoded = codes if OPERAND.num_planes == 1 or OPERAND.codec.paired else pairs_of(codes, OPERAND)
+    return encoded, scale, zero
+
+
+@jit
+def _store_codes(block_ptrs, slot, written, codes, OPERAND: tl.constexpr):
+    """Pack codes, [tokens, channels] or pairs, and store them at ``slot`` [tokens] of blocks from ``block_ptrs`` on."""
+    if OPERAND.num_planes == 1:
+        _store_columns(block_ptrs, slot, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
+    else:
+        low = packed_field(codes, 0, OPERAND.low_bits, OPERAND.low_bits, OPERAND.num_planes)
+        _store_columns(block_ptrs, slot, written, low, 0, tl.uint8, OPERAND.width, OPERAND)
+        NUM_HIGH: tl.constexpr = OPERAND.num_high
+        for k in tl.static_range(NUM_HIGH):
+            _store_high_bits(block_ptrs, slot, written, codes, k, OPERAND)
+
+
+@jit
+def _store_high_bits(block_ptrs, slot, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
+    """Pack bit ``low_bits + K`` of the planes that have it and store them in high section K."""
+    COUNT: tl.constexpr = OPERAND.high_planes[K]
+    HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    PIECES: tl.constexpr = 8 // COUNT
+    OTHER_PIECES: tl.constexpr = PIECES - 1
+    pieces = _pieces(packed_field(pairs, OPERAND.low_bits + K, 1, PIECES, COUNT), PIECES, HIGH_WIDTH)
+    high = pieces[0]
+    for piece in tl.static_range(OTHER_PIECES):
+        high |= pieces[piece + 1] << (piece + 1)
+    _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+
+
+@jit
+def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """PIECES, 2 or 4, runs of WIDTH columns of a tile as a tuple of tiles, which may be padded."""
+    ROWS: tl.constexpr = x.shape[0]
+    if x.shape[1] == PIECES * WIDTH:
+        low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PIECES // 2, WIDTH]), (0, 3, 2, 1)))
+        if PIECES == 2:
+            pieces = (tl.reshape(low, [ROWS, WIDTH]), tl.reshape(high, [ROWS, WIDTH]))
+        else:
+            pieces = tl.split(low) + tl.split(high)
+    else:
+        column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+        pieces = (x,)
+        for i in tl.static_range(PIECES - 1):
+            pieces = pieces + (tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1),)  # noqa: RUF005
+    return pieces
+
+
+@jit
+def _store_columns(
+    block_ptrs, slot, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
+):
+    """Store [tokens, columns] in a code section at byte ``offset`` of a block."""
+    ptrs = (block_ptrs + offset).to(tl.pointer_type(DTYPE))
+    column = tl.arange(0, x.shape[1])
+    if OPERAND.column_major:
+        ptrs = (ptrs + slot)[:, None] + (column * OPERAND.block_tokens)[None, :]
+    else:
+        ptrs = (ptrs + slot * WIDTH)[:, None] + column[None, :]
+    tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (column < WIDTH)[None, :])
+
+
+@jit
+def _store_metadata(section_ptrs, slot, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
+    """Store scales or zero points, [tokens], [tokens, groups] or [channels]."""
+    ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
+    if OPERAND.granularity == "group":
+        group = tl.arange(0, x.shape[1])[None, :]
+        ptrs = (ptrs + slot * OPERAND.num_scales)[:, None] + group
+        tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))
+    elif OPERAND.granularity == "channel":
+        channel = tl.arange(0, x.shape[0])
+        tl.store(ptrs + channel, x.to(DTYPE), mask=channel < OPERAND.num_scales)
+    else:
+        tl.store(ptrs + slot, x.to(DTYPE), mask=written)

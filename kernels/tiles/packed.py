@@ -1,0 +1,267 @@
+"""Tiles of packed tokens in registers: what the attention kernel reads, the levels of their codes, and
+the vectors of a block."""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.tiles.rotation import unrotate
+
+
+@jit
+def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """A tile of packed tokens: code sections, and scales and zeros (the scales, where there are none).
+
+    Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value; those of high bits come
+    as :func:`_load_high_bits` says. Scales and zeros are float32 [tokens] if they are per token; per group one float32
+    tile for each plane that broadcasts to the codes; per channel one for each plane, [blocks, width], of the section's
+    dtype.
+
+    Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
+    """
+    token = tl.arange(0, TOKENS)
+    block, slot = token // OPERAND.block_tokens, token % OPERAND.block_tokens
+    exists = block * OPERAND.block_tokens < tokens_left
+    block_offset = block.to(tl.int64) * stride_block
+    column = tl.arange(0, OPERAND.padded_width)
+    HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
+    codes = _load_codes(
+        ptr, block_offset, slot, exists, column, column < OPERAND.width, 0,
+        OPERAND.code_dtype, OPERAND.width, HAS_PADDING, OPERAND,
+    )  # fmt: skip
+    packed = (codes,)
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    for k in tl.static_range(NUM_HIGH):
+        high = _load_high_bits(ptr, block_offset, slot, exists, column, k, OPERAND)
+        packed = packed + high
+    scale = tl.full([TOKENS], 1.0, tl.float32)
+    zero = scale
+    if OPERAND.granularity == "channel":
+        block = tl.arange(0, TOKENS // OPERAND.block_tokens)
+        slot, exists = block * 0, block * OPERAND.block_tokens < tokens_left
+    if OPERAND.has_scale:
+        scale = _load_metadata(
+            ptr + OPERAND.scale_offset, stride_block, block, slot, exists, column, OPERAND.scale_dtype, OPERAND
+        )
+        zero = scale
+    if OPERAND.has_zero:
+        zero = _load_metadata(
+            ptr + OPERAND.zero_offset, stride_block, block, slot, exists, column, OPERAND.zero_dtype, OPERAND
+        )
+    return packed, scale, zero
+
+
+@jit
+def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Ask for the bytes of a tile to come to the L2 cache, where a later :func:`load_packed` finds them."""
+    if OPERAND.ptx > 0:
+        BLOCKS: tl.constexpr = TOKENS // OPERAND.block_tokens
+        LINES: tl.constexpr = OPERAND.prefetched_lines
+        last_block = tl.maximum((tokens_left - 1) // OPERAND.block_tokens, 0)
+        block = tl.minimum(tl.arange(0, BLOCKS), last_block).to(tl.int64)
+        byte = tl.minimum(tl.arange(0, LINES) * 128, OPERAND.block_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr + block[:, None] * stride_block + byte[None, :]],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
+def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
+    """High section K in the shape of the section ``codes``: int32 with the bits of plane 0 lowest.
+
+    A codec that unpacks it gets the bytes as they are, in one tile for each of two pieces, which is 0 where the other
+    piece is meant. What depends on the column is then in the loads alone, and Triton loads tiles in the layout of the
+    products in which they end.
+    """
+    WIDTH: tl.constexpr = OPERAND.high_widths[K]
+    OFFSET: tl.constexpr = OPERAND.high_offsets[K]
+    piece = column // WIDTH
+    if OPERAND.unpack_ptx is not None:
+        high = ()
+        for i in tl.static_range(2):
+            tile = _load_codes(
+                ptr, block_offset, slot, exists, column - i * WIDTH, piece == i, OFFSET, tl.uint8, WIDTH, True, OPERAND
+            )
+            high = high + (tile,)  # noqa: RUF005
+    else:
+        in_vector = column < OPERAND.width
+        tile = _load_codes(
+            ptr, block_offset, slot, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, True, OPERAND
+        )
+        piece = tl.where(in_vector, piece, 0)
+        high = (tile.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
+    return high
+
+
+@jit
+def _load_codes(
+    ptr, block_offset, slot, exists, column, in_vector, offset,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, HAS_PADDING: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Columns of one code section of WIDTH columns: [tokens, columns] of a key, [columns, tokens] of a value.
+
+    Those that are not ``in_vector`` are 0; there are none without HAS_PADDING.
+    """
+    ptr = (ptr + offset).to(tl.pointer_type(DTYPE))
+    block_offset = block_offset // (DTYPE.primitive_bitwidth // 8)
+    if OPERAND.column_major:
+        ptrs = ptr + (block_offset + slot)[None, :] + (column * OPERAND.block_tokens)[:, None]
+        in_bounds, in_vector = exists[None, :], in_vector[:, None]
+    else:
+        ptrs = ptr + (block_offset + slot * WIDTH)[:, None] + column[None, :]
+        in_bounds, in_vector = exists[:, None], in_vector[None, :]
+    if HAS_PADDING:
+        in_bounds = in_bounds & in_vector
+    return tl.load(ptrs, mask=in_bounds, other=0)
+
+
+@jit
+def _load_metadata(
+    ptr, stride_block, block, slot, exists, column, DTYPE: tl.constexpr, OPERAND: tl.constexpr
+):  # fmt: skip
+    """Scales or zero points of :func:`load_packed`; ``block``, ``slot`` and ``exists`` are [tokens] or [blocks].
+
+    Strides of packed data are multiples of 64 bytes: they divide evenly.
+    """
+    ptr = ptr.to(tl.pointer_type(DTYPE))
+    block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
+    if OPERAND.granularity == "token":
+        metadata = tl.load(ptr + block_offset + slot, mask=exists, other=0.0).to(tl.float32)
+    else:
+        metadata = ()
+        NUM_PLANES: tl.constexpr = OPERAND.num_planes
+        for plane in tl.static_range(NUM_PLANES):
+            index = plane * OPERAND.width + column
+            if OPERAND.granularity == "group" or OPERAND.width != OPERAND.padded_width:
+                index = tl.minimum(index, OPERAND.head_dim - 1)
+            if OPERAND.granularity == "group":
+                index //= OPERAND.group_size
+            row = block_offset
+            if OPERAND.granularity == "group":
+                row += slot * OPERAND.num_scales
+            if OPERAND.column_major:
+                ptrs, mask = ptr + index[:, None] + row[None, :], exists[None, :]
+            else:
+                ptrs, mask = ptr + row[:, None] + index[None, :], exists[:, None]
+            tile = tl.load(ptrs, mask=mask, other=0.0)
+            if OPERAND.granularity == "group":
+                tile = tile.to(tl.float32)
+            metadata = metadata + (tile,)  # noqa: RUF005
+    return metadata
+
+
+@jit
+def unpack(packed, scale, zero, OPERAND: tl.constexpr):
+    """The levels of each plane of a tile over its gain, in the dtype of the products.
+
+    With scales per group, which cannot be taken out of the products, the dequantized values.
+    """
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    if OPERAND.unpack_ptx is not None:
+        planes = halves_of_bytes(packed, OPERAND)
+    elif OPERAND.code_dtype == OPERAND.dtype:
+        planes = (packed[0],)
+    else:
+        planes = ()
+        for plane in tl.static_range(NUM_PLANES):
+            codes = packed[0]
+            if OPERAND.num_planes > 1:
+                codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
+            for k in tl.static_range(NUM_HIGH):
+                if plane < OPERAND.high_planes[k]:
+                    codes |= ((packed[k + 1] >> (8 // OPERAND.high_planes[k] * plane)) & 1) << (OPERAND.low_bits + k)
+            planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
+    if OPERAND.granularity == "group":
+        values = ()
+        for plane in tl.static_range(NUM_PLANES):
+            value = planes[plane].to(tl.float32) * (scale[plane] * OPERAND.unpack_gains[plane])
+            if OPERAND.has_zero:
+                value += zero[plane]
+            values = values + (value.to(OPERAND.dtype),)  # noqa: RUF005
+        planes = values
+    return planes
+
+
+@jit
+def halves_of_bytes(packed, OPERAND: tl.constexpr):
+    """Tiles of the code sections -> a tile of fp16 for each plane, by PTX, of four bytes of every section at a time.
+
+    Its operands are two registers for each plane, of two levels each, and then one for each tile of bytes.
+    """
+    PTX: tl.constexpr = OPERAND.unpack_ptx
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    CONSTRAINTS: tl.constexpr = _constraints(2 * NUM_PLANES, len(packed))
+    return tl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, packed, dtype=(tl.float16,) * NUM_PLANES, is_pure=True, pack=4
+    )  # fmt: skip
+
+
+@jit
+def integers_of_bytes(packed, OPERAND: tl.constexpr):
+    """As :func:`halves_of_bytes`, the integers of the codec: a register of four for each plane."""
+    PTX: tl.constexpr = OPERAND.codec.integers_ptx
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(packed))
+    return tl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, packed, dtype=(tl.int8,) * NUM_PLANES, is_pure=True, pack=4
+    )  # fmt: skip
+
+
+@constexpr_function
+def _constraints(num_outputs, num_inputs):
+    return ",".join(["=r"] * num_outputs + ["r"] * num_inputs)
+
+
+@jit
+def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
+    """The vectors of a block as the specification decodes them, float32 [block_tokens, padded_head_dim].
+
+    For blocks that are read once in a while: every channel fetches its own byte.
+    """
+    token = tl.arange(0, OPERAND.block_tokens)[:, None]
+    channel = tl.minimum(tl.arange(0, OPERAND.padded_head_dim), OPERAND.head_dim - 1)[None, :]
+    column, plane = channel % OPERAND.width, channel // OPERAND.width
+    codes = _load_column(block_ptr, token, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
+    if OPERAND.num_planes > 1:
+        codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
+    NUM_HIGH: tl.constexpr = OPERAND.num_high
+    for k in tl.static_range(NUM_HIGH):
+        WIDTH: tl.constexpr = OPERAND.high_widths[k]
+        high = _load_column(block_ptr, token, column % WIDTH, OPERAND.high_offsets[k], tl.uint8, WIDTH, OPERAND)
+        bit = (high.to(tl.int32) >> (8 // OPERAND.high_planes[k] * plane + column // WIDTH)) & 1
+        codes |= tl.where(plane < OPERAND.high_planes[k], bit, 0) << (OPERAND.low_bits + k)
+    x = OPERAND.codec.levels(codes, 0, OPERAND)
+    OTHER_PLANES: tl.constexpr = OPERAND.num_planes - 1
+    for i in tl.static_range(OTHER_PLANES):
+        x = tl.where(plane == i + 1, OPERAND.codec.levels(codes, i + 1, OPERAND), x)
+    x = x * OPERAND.gain
+    if OPERAND.granularity == "channel":
+        index = channel
+    elif OPERAND.granularity == "group":
+        index = token * OPERAND.num_scales + channel // OPERAND.group_size
+    else:
+        index = token
+    if OPERAND.has_scale:
+        scale_ptr = (block_ptr + OPERAND.scale_offset).to(tl.pointer_type(OPERAND.scale_dtype))
+        x = x * tl.load(scale_ptr + index).to(tl.float32)
+    if OPERAND.has_zero:
+        zero_ptr = (block_ptr + OPERAND.zero_offset).to(tl.pointer_type(OPERAND.zero_dtype))
+        x = x + tl.load(zero_ptr + index).to(tl.float32)
+    if OPERAND.takes_static_scale:
+        x = x * static_scale
+    x = tl.where((tl.arange(0, OPERAND.padded_head_dim) < OPERAND.head_dim)[None, :], x, 0.0)
+    if OPERAND.rotated:
+        x = unrotate(x, OPERAND)
+    return x
+
+
+@jit
+def _load_column(block_ptr, token, column, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+    """Elements ``column`` of tokens of one code section."""
+    ptr = (block_ptr + offset).to(tl.pointer_type(DTYPE))
+    if OPERAND.column_major:
+        x = tl.load(ptr + column * OPERAND.block_tokens + token)
+    else:
+        x = tl.load(ptr + token * WIDTH + column)
+    return x

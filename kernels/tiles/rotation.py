@@ -1,0 +1,172 @@
+"""The rotation of :mod:`kvcompile.kernels.formats.rotation` in Triton, of the rows of a tile in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcompile.kernels.formats.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+
+HASH_MULTIPLIERS: Any = None if tl is None else tl.constexpr(_HASH_MULTIPLIERS)
+
+
+@jit
+def rotate(x, OPERAND: tl.constexpr):
+    """Rows of a float32 tile [rows, channels] into the stored basis."""
+    if OPERAND.rotation_seed != 0:
+        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
+    return hadamard(x, OPERAND.head_dim)
+
+
+@jit
+def unrotate(x, OPERAND: tl.constexpr):
+    """Inverse of :func:`rotate`."""
+    x = hadamard(x, OPERAND.head_dim)
+    if OPERAND.rotation_seed != 0:
+        x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
+    return x
+
+
+@constexpr_function
+def rotates_by_products(operand, rows):
+    """Whether tiles of ``rows`` rows are rotated on tensor cores: they are large enough, and the matrix fits."""
+    return operand.rotated and rows >= 16 and operand.padded_head_dim <= 128
+
+
+@constexpr_function
+def product_channels(operand):
+    """Channels that a product on tensor cores sums over.
+
+    The Hadamard matrix of ``16 * n`` channels, a power of two, is the Kronecker product of those of ``n`` and of 16.
+    The product with the latter has a matrix of two elements a thread; what remains are sums and differences of numbers
+    that a thread has. A block-diagonal matrix is multiplied as a whole.
+    """
+    return 16 if operand.head_dim == operand.padded_head_dim else operand.padded_head_dim
+
+
+@jit
+def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
+    """What :func:`to_stored_basis` multiplies tiles of ROWS rows by, if it does."""
+    matrix = 0
+    if rotates_by_products(OPERAND, ROWS):
+        SUMMED: tl.constexpr = product_channels(OPERAND)
+        matrix = hadamard_rows(tl.arange(0, SUMMED), min(OPERAND.head_dim, SUMMED), SUMMED)
+    return matrix
+
+
+@jit
+def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`."""
+    if rotates_by_products(OPERAND, x.shape[0]):
+        x = rotate_by_products(x, matrix, OPERAND, PRECISION)
+    elif OPERAND.rotated:
+        x = rotate(x.to(tl.float32), OPERAND)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@jit
+def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`rotate` for at least 16 rows of any float dtype, by products with :func:`rotation_matrix`.
+
+    Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    CHANNELS: tl.constexpr = OPERAND.padded_head_dim
+    SUMMED: tl.constexpr = product_channels(OPERAND)
+    PARTS: tl.constexpr = CHANNELS // SUMMED
+    channel = tl.arange(0, CHANNELS)
+    if PRECISION == "ieee":
+        x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+    if OPERAND.rotation_seed != 0:
+        x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PARTS, SUMMED]), (1, 0, 2)), [PARTS * ROWS, SUMMED])
+    x = tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION)
+    x = tl.reshape(x, [PARTS, ROWS * SUMMED])
+    for stage in tl.static_range(3):
+        if PARTS >> stage > 1:
+            # The first bit of the part, which sums and differences move to the end.
+            halves = tl.reshape(x, [2, PARTS >> (stage + 1), (ROWS * SUMMED) << stage])
+            first, second = tl.split(tl.permute(halves, (1, 2, 0)))
+            x = tl.join(first + second, first - second)
+            x = tl.reshape(x, [PARTS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, PARTS]), (0, 2, 1)), [ROWS, CHANNELS])
+    return x * rotation_norm(channel, OPERAND.head_dim)[None, :]
+
+
+@jit
+def rotation_norm(channel, HEAD_DIM: tl.constexpr):
+    """What scales the columns of :func:`hadamard_rows` to length 1; 0 in padding."""
+    norm = tl.zeros(channel.shape, tl.float32)
+    for bit in tl.static_range(4, 9):
+        norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
+    return norm
+
+
+@jit
+def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Some rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1, -1, 0 in padding."""
+    row = row[:, None]
+    column = tl.arange(0, CHANNELS)[None, :]
+    matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)
+    for bit in tl.static_range(4, 9):
+        odd = row & column & ((1 << bit) - 1)
+        odd = odd ^ (odd >> 4)
+        odd = odd ^ (odd >> 2)
+        odd = (odd ^ (odd >> 1)) & 1
+        in_block = _in_rotation_block(row, bit, HEAD_DIM) & _in_rotation_block(column, bit, HEAD_DIM)
+        matrix = tl.where(in_block, 1.0 - 2.0 * odd.to(tl.float32), matrix)
+    return matrix
+
+
+@jit
+def hadamard(x, HEAD_DIM: tl.constexpr):
+    """Rotate the rows of a float32 tile [rows, channels] as :func:`kvcompile.kernels.formats.rotation.rotate` does.
+
+    The fast Walsh-Hadamard transform, one bit of the channel index a stage: a stage adds and subtracts neighbours and
+    moves the bit that tells them apart to the front, so that every stage is the same and the last one restores the
+    order. With a HEAD_DIM that is not a power of two the matrix is block-diagonal; a block of ``2**n`` channels takes
+    part in the first ``n`` stages only. Channels beyond HEAD_DIM are padding.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    CHANNELS: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, CHANNELS // 2)[None, :] * 2
+    channel = tl.arange(0, CHANNELS)[None, :]
+    norm = rotation_norm(channel, HEAD_DIM)
+    for stage in tl.static_range(0, 8):
+        if 1 << stage < CHANNELS:
+            even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))
+            total, difference = even + odd, even - odd
+            if HEAD_DIM != CHANNELS:
+                # Undo the moves of the earlier stages to know the pair's channel.
+                origin = ((pair << stage) | (pair // (CHANNELS >> stage))) & (CHANNELS - 1)
+                takes_part = origin < 0
+                for bit in tl.static_range(4, 9):
+                    if bit > stage:
+                        takes_part = takes_part | _in_rotation_block(origin, bit, HEAD_DIM)
+                total = tl.where(takes_part, total, even)
+                difference = tl.where(takes_part, difference, odd)
+            x = tl.reshape(tl.permute(tl.join(total, difference), (0, 2, 1)), [ROWS, CHANNELS])
+    return x * norm
+
+
+@jit
+def random_signs(channel, SEED: tl.constexpr):
+    """The signs of :func:`kvcompile.kernels.formats.rotation.random_signs` for int32 channels."""
+    OF_CHANNEL: tl.constexpr = HASH_MULTIPLIERS[0]
+    OF_SEED: tl.constexpr = HASH_MULTIPLIERS[1] * SEED & 0xFFFFFFFF
+    BETWEEN: tl.constexpr = HASH_MULTIPLIERS[2]
+    x = channel.to(tl.uint64) * OF_CHANNEL + OF_SEED
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * BETWEEN) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    return 1.0 - 2.0 * ((x >> 7) & 1).to(tl.float32)
+
+
+@jit
+def _in_rotation_block(channel, bit: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Whether ``channel`` is in the block of ``2**bit`` channels, the place of that binary digit of HEAD_DIM."""
+    START: tl.constexpr = (HEAD_DIM >> (bit + 1)) << (bit + 1)
+    END: tl.constexpr = START + (HEAD_DIM & (1 << bit))
+    return (channel >= START) & (channel < END)

@@ -1,0 +1,114 @@
+"""Static caches of Transformers that are packed from the start, so that the plain cache never exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcompile.errors import KVCompileError, PolicyError
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.graph.modules import layer_index
+from kvcompile.passes.site import FormatPair
+from kvcompile.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import StaticCache
+
+_TENSORS: tuple[tuple[str, Role], ...] = (("keys", "key"), ("values", "value"))
+
+
+def static_cache(
+    model: nn.Module,
+    batch_size: int,
+    max_len: int,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+) -> StaticCache:
+    """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
+
+    Pass it as ``past_key_values``, compiled or not. A plain ``StaticCache`` is packed as well, but it exists in full
+    until the first compiled call if eager code fills it first, as ``generate()`` does.
+
+    What the layers hold is learnt by running the model on one token without computing or allocating anything.
+
+    Args:
+        model: a decoder of Hugging Face Transformers, on the device and in the dtype that it will run in.
+        batch_size: sequences.
+        max_len: tokens that a layer has room for.
+        policy: what :meth:`Policy.load` takes. Compiled models leave the formats of packed caches as they are, whatever
+            their own policy says.
+
+    Returns:
+        A cache of ``batch_size`` sequences. Layers with a sliding window, and those whose rule says ``auto``, are those
+        that Transformers makes, plain and allocated when they are first written.
+
+    Raises:
+        PolicyError: the policy is wrong, or a format of it cannot hold the keys or values of a layer.
+        KVCompileError: the model does not run with a static cache.
+    """
+    from transformers import StaticCache
+
+    policy = Policy.load(policy)
+    config: Any = model.config
+    filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
+    cache = StaticCache(config=config, max_cache_len=max_len)
+    modules = _attention_modules(model)
+    layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
+    for index, (layer, filled_layer) in enumerate(layers):
+        formats = policy.formats_for(modules.get(index, ""), index, len(layers))
+        if formats is not None and _is_plain_static(layer) and filled_layer.is_initialized:
+            _pack(layer, filled_layer, formats, f"layer {index}")
+    return cache
+
+
+def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
+    """The cache after one token: its tensors have shapes, dtypes and devices, but no memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
+        try:
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise KVCompileError(
+                f"static_cache: {type(model).__name__} does not run on one token with a static cache ({reason}); pass "
+                "its caches packed with kvcompile.PackedTensor.zeros instead"
+            ) from error
+    return cache
+
+
+def _is_plain_static(layer: Any) -> bool:
+    from transformers.cache_utils import StaticLayer
+
+    return type(layer) is StaticLayer
+
+
+def _attention_modules(model: nn.Module) -> dict[int, str]:
+    """The names of the modules that call attention, by layer: the innermost ones that know the index of their layer."""
+    names = [name for name, module in model.named_modules() if getattr(module, "layer_idx", None) is not None]
+    innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    return {index: name for name in innermost if (index := layer_index(name)) is not None}
+
+
+def _pack(layer: Any, filled: Any, formats: FormatPair, place: str) -> None:
+    """Initialise a layer as ``filled`` is, with packed keys and values."""
+    dtype, device = filled.keys.dtype, filled.keys.device
+    examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
+    layer.lazy_initialization(*examples)  # of no sequences, which takes no memory
+    layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
+    for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
+        layout = formats.layout(role, plain.shape[3], dtype)
+        if (reason := layout.unsupported(dtype)) is not None:
+            raise PolicyError(f"static_cache: {place}: {layout.format_name} cannot hold its {name}: {reason}")
+        packed = PackedTensor.zeros(plain.shape, dtype, layout, device=device)
+        torch._dynamo.mark_static_address(packed)
+        setattr(layer, name, packed)
+
+
+def _both(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values

@@ -1,0 +1,4 @@
+"""Calling a compiled graph: adopting plain caches, passing packed data, wrapping outputs.
+
+This room imports packed, policy, report and passes.
+"""

@@ -1,0 +1,120 @@
+"""Adoption: a plain cache tensor becomes a packed one in place, for everyone who holds it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import KVCompileError
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.pool import packed_of
+from kvcompile.packed.stack import PackedParts, PackedStack
+from kvcompile.packed.subclass import PackedSubclass
+
+_MISSED = "would not get the new tokens of a packed cache; take a clone() of it for the cache before the compiled call"
+
+
+class AdoptionError(KVCompileError):
+    """A plain cache cannot be adopted; the message says why. The cache is as it was."""
+
+
+def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedSubclass:
+    """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
+
+    Every name, list or module attribute that holds ``plain`` holds the packed cache afterwards, attributes that were
+    set on the object are kept, and the plain storage is freed.
+
+    Args:
+        plain: a cache or a pool, with its dimensions in the order ``axes``.
+        layout: format and role of the packed cache.
+        axes: an order of :mod:`kvcompile.passes.graph.permutations`.
+        growing: whether the cache grows by concatenation.
+
+    Returns:
+        ``plain`` itself, which is a PackedTensor now, or a PackedPool if it has blocks.
+
+    Raises:
+        AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
+            something holds a weak reference to it), or the format cannot hold it.
+    """
+    check_adoptable(plain, {(): (layout, axes)})
+    _swap(plain, packed_of(plain, layout, axes, growing=growing))
+    assert isinstance(plain, PackedSubclass)
+    return plain
+
+
+def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
+    """As :func:`adopt`, for a tensor of several caches: ``parts`` of it are quantized, the others stay plain tensors,
+    each in memory of its own.
+
+    Args:
+        plain: a cache or a pool without its stacked dimensions.
+        parts: how its packed parts are stored.
+        stacked_dims: its first dimensions by default.
+
+    Raises:
+        AdoptionError: as for :func:`adopt`.
+    """
+    check_adoptable(plain, parts)
+    _swap(plain, PackedStack.from_dense(plain, parts, stacked_dims))
+    assert isinstance(plain, PackedStack)
+    return plain
+
+
+def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
+    """Raises AdoptionError if :func:`adopt_stack` with these arguments would, or :func:`adopt` of the part ``()``."""
+    reason = _why_not_plain(plain)
+    for index, (layout, axes) in parts.items():
+        reason = reason or _why_not_packable(plain, len(index), layout, axes)
+    if reason is not None:
+        raise _refusal(plain, reason)
+
+
+def _swap(plain: Tensor, packed: Tensor) -> None:
+    packed.__dict__.update({name: value for name, value in plain.__dict__.items() if name not in packed.__dict__})
+    try:
+        torch.utils.swap_tensors(plain, packed)
+    except RuntimeError as error:
+        raise _refusal(plain, str(error)) from error
+
+
+def _refusal(plain: Tensor, reason: str) -> AdoptionError:
+    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
+
+
+def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
+    """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
+    has_dims = plain.dim() == stack_dims + len(axes) and plain.shape[-1] == layout.head_dim
+    if not has_dims or not plain.is_floating_point():
+        return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
+    if (reason := layout.unsupported(plain.dtype)) is not None:
+        return f"format {layout.spec}: {reason}"
+    return None
+
+
+def _why_not_plain(plain: Tensor) -> str | None:
+    """Why ``plain`` cannot be swapped for another tensor, without someone seeing the difference."""
+    if type(plain) is not Tensor:
+        return f"it is a {type(plain).__name__}, not a plain tensor"
+    if plain.requires_grad:
+        return "it requires grad, and a packed cache has no gradient"
+    if not plain.is_contiguous():
+        return "it is not contiguous"
+    if plain._is_view():
+        return "it is a view of another tensor"
+    storage = plain.untyped_storage()
+    if storage.nbytes() != plain.nbytes:
+        return f"it covers {plain.nbytes} bytes of a storage of {storage.nbytes()} bytes"
+    if plain.device.type == "cpu" and plain.is_shared():  # a tensor on a GPU always says that it is
+        return f"its memory is shared with other processes, which {_MISSED}"
+    if not storage.resizable():  # from_numpy, from_dlpack and the like; or an array of it was made
+        return f"its memory may be that of a NumPy array, a file or another library, which {_MISSED}"
+    storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
+    if plain._use_count() > 1 or storage_users > 1:  # type: ignore[attr-defined]
+        return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"
+    if weakref.getweakrefs(plain):
+        return "something holds a weak reference to it"
+    return None

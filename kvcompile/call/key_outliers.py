@@ -1,0 +1,188 @@
+"""Guards against outlier keys: channels so large that a scale per token leaves little of the others.
+
+Keys of models with large key biases (Qwen2, Qwen2.5) have a few channels tens of times larger than the rest. A scale
+that a vector's channels share follows the largest, and a rotation spreads the largest's error over all. The relative
+error of a whole vector does not show it, since the large channels carry the norm; attention does, since they are much
+the same in every key. So this looks at the *median* channel: the error with which the layer's own format stores it.
+
+By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. A format keeps ``-log2(e0)`` bits of channels that
+are all alike (``e0``: its error on normally distributed vectors) and ``-log2(e)`` bits of the median channel. Keys have
+outliers for a format where it loses more than half of its bits: ``e > sqrt(e0)``, which is 0.31 for a codebook of 4
+bits and 0.08 for integers of 8. Floats and scales per channel keep the relative precision of every channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, heads_first
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.passes.calling import InputAction
+from kvcompile.passes.site import Site
+from kvcompile.policy.choice import Half
+from kvcompile.policy.policy import Match, Policy, Rule
+
+SAMPLE_TOKENS = 1024
+"""Tokens that are looked at, spread evenly over those that a cache holds."""
+
+RAISED = ("fp8_e4m3", "bfloat16")
+"""What keys are raised to: the first that holds them."""
+
+NORMAL_VECTORS = 256
+"""How many vectors tell the error of a format on channels that are all alike."""
+
+
+@dataclass(frozen=True)
+class KeyOutliers:
+    """A layer whose format would collapse on its keys. All figures are those of the worst head.
+
+    Attributes:
+        module: the module that computes attention.
+        format: the format of its keys.
+        ratio: root mean square of the largest channel over that of the median one.
+        relative_error: root mean square of the error of the median channel over that of its values.
+        usual_error: the same where all channels are alike.
+        remedy: a format that holds these keys.
+    """
+
+    module: str
+    format: str
+    ratio: float
+    relative_error: float
+    usual_error: float
+    remedy: str
+
+    def __str__(self) -> str:
+        usual, kept = (max(0.0, -math.log2(error)) for error in (self.usual_error, self.relative_error))
+        return (
+            f"{self.module or 'attention at top level'}: its keys have outlier channels, {self.ratio:.0f} times the "
+            f"median one: {self.format} keeps {kept:.1f} bits of the median channel, {usual:.1f} where channels are "
+            f"alike; give this layer `key: {{dtype: {self.remedy}}}`, or let `python -m kvcompile eval --promote` "
+            "write the policy"
+        )
+
+
+def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | None:
+    """What is wrong with storing ``keys`` in a format, or None.
+
+    Args:
+        keys: [batch, heads, tokens, head_dim]; tokens that are all zeros are slots that nothing was written to.
+        format_name: a registry name.
+        module: for the result.
+    """
+    sample, head_dim = _sample(keys), keys.shape[-1]
+    if not sample.shape[1]:
+        return None
+    error = _median_channel_errors(sample, format_name)
+    if not _is_too_large(error, format_name, head_dim):
+        return None
+    fits = (name for name in RAISED if not _is_too_large(_median_channel_errors(sample, name), name, head_dim))
+    worst = error.argmax()
+    rms = sample[worst].square().mean(0).sqrt()
+    return KeyOutliers(
+        module=module,
+        format=format_name,
+        ratio=(rms.max() / rms.median()).item(),
+        relative_error=error[worst].item(),
+        usual_error=_usual_error(format_name, head_dim),
+        remedy=next(fits, "float32"),
+    )
+
+
+def _sample(keys: Tensor) -> Tensor:
+    """Up to SAMPLE_TOKENS of the tokens that were written and are finite: float32 [heads, n, head_dim].
+
+    A whole number of blocks if there is one, so that formats with scales per channel apply.
+    """
+    tokens = keys.transpose(0, 1).flatten(1, 2)
+    written = (tokens != 0).any(-1).any(0) & tokens.isfinite().all(-1).all(0)
+    (index,) = written.nonzero(as_tuple=True)
+    count = min(len(index), SAMPLE_TOKENS)
+    if count > BLOCK_TOKENS:
+        count -= count % BLOCK_TOKENS
+    return tokens[:, index[torch.arange(count, device=index.device) * len(index) // max(count, 1)]].float()
+
+
+def _median_channel_errors(sample: Tensor, format_name: str) -> Tensor:
+    """The relative error of the median channel of ``sample`` [heads, n, head_dim]: [heads].
+
+    Channels of zeros hold nothing and are left out.
+    """
+    fmt = get_format(format_name)
+    whole_blocks = sample.shape[1] % BLOCK_TOKENS == 0
+    blocks = sample.unflatten(1, (-1, BLOCK_TOKENS)) if whole_blocks else sample
+    error = (fmt.decode(fmt.encode(blocks)).reshape(sample.shape) - sample).square().mean(1).sqrt()
+    rms = sample.square().mean(1).sqrt()
+    relative = torch.where(rms > 0, error / rms, torch.nan).nanmedian(-1).values
+    return relative.nan_to_num(0.0)
+
+
+@functools.cache
+def _usual_error(format_name: str, head_dim: int) -> float:
+    """The relative error of channels that are all normally distributed with one variance."""
+    normal = torch.randn(1, NORMAL_VECTORS, head_dim, generator=torch.Generator().manual_seed(0))
+    return _median_channel_errors(normal, format_name).item()
+
+
+def _is_too_large(error: Tensor, format_name: str, head_dim: int) -> bool:
+    return bool((error > math.sqrt(_usual_error(format_name, head_dim))).any())
+
+
+class KeyGuard:
+    """Looks once at the plain key caches that a compiled graph is called with, before they are packed.
+
+    Not at pools: which of their slots were written only block tables know, and the others may hold anything.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[InputAction],
+        sources: Mapping[int, str],
+        sites: Sequence[Site],
+        note: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            inputs: the caches among the graph's inputs.
+            sources: what the user calls each input.
+            sites: of the graph.
+            note: hears what is wrong.
+        """
+        modules = {cache.source: site.module for site in sites for cache in site.caches}
+        self._keys = [
+            (action, modules.get(sources[action.index], sources[action.index]))
+            for action in inputs
+            if action.layout.role == "key" and action.axes not in (SLOT_AXES, *BLOCK_AXES)
+        ]
+        self._note = note
+
+    def look(self, args: Sequence[Any]) -> None:
+        for action, module in self._keys:
+            keys = args[action.index]
+            if isinstance(keys, PackedSubclass):
+                continue
+            if found := examine(heads_first(keys, action.axes), action.layout.format_name, module):
+                self._note(str(found))
+
+
+def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:
+    """A policy that gives the layers in ``found`` their remedies, and otherwise decides as ``policy`` does."""
+    remedies = {outliers.module: outliers.remedy for outliers in found}
+    rules = []
+    for site in sites:
+        if site.module not in remedies:
+            continue
+        matching = (rule for rule in policy.rules if rule.match.matches(site.module, site.layer, num_layers))
+        choice = next(matching, policy.default).model_dump(exclude_none=True)
+        choice |= {"match": Match(module=site.module), "key": Half(dtype=remedies[site.module])}
+        rules.append(Rule.model_validate(choice))
+    return policy.model_copy(update={"rules": (*rules, *policy.rules)})

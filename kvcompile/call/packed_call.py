@@ -1,0 +1,280 @@
+"""Calls of a graph whose caches were packed: what happens around the compiled code at run time.
+
+Two layers, from outside in:
+
+:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache is
+quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible (a view of it
+is alive, say), the call runs as plain Inductor would, and the report says so.
+
+:class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
+growing ones, and wraps new packed data that the graph returns. A packed tensor that the graph uses in ways which are
+not those of a cache is passed as its values, and the vectors that the graph has changed are quantized, no others: so
+the cache is left as eager code on the packed tensor leaves it. Within the graph they read as they were written.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
+from kvcompile.call.changes import store_changes
+from kvcompile.call.inputs import Concealed, revealed
+from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.shared_memory import check_distinct
+from kvcompile.call.sizes import SizeReader
+from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.layout.references import References
+from kvcompile.packed.pool import PackedPool, slots_of
+from kvcompile.packed.stack import PackedParts, PackedStack, stacked
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.calling import InputAction, JoinedOutput, OutputAction, Rewritten, SplitStack
+from kvcompile.report import report
+
+
+@dataclass(frozen=True)
+class DequantizedInput:
+    """Input ``index`` of a compiled graph is a packed tensor, and the graph takes its values.
+
+    Attributes:
+        index: position among the graph's inputs.
+        mutated: whether the graph changes them.
+    """
+
+    index: int
+    mutated: bool
+
+
+class PackedCall:
+    """The compiled, rewritten graph, callable with the inputs of the graph before rewriting."""
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        compiled: Callable[[list[Any]], Sequence[Any]],
+        rewritten: Rewritten,
+        example_inputs: Sequence[Any],
+        dequantized: Sequence[DequantizedInput] = (),
+        conceals: bool = False,
+    ) -> None:
+        """``conceals``: whether packed caches arrive concealed."""
+        sizes = SizeReader(example_inputs)
+        self._compiled = compiled
+        self._conceals = conceals
+        self._references = ReferencesOfThread() if rewritten.by_reference else None
+        self._returned = rewritten.returned_inputs
+        self._stacks = rewritten.stacks
+        self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
+        self._dequantized = list(dequantized)
+        written = [action.index for action in rewritten.inputs if action.kind == "static"]
+        self._written = written + [plain.index for plain in dequantized if plain.mutated]
+        self._read = [action.index for action in rewritten.inputs if action.kind != "static"]
+        self._read += [plain.index for plain in dequantized if not plain.mutated]
+        self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        if self._conceals:
+            args[:] = revealed(args)
+        shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
+        new_tokens = [read(args) for _, read in self._inputs]
+        args[:] = with_parts(args, self._stacks)
+        check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
+        grown: list[tuple[int, PackedTensor]] = []
+        for (action, _), count in zip(self._inputs, new_tokens, strict=True):
+            cache = args[action.index]
+            if action.kind == "growing":
+                cache = _growing(cache, action).extended(count)
+                grown.extend((output, cache) for output in action.outputs)
+            args[action.index] = _data_of(cache)
+        changed: list[tuple[Tensor, Tensor]] = []
+        for plain in self._dequantized:
+            tensor = args[plain.index]
+            args[plain.index] = tensor.dequantize().contiguous()
+            if plain.mutated:
+                changed.append((tensor, args[plain.index]))
+        if self._references is not None:
+            self._refer(args, self._references)
+        mutated = [args[index] for index in self._returned]
+        outputs = list(self._compiled(args))
+        if mutated:
+            torch._foreach_copy_(mutated, outputs[-len(mutated) :])
+            del outputs[-len(mutated) :]
+        for tensor, new_values in changed:
+            store_changes(tensor, new_values)
+        for index, cache in grown:
+            outputs[index] = cache
+        for made, shape in shapes:
+            outputs[made.index] = _wrap(outputs[made.index], made, shape)
+        return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
+
+    def _refer(self, args: list[Any], references: ReferencesOfThread) -> None:
+        """Put references in the place of packed data, which ``args`` no longer keeps alive.
+
+        The caller's packed tensors do: kernels may run after this call, and memory that is freed then is reused in the
+        order of the stream.
+        """
+        places = [action.index for action, _ in self._inputs]
+        for place, reference in zip(places, references.refer([args[place] for place in places]), strict=True):
+            args[place] = reference
+
+
+def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
+    """The inputs of a graph whose stacks were split: the parts themselves of packed stacks, views of plain ones."""
+    parts: dict[int, Tensor] = {}
+    for stack in stacks:
+        whole = args[stack.index]
+        of = dict(whole.items()) if isinstance(whole, PackedStack) else None
+        parts |= {
+            place: stack.view_of(whole, index) if of is None else of[index] for index, place in stack.places.items()
+        }
+    behind = range(len(args), max(parts, default=-1) + 1)
+    return [*(parts.get(place, arg) for place, arg in enumerate(args)), *(parts[place] for place in behind)]
+
+
+def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
+    """The outputs of a graph before those that are stacks were split."""
+    result = list(outputs)
+    for stack in stacks:
+        parts = [outputs[place] for place in stack.places.values()]
+        shape = [1 + index for index in max(stack.places)]
+        if any(isinstance(part, PackedTensor) for part in parts):
+            result[stack.index] = PackedStack.of_parts(parts, shape, stack.dims)
+        else:
+            result[stack.index] = stacked(parts, shape, stack.dims)
+    return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
+
+
+class ReferencesOfThread(threading.local):
+    """The references of one compiled graph. CUDA graphs are recorded for every thread anew, with references of its own:
+    threads call the same graph with caches of their own at the same time."""
+
+    def __init__(self) -> None:
+        self._references: References | None = None
+
+    def refer(self, data: list[Tensor]) -> list[Tensor]:
+        if self._references is None:
+            self._references = References(len(data), data[0].device)
+        return self._references.refer(data)
+
+
+_Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
+"""A plain tensor, the parts of it that must be packed, and its stacked dimensions."""
+
+
+class AdoptingCall:
+    """The compiled function that Dynamo calls: adopts plain caches, then runs the packed graph."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        caches: Sequence[InputAction],
+        stacks: Sequence[SplitStack],
+        fallback: Callable[..., Any],
+        guard: KeyGuard | None = None,
+        conceals: bool = False,
+    ) -> None:
+        """
+        Args:
+            compiled: what ``compile_fx`` returned for the packed graph.
+            caches: the inputs that must be packed, after stacks were split.
+            stacks: the inputs that are split.
+            fallback: the graph as plain Inductor runs it.
+            guard: looks at the inputs of the first call, while its caches may still be plain.
+            conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
+        """
+        self._compiled = compiled
+        self._stacks = stacks
+        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
+        self._stacked_dims = {stack.index: stack.dims for stack in stacks}
+        self._fallback = fallback
+        self._collects_garbage = True
+        self._guard = guard
+        self._conceals = conceals
+
+    def __call__(self, *args: Any) -> Any:
+        report.ran()
+        guard, self._guard = self._guard, None  # another thread may make its first call, too
+        if guard is not None:
+            guard.look(with_parts(args, self._stacks))
+        plain = [
+            adoption
+            for index, parts in self._caches.items()
+            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
+        ]
+        if plain:
+            try:
+                self._adopt(plain)
+            except AdoptionError as error:
+                report.note(f"a call ran as plain Inductor would: {error}")
+                return self._fallback(*args)
+        if not self._conceals:
+            return self._compiled(*args)
+        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
+        return revealed(self._compiled(*concealed))  # a model may return a cache that it was given
+
+    def _adopt(self, plain: Sequence[_Adoption]) -> None:
+        try:
+            _adopt_all(plain)
+        except AdoptionError:
+            if not self._collects_garbage:
+                raise
+            # What holds a cache may be garbage: Dynamo's first try of a frame with a graph break refers to itself.
+            self._collects_garbage = False
+            gc.collect()
+            _adopt_all(plain)
+
+
+def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
+    """The parts that must be packed of each input before stacks are split."""
+    origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
+    result: dict[int, dict[PartIndex, tuple[PackedLayout, str]]] = {}
+    for action in caches:
+        index, part = origin.get(action.index, (action.index, ()))
+        result.setdefault(index, {})[part] = action.layout, action.axes
+    return dict(result)
+
+
+def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[_Adoption]:
+    """What has to be adopted of an input."""
+    if isinstance(tensor, PackedStack):
+        own = dict(tensor.items())
+        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, ())]
+    return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts, stacked_dims)]
+
+
+def _adopt_all(caches: Sequence[_Adoption]) -> None:
+    """Adopt all or none: a graph runs packed or plain as a whole."""
+    for tensor, parts, _ in caches:
+        check_adoptable(tensor, parts)
+    for tensor, parts, stacked_dims in caches:
+        if () in parts:
+            adopt(tensor, *parts[()])
+        else:
+            adopt_stack(tensor, parts, stacked_dims)
+
+
+def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
+    """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    cache: PackedTensor = slots_of(packed).whole()
+    if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
+        cache = cache.extended(0)
+    return cache.packed
+
+
+def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
+    if isinstance(cache, PackedTensor):
+        return cache.whole()
+    return PackedTensor.from_dense(cache, action.layout, action.axes, growing=True)
+
+
+def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
+    return PackedTensor.over(data, action.layout, action.dtype, action.axes, shape, growing=action.growing)

@@ -1,0 +1,102 @@
+"""Packed inputs of one call that share memory.
+
+A graph is compiled as if nothing that it writes were seen through another input. AOTAutograd makes sure of that for
+plain tensors; it does not see the memory of packed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from torch import Tensor
+
+from kvcompile.errors import AliasedCacheError
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
+from kvcompile.packed.pool import slots_of
+from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.tensor import PackedTensor
+
+
+def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
+    """Raises AliasedCacheError if memory of a packed input that is ``written`` is that of another, of either kind.
+
+    This runs at every call. In nearly all of them every cache has a storage of its own, which is seen at once.
+    """
+    parts = [part for cache in written for part in _parts_of(cache)]
+    num_written = len(parts)
+    parts += [part for cache in read for part in _parts_of(cache)]
+    storages = {_data_of(part).untyped_storage().data_ptr() for part in parts}
+    if len(storages) == len(parts):
+        return
+    for part in parts[:num_written]:
+        if isinstance(part, PackedTensor):
+            part.packed_for_write()  # a growing cache moves away from those that must not see the write
+    for one, other in _meeting([_addresses(_data_of(part)) for part in parts]):
+        if min(one, other) < num_written and _overlap(parts[one], parts[other]):
+            raise AliasedCacheError(
+                "two packed caches that this compiled graph takes share their storage (one is a view of the other, or "
+                "both are of a third), and it writes one of them; pass the whole cache only and slice it inside the "
+                "compiled function, or pass a clone() of one of them"
+            )
+
+
+def _parts_of(cache: Tensor) -> Sequence[Tensor]:
+    """The packed caches, and the plain tensors, that an input is made of."""
+    if isinstance(cache, PackedTensor):
+        return (cache,)
+    return [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
+
+
+def _data_of(part: Tensor) -> Tensor:
+    return part.packed if isinstance(part, PackedTensor) else part
+
+
+def _addresses(data: Tensor) -> range:
+    """From the first to the last byte of ``data``; it need not cover all between them."""
+    begin = data.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
+    return range(begin, begin + (last + 1) * data.element_size() if data.numel() else begin)
+
+
+def _meeting(ranges: Sequence[range]) -> Iterator[tuple[int, int]]:
+    """The pairs of ranges that have a number in common, by their places."""
+    order = sorted(range(len(ranges)), key=lambda place: ranges[place].start)
+    for rank, one in enumerate(order):
+        for other in islice(order, rank + 1, None):
+            if ranges[other].start >= ranges[one].stop:
+                break
+            yield one, other
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two parts whose addresses meet may have an element in common."""
+    data, other_data = _data_of(one), _data_of(other)
+    same_storage = data.untyped_storage()._cdata == other_data.untyped_storage()._cdata
+    if not (same_storage and data.stride() == other_data.stride() and _is_box(one) and _is_box(other)):
+        return True
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(_box(one), _box(other), strict=True))
+
+
+def _box(part: Tensor) -> list[range]:
+    """What a part covers of the tensor with its strides that fills its storage, a range for each dimension.
+
+    Views of one tensor, slices along several dimensions among them, are told apart by these. Along the blocks of packed
+    data, the first dimension, tokens are counted: two views may share a block. With a residual they share its header.
+    """
+    data, ranges = _data_of(part), []
+    offset = int(data.storage_offset())
+    for size, stride in zip(data.shape, data.stride(), strict=True):
+        begin, offset = divmod(offset, max(stride, 1))
+        ranges.append(range(begin, begin + size))
+    if isinstance(part, PackedTensor) and part.packed_layout.residual is None:
+        begin = ranges[0].start * BLOCK_TOKENS + part.start
+        ranges[0] = range(begin, begin + part.num_tokens)
+    return ranges
+
+
+def _is_box(part: Tensor) -> bool:
+    """Whether :func:`_box` is exact: no range reaches into the next index of the dimension before it."""
+    strides = _data_of(part).stride()
+    reach = [along.stop * stride for along, stride in zip(_box(part), strides, strict=True)]
+    return all(inner <= outer for inner, outer in zip(reach[1:], strides, strict=False))

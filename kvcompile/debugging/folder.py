@@ -1,0 +1,198 @@
+"""The folder that :func:`kvcompile.debug` writes: one folder a graph, the report, the policies, and an index."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcompile.debugging.stages import Stage
+from kvcompile.errors import KVCompileError
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import GraphReport, Report
+
+INDEX = "index.md"
+DEPYF = "depyf"
+OTHER_CODE = "other_output_code"
+
+_TITLE = "# What kvcompile made of a program"
+_REPORTS = ("report.txt", "report.html", "report.json")
+_OURS = (INDEX, *_REPORTS, "policy.yaml", "policy_[0-9]*.yaml", "graph_[0-9]*", DEPYF, OTHER_CODE)
+
+
+@dataclass
+class DumpedGraph:
+    """One graph that the backend compiled.
+
+    Attributes:
+        policy: name of the policy's file.
+        compile_id: Dynamo's name of the compilation.
+        report: what became of its sites; None if it has no attention.
+    """
+
+    policy: str
+    compile_id: str
+    report: GraphReport | None = None
+    files: list[tuple[str, str]] = field(default_factory=list)
+    """(file, what it is), in the order of writing."""
+
+
+class DumpFolder:
+    """A folder that is being filled; any thread may call this."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder, or replace the dump that is in it.
+
+        Raises:
+            KVCompileError: it cannot be written, is no folder, or holds something else than a dump.
+        """
+        self.folder = folder
+        self.graphs: list[DumpedGraph] = []
+        self._policies: dict[str, str] = {}
+        self._other_code = 0
+        self._lock = threading.Lock()
+        with _writing(folder):
+            _prepare(folder)
+        self.write(INDEX, f"{_TITLE}\n\nThe program is still running, or was killed.\n")
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the dump; raises KVCompileError."""
+        path = self.folder / name
+        with _writing(self.folder):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    # What kvcompile.debugging.stages.Watcher asks for.
+
+    def begin(self, policy: Policy, compile_id: str) -> int:
+        """A graph is being compiled; returns its number, from 1 on."""
+        with self._lock:
+            self.graphs.append(DumpedGraph(self._policy_file(policy), compile_id))
+            return len(self.graphs)
+
+    def stage(self, number: int, stage: Stage, text: str) -> None:
+        """Keep a graph at one of its stages."""
+        self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
+
+    def reported(self, number: int, graph: GraphReport) -> None:
+        """What became of a graph's sites is decided."""
+        self.graphs[number - 1].report = graph
+
+    def output_code(self, number: int | None, code: str) -> Path:
+        """Keep what Inductor generated for a graph, or (None) for one of another backend; returns the file."""
+        if number is None:
+            with self._lock:
+                self._other_code += 1
+                return self.write(f"{OTHER_CODE}/{self._other_code}.py", code)
+        files = self.graphs[number - 1].files
+        earlier = sum("output_code" in name for name, _ in files)
+        name = f"{len(Stage) + 1}_output_code{f'_{earlier + 1}' if earlier else ''}.py"
+        return self._add(number, name, "the code that Inductor generated, Triton kernels or C++ included", code)
+
+    def finish(self, report: Report, remarks: list[str]) -> None:
+        """Write the report and the index; ``remarks`` say what was peculiar about the run."""
+        self.write("report.txt", f"{report}\n")
+        self.write("report.json", f"{report.to_json()}\n")
+        with _writing(self.folder):
+            report.to_html(self.folder / "report.html")
+        self.write(INDEX, "\n".join(self._index(report, remarks)) + "\n")
+
+    def _add(self, number: int, name: str, what: str, text: str) -> Path:
+        name = f"graph_{number}/{name}"
+        self.graphs[number - 1].files.append((name, what))
+        return self.write(name, text)
+
+    def _policy_file(self, policy: Policy) -> str:
+        """The file with this policy, one for each that is used."""
+        known = self._policies.get(policy.fingerprint())
+        if known is not None:
+            return known
+        name = f"policy_{len(self._policies) + 1}.yaml" if self._policies else "policy.yaml"
+        self.write(name, policy.to_yaml())
+        self._policies[policy.fingerprint()] = name
+        return name
+
+    def _index(self, report: Report, remarks: list[str]) -> Iterator[str]:
+        yield from (_TITLE, "", *map(_item, remarks), "")
+        yield _item("[report.txt](report.txt): every attention site, what became of it, and why")
+        yield _item("[report.html](report.html): the same as a page, with a drawing of each site")
+        yield _item("[report.json](report.json): the same as data")
+        for name in self._policies.values():
+            yield _item(f"[{name}]({name}): the policy")
+        if not self.graphs:
+            yield from ("", "The backend compiled no graph: nothing ran in the block that is compiled with it.")
+        for number, graph in enumerate(self.graphs, start=1):
+            yield from ("", f"## Graph {number}, compile id {graph.compile_id}", "", _summary(graph, report), "")
+            if len(self._policies) > 1:
+                yield _item(f"[{graph.policy}]({graph.policy}): its policy")
+            for name, what in graph.files:
+                yield _item(f"[{name}]({name}): {what}")
+        yield from self._other_files()
+
+    def _other_files(self) -> Iterator[str]:
+        if self._other_code:
+            yield from ("", "## Output code of other graphs", "")
+            yield "Compiled by other backends, or as plain Inductor would when a call could not use packed caches."
+            yield ""
+            for number in range(1, self._other_code + 1):
+                yield _item(f"[{OTHER_CODE}/{number}.py]({OTHER_CODE}/{number}.py)")
+        written = {pattern: sorted((self.folder / DEPYF).glob(pattern)) for pattern in _DEPYF_FILES}
+        if any(written.values()):
+            yield from ("", "## What depyf wrote", "")
+            for pattern, what in _DEPYF_FILES.items():
+                if written[pattern]:
+                    yield _item(f"`{DEPYF}/{pattern}`: {what}")
+                    yield from (f"  {_item(f'[{path.name}]({DEPYF}/{path.name})')}" for path in written[pattern])
+
+
+_DEPYF_FILES = {
+    "full_code_for_*.py": "functions, their guards, and the code that Dynamo put in their place",
+    "__transformed_code_*.py": "the bytecode that Dynamo put in place of functions, decompiled",
+    "__compiled_fn_*.py": "graphs on their way through PyTorch",
+    "problems.txt": "what depyf could not do",
+}
+
+
+def _summary(graph: DumpedGraph, report: Report) -> str:
+    if graph.report is None:
+        return "It has no attention: plain Inductor compiles it."
+    place = next(place for place, other in enumerate(report.graphs, start=1) if other is graph.report)
+    totals = Report([graph.report]).totals
+    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
+    return f"Graph {place} of the report. Attention sites: {counts}."
+
+
+def _item(text: str) -> str:
+    return f"- {text}"
+
+
+def _prepare(folder: Path) -> None:
+    """Make ``folder``, or empty it of an earlier dump."""
+    if folder.exists() and not folder.is_dir():
+        raise KVCompileError(f"{folder} is a file; give debug() a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        if not _is_dump(folder):
+            raise KVCompileError(f"{folder} holds files that are no dump of debug(); give it a new or empty folder")
+        for path in (path for pattern in _OURS for path in folder.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _is_dump(folder: Path) -> bool:
+    index = folder / INDEX
+    return index.is_file() and index.read_text(encoding="utf-8", errors="replace").startswith(_TITLE)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        place = os.fspath(error.filename) if error.filename else str(folder)
+        raise KVCompileError(f"debug() cannot write to {folder}: {place}: {reason}") from error

@@ -1,0 +1,181 @@
+"""The graphs of our stages as readable Python, for whoever looks.
+
+Every stage of every graph becomes an artifact of ``TORCH_TRACE`` (tlparse shows it), a file of an open
+:func:`kvcompile.debug` block, and otherwise a file of ``depyf.prepare_debug`` if that is active. When nobody looks,
+nothing is formatted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch._dynamo.utils import lazy_format_graph_code
+from torch._guards import CompileContext
+from torch._logging import trace_structured
+from torch.fx import GraphModule, Node
+
+from kvcompile.passes.graph.modules import module_name
+from kvcompile.passes.mark.mark_attention import is_attention
+from kvcompile.passes.marker import Marker, is_marker
+from kvcompile.passes.notes.roles import part_of
+from kvcompile.passes.site import Site
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import GraphReport
+
+
+class Stage(enum.Enum):
+    """A stage of a graph, in order; the value says which."""
+
+    dynamo = "Dynamo's graph"
+    marked = "after marking: every attention is one marker op"
+    aten = "the functional ATen graph before the rewrite"
+    rewritten = "after the rewrite: what Inductor compiles"
+
+    @property
+    def number(self) -> int:
+        """From 1 on."""
+        return list(Stage).index(self) + 1
+
+
+class Watcher(Protocol):
+    """Who is shown every graph that is compiled; called from any thread."""
+
+    def begin(self, policy: Policy, compile_id: str) -> int:
+        """A graph is being compiled; returns its number."""
+
+    def stage(self, number: int, stage: Stage, text: str) -> None:
+        """Graph ``number`` has reached ``stage``."""
+
+    def reported(self, number: int, graph: GraphReport) -> None:
+        """What became of the sites of graph ``number`` is decided."""
+
+
+_watcher: Watcher | None = None
+_current: ContextVar[int | None] = ContextVar("kvcompile_graph", default=None)
+
+
+@contextlib.contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Show ``watcher`` all graphs that any thread compiles inside the block."""
+    global _watcher
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
+
+
+def current_graph() -> int | None:
+    """The number of the graph that the backend is compiling in this thread; None outside of the backend."""
+    return _current.get()
+
+
+class GraphStages:
+    """Shows the stages of one graph."""
+
+    def __init__(self, policy: Policy, sources: Mapping[int, str]) -> None:
+        """
+        Args:
+            policy: of the compilation.
+            sources: what the user calls each input of Dynamo's graph, by position.
+        """
+        self._sources = dict.fromkeys(Stage, sources)
+        self._compile_id = str(CompileContext.current_compile_id() or "outside of Dynamo")
+        self._watcher = _watcher
+        self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
+
+    def name_aten_inputs(self, sources: Mapping[int, str]) -> None:
+        """Say what the user calls each input of the ATen graph, by position."""
+        self._sources |= dict.fromkeys((Stage.aten, Stage.rewritten), sources)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """While the graph is being compiled; :func:`current_graph` is its number."""
+        token = _current.set(self._number)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def show(self, stage: Stage, gm: GraphModule, sites: Sequence[Site] = ()) -> None:
+        """The graph has reached ``stage``; ``sites`` if what becomes of them is decided."""
+        text = functools.cache(lambda: self._header(stage, sites) + readable(gm, self._sources[stage]))
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"kvquant_{stage.number}_{stage.name}", "encoding": "string"},
+            payload_fn=text,
+        )
+        if self._watcher is not None and self._number is not None:
+            self._watcher.stage(self._number, stage, text())
+        else:
+            # Formats nothing, except that depyf gives this function other code while it dumps.
+            lazy_format_graph_code(f"kvquant {stage.number} {stage.name}", gm)
+
+    def reported(self, graph: GraphReport) -> None:
+        """What became of the graph's sites is decided."""
+        if self._watcher is not None and self._number is not None:
+            self._watcher.reported(self._number, graph)
+
+    def _header(self, stage: Stage, sites: Sequence[Site]) -> str:
+        number = "" if self._number is None else f" graph {self._number},"
+        lines = [f"kvquant,{number} stage {stage.number} of {len(Stage)}: {stage.value}"]
+        lines.append(f"compile id {self._compile_id}")
+        if sites:
+            lines += ["", "attention sites:"]
+            lines += [f"  {site.module or 'top level'}: {_decision(site)}" for site in sites]
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
+    """The graph as Python, with comments: what each input is, modules where they change, what a line does for a site.
+
+    Args:
+        gm: a graph of any stage.
+        sources: what the user calls each input, by position.
+    """
+    lines = ["#", "# inputs:"]
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        lines.append("  ".join(filter(None, ("#  ", node.name, sources.get(index), _comment(node)))))
+    lines += ["", "import torch", "from torch import device, inf, nan", ""]
+    nodes = {node.name: node for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
+    source = re.sub(r"^class .*?\(", "class GraphModule(", gm.print_readable(print_output=False), count=1, flags=re.M)
+    module = ""
+    for line in source.splitlines():
+        assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # what is deeper belongs to a graph within this one
+        node = nodes.get(assigned[2]) if assigned else None
+        if assigned and node is not None:
+            inner = module_name(node)
+            if inner and inner != module:
+                lines.append(f"{assigned[1]}# module {inner}")
+                module = inner
+            line = "  # ".join(filter(None, (line, _comment(node))))
+        lines.append(line)
+    return "\n".join(_one_line(line) for line in lines) + "\n"
+
+
+def _comment(node: Node) -> str | None:
+    """What a node does for an attention site, if anything."""
+    part = part_of(node)
+    if part is not None:
+        return str(part)
+    if is_marker(node):
+        return f"{Marker.of(node).module or 'top level'}: attention"
+    return f"{module_name(node) or 'top level'}: attention" if is_attention(node) else None
+
+
+def _decision(site: Site) -> str:
+    if not site.rewritten:
+        return f"stays as it is: {site.reason}"
+    formats = ", ".join(f"{cache.role} {cache.format}" for cache in site.caches)
+    return f"is packed: {formats}" if formats else "is packed"
+
+
+def _one_line(text: str) -> str:
+    """A comment must not go on in a second line, whatever a name or a reason holds."""
+    return text.replace("\r", "\\r").replace("\n", "\\n")

@@ -1,0 +1,153 @@
+"""Copies of whole token vectors of a packed cache: the result is packed too, and no vector is quantized twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
+from kvcompile.packed.op_table import handles
+from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.writes import coordinates_of, encoded, put, put_along, read, stored
+
+aten = torch.ops.aten
+
+
+def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], start: int | None = None) -> PackedTensor:
+    """A cache of its own over ``data``, with the axes of ``cache``."""
+    meta = cache.cache_meta if start is None else replace(cache.cache_meta, start=start)
+    return PackedTensor.owning(data, meta, size)
+
+
+@handles(aten.clone.default)
+def _clone(cache: PackedTensor, *, memory_format: torch.memory_format | None = None) -> PackedTensor:
+    return _fresh(cache, cache.packed.clone(memory_format=torch.contiguous_format), cache.shape)
+
+
+@handles(aten._to_copy.default)
+def _to_copy(
+    cache: PackedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Stays packed on another device; another dtype is a read."""
+    if dtype is not None and dtype != cache.dtype:
+        return NotImplemented
+    data = aten._to_copy.default(cache.packed, device=device, non_blocking=non_blocking)
+    return _fresh(cache, data, cache.shape)
+
+
+@handles(aten.index_select.default)
+def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
+    """Copies bytes: beams are reordered, tokens are evicted without another quantization.
+
+    Single tokens of a cache with a residual are read instead: in other blocks they would be quantized again.
+    """
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+        return NotImplemented
+    axis = cache.axes[dim]
+    if axis == "t" and cache.packed_layout.residual is not None:
+        return NotImplemented
+    index = index.reshape(-1)
+    size = list(cache.shape)
+    size[dim] = index.shape[0]
+    if axis != "t":
+        return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
+    values = read(cache, coordinates_of(cache, "t", index))
+    blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
+    result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)
+    put(result, result.packed, coordinates_of(result), values)
+    return result
+
+
+@handles(aten.index.Tensor)
+def _index(cache: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """One index of one dimension selects along it; more is a read."""
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    if not isinstance(cache, PackedTensor) or len(indexed) != 1:
+        return NotImplemented
+    index = indices[indexed[0]]
+    if index is None or index.dim() != 1:
+        return NotImplemented
+    selected = torch.arange(cache.shape[indexed[0]], device=cache.device)[index]
+    return _index_select(cache, indexed[0], selected)
+
+
+@handles(aten.roll.default)
+def _roll(cache: PackedTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    if len(shifts) != 1 or len(dims) != 1:
+        return NotImplemented
+    extent = cache.shape[dims[0]]
+    return _index_select(cache, dims[0], (torch.arange(extent, device=cache.device) - shifts[0]) % extent)
+
+
+@handles(aten.where.self)
+def _where(condition: Tensor, chosen: Tensor, otherwise: Tensor) -> Any:
+    """A masked update: ``where(mask, new, cache)`` or ``where(mask, cache, new)`` with one mask value per vector."""
+    cache, new, keep = (
+        (chosen, otherwise, condition) if isinstance(chosen, PackedTensor) else (otherwise, chosen, ~condition)
+    )
+    if not isinstance(cache, PackedTensor) or isinstance(new, PackedTensor) or new.dtype != cache.dtype:
+        return NotImplemented
+    if cache.axes[-1] != "d" or condition.dim() == 0 or (condition.shape[-1] != 1 and condition.stride(-1) != 0):
+        return NotImplemented
+    if torch.broadcast_shapes(condition.shape, new.shape, cache.shape) != cache.shape:
+        return NotImplemented
+    result = _clone(cache)
+    keep = cache.to_stored_axes(keep[..., :1].expand(*cache.shape[:-1], 1))
+    written = encoded(cache, cache.to_stored_axes(new.expand(cache.shape)))
+    put(result, result.packed, coordinates_of(result), written, valid=~keep[..., 0])
+    return result
+
+
+@handles(aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Along tokens: appends to the first tensor, a packed cache. Along sequences or heads: joins packed caches."""
+    cache, *others = tensors
+    if not isinstance(cache, PackedTensor) or any(other.dtype != cache.dtype for other in others):
+        return NotImplemented
+    others = [other for other in others if tuple(other.shape) != (0,)]
+    axis = cache.axes[dim]
+    if axis == "d":
+        return NotImplemented
+    if axis == "t":
+        return _append(cache, others, dim)
+    joined = [cache]
+    for other in others:
+        if not isinstance(other, PackedTensor) or _kind(other) != _kind(cache):
+            return NotImplemented
+        joined.append(other)
+    size = list(cache.shape)
+    size[dim] = sum(part.shape[dim] for part in joined)
+    blocks = min(part.packed.shape[0] for part in joined)
+    return _fresh(cache, torch.cat([part.packed[:blocks] for part in joined], PACKED_DIM[axis]), size)
+
+
+def _kind(cache: PackedTensor) -> tuple[Any, ...]:
+    return cache.packed_layout, cache.axes, cache.start, cache.num_tokens
+
+
+def _append(cache: PackedTensor, others: Sequence[Tensor], dim: int) -> PackedTensor:
+    dim = dim % cache.dim()
+    for other in others:
+        expected = [*cache.shape[:dim], other.shape[dim], *cache.shape[dim + 1 :]]
+        if list(other.shape) != expected:
+            raise RuntimeError(
+                f"cat: a tensor of shape {tuple(other.shape)} does not extend a packed cache of shape "
+                f"{tuple(cache.shape)} along dimension {dim}"
+            )
+    result = cache.extended(sum(other.shape[dim] for other in others))
+    begin = cache.shape[dim]
+    for other in others:
+        tokens = torch.arange(begin, begin + other.shape[dim], device=cache.device)
+        # The new slots are seen by no other cache: written in place even where the storage is shared.
+        put_along(result, result.packed, "t", tokens, stored(result, other))
+        begin = begin + other.shape[dim]
+    return result

@@ -1,0 +1,131 @@
+"""A packed pool of blocks: the tensor [num_blocks, block_size, num_kv_heads, head_dim] of a paged KV cache, or
+[num_blocks, num_kv_heads, block_size, head_dim], which has heads first.
+
+Its slots, block after block, are the tokens of one packed sequence (:class:`~kvcompile.packed.tensor.PackedTensor`),
+whatever ``block_size`` is: blocks of the packed data hold another number of tokens. Who views the pool as
+[num_slots, num_kv_heads, head_dim] is given those slots. :mod:`kvcompile.packed.pool_ops` says what is done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+
+
+class PackedPool(PackedSubclass):
+    """A packed pool of blocks, or a view of some of its blocks.
+
+    Attributes:
+        slots: its slots, [num_slots, num_kv_heads, head_dim].
+        heads_first: whether its blocks hold heads before tokens.
+    """
+
+    slots: PackedTensor
+    heads_first: bool
+
+    @staticmethod
+    def __new__(cls, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> PackedPool:
+        """A pool of logical ``size`` over ``slots``, which it shares."""
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=slots.dtype, device=slots.device)
+
+    def __init__(self, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> None:
+        self.slots = slots
+        self.heads_first = heads_first
+
+    @classmethod
+    def from_dense(cls, x: Tensor, layout: PackedLayout, *, heads_first: bool = False) -> PackedPool:
+        """Quantizes a plain pool [num_blocks, block_size, num_kv_heads, head_dim], or one with heads first."""
+        slots = x.transpose(1, 2) if heads_first else x
+        return cls(PackedTensor.from_dense(slots.flatten(0, 1), layout, SLOT_AXES), x.shape, heads_first)
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: PackedLayout,
+        device: torch.device | str | None = None,
+        *,
+        heads_first: bool = False,
+    ) -> PackedPool:
+        """A pool of zeros of logical ``shape``."""
+        num_blocks, num_kv_heads, block_size, head_dim = exchanged(shape) if not heads_first else shape
+        slots = PackedTensor.zeros((num_blocks * block_size, num_kv_heads, head_dim), dtype, layout, SLOT_AXES, device)
+        return cls(slots, shape, heads_first)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.shape[2 if self.heads_first else 1]
+
+    def exchanged(self) -> PackedPool:
+        """The same pool with heads and tokens of blocks exchanged."""
+        return PackedPool(self.slots, exchanged(self.shape), not self.heads_first)
+
+    def dequantize(self) -> Tensor:
+        if self.heads_first:
+            return self.exchanged().dequantize().transpose(1, 2).contiguous()
+        return self.slots.dequantize().view(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["slots"], self.heads_first
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedPool:
+        slots = inner["slots"]
+        assert isinstance(slots, PackedTensor)
+        return PackedPool(slots, size, context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from kvcompile.packed.pool_ops import dispatch_pool
+
+        return dispatch_pool(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        order = ", heads_first=True" if self.heads_first else ""
+        return f"PackedPool(shape={tuple(self.shape)}{order}, slots={self.slots!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild_packed_pool, (self.slots, tuple(self.shape), self.heads_first)
+
+
+def packed_of(
+    x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False
+) -> PackedTensor | PackedPool:
+    """Quantizes a plain cache; ``axes`` are those of :meth:`PackedTensor.from_dense`, or of a pool of blocks."""
+    if axes in BLOCK_AXES:
+        return PackedPool.from_dense(x, layout, heads_first=BLOCK_AXES.index(axes) == 1)
+    return PackedTensor.from_dense(x, layout, axes, growing=growing)
+
+
+def exchanged(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a pool of blocks with its middle dimensions exchanged."""
+    return shape[0], shape[2], shape[1], shape[3]
+
+
+def slots_of(cache: Any) -> Any:
+    """The packed cache that a pool of blocks is made of; anything else as it is."""
+    return cache.slots if isinstance(cache, PackedPool) else cache
+
+
+def rebuild_packed_pool(slots: PackedTensor, size: tuple[int, ...], heads_first: bool = False) -> PackedPool:
+    """What ``torch.load`` calls to make a saved pool again."""
+    return PackedPool(slots, size, heads_first)
+
+
+torch.serialization.add_safe_globals([rebuild_packed_pool])

@@ -1,0 +1,191 @@
+"""What each PyTorch operator does to a packed pool of blocks: what it does to the slots that it names.
+
+Views as slots or as other blocks, and views of some blocks, share the bytes. An operator that would write in another
+way than those here raises; any other reads dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.packed.dispatch import run
+from kvcompile.packed.op_table import POOL_HANDLERS, handles_pool
+from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.views import pool_or_slots
+
+aten = torch.ops.aten
+
+_REFUSAL = (
+    "{func} would change a packed pool of KV blocks in place, but only whole token vectors can be written to it "
+    "(index_put_ or an assignment to blocks and slots, index_copy_ to pool.view(-1, num_kv_heads, head_dim), copy_, "
+    "fill_, zero_); or work on pool.dequantize()"
+)
+
+
+def dispatch_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs operator ``func``; at least one argument is, or a list among the arguments holds, a PackedPool.
+
+    Raises:
+        NotImplementedError: the operator would write to a pool and is not a write of whole token vectors.
+    """
+    return run(func, args, kwargs, PackedPool, POOL_HANDLERS, _REFUSAL)
+
+
+@handles_pool(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(pool: PackedPool) -> PackedPool:
+    return _with_slots(pool, aten.alias.default(pool.slots))
+
+
+def _with_slots(pool: PackedPool, slots: Any) -> PackedPool:
+    """A pool like ``pool`` of other slots."""
+    return PackedPool(_slots_of(slots), pool.shape, pool.heads_first)
+
+
+def _slots_of(x: Any) -> PackedTensor:
+    assert isinstance(x, PackedTensor), "what views or copies slots as they are keeps them packed"
+    return x
+
+
+@handles_pool(aten.detach_.default)
+def _detach_(pool: PackedPool) -> PackedPool:
+    return pool
+
+
+@handles_pool(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+def _view(pool: PackedPool, size: Sequence[int], **kwargs: Any) -> Any:
+    if not pool.heads_first:
+        return pool_or_slots(pool.slots, size, pool.shape)
+    same = len(size) == 4 and all(new in (-1, old) for new, old in zip(size, pool.shape, strict=True))
+    return _alias(pool) if same else NotImplemented
+
+
+@handles_pool(aten.transpose.int)
+def _transpose(pool: PackedPool, dim0: int, dim1: int) -> Any:
+    return _alias(pool).exchanged() if {dim0 % 4, dim1 % 4} == {1, 2} else NotImplemented
+
+
+@handles_pool(aten.permute.default)
+def _permute(pool: PackedPool, dims: Sequence[int]) -> Any:
+    return _alias(pool).exchanged() if [dim % 4 for dim in dims] == [0, 2, 1, 3] else NotImplemented
+
+
+@handles_pool(aten.slice.Tensor)
+def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """Blocks one behind the other are a view; so is all of a dimension, which an index slices if its size is a
+    symbol."""
+    if dim % pool.dim() != 0 or step != 1:
+        is_whole = step == 1 and start in (None, 0) and (end is None or end >= pool.shape[dim])
+        return _alias(pool) if is_whole else NotImplemented
+    first, last, _ = slice(start, end).indices(pool.shape[0])
+    return _blocks(pool, first, max(last - first, 0))
+
+
+@handles_pool(aten.select.int)
+def _select(pool: PackedPool, dim: int, index: int) -> Any:
+    """One block, [block_size, num_kv_heads, head_dim] or with heads first."""
+    if dim % pool.dim() != 0:
+        return NotImplemented
+    if not -pool.shape[0] <= index < pool.shape[0]:
+        raise IndexError(f"index {index} is out of range for dimension {dim} of size {pool.shape[0]}")
+    slots = _blocks(pool, index % pool.shape[0], 1).slots
+    return slots.transpose(0, 1) if pool.heads_first else slots
+
+
+def _blocks(pool: PackedPool, first: int, count: int) -> PackedPool:
+    slots = aten.slice.Tensor(pool.slots, 0, first * pool.block_size, (first + count) * pool.block_size)
+    return PackedPool(_slots_of(slots), (count, *pool.shape[1:]), pool.heads_first)
+
+
+@handles_pool(aten.clone.default)
+def _clone(pool: PackedPool, *, memory_format: torch.memory_format | None = None) -> PackedPool:
+    return _with_slots(pool, pool.slots.clone())
+
+
+@handles_pool(aten._to_copy.default)
+def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Stays packed on another device; another dtype is a read."""
+    if dtype is not None and dtype != pool.dtype:
+        return NotImplemented
+    return _with_slots(pool, aten._to_copy.default(pool.slots, **kwargs))
+
+
+@handles_pool(aten.copy_.default)
+def _copy_(pool: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(pool, PackedPool):
+        return NotImplemented
+    same = source.shape == pool.shape
+    if isinstance(source, PackedPool) and same and source.heads_first == pool.heads_first:
+        new: Tensor = source.slots
+    else:
+        new = source.expand(pool.shape)
+        new = (new.transpose(1, 2) if pool.heads_first else new).flatten(0, 1)
+    pool.slots.copy_(new, non_blocking)
+    return pool
+
+
+@handles_pool(aten.zero_.default)
+def _zero_(pool: PackedPool) -> PackedPool:
+    pool.slots.zero_()
+    return pool
+
+
+@handles_pool(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(pool: Tensor, value: Any) -> Any:
+    if not isinstance(pool, PackedPool):
+        return NotImplemented
+    pool.slots.fill_(value)
+    return pool
+
+
+@handles_pool(aten.index_copy_.default)
+def _index_copy_(pool: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """Whole blocks."""
+    if not isinstance(pool, PackedPool) or dim % pool.dim() != 0:
+        return NotImplemented
+    expected = (index.numel(), *pool.shape[1:])
+    if tuple(source.shape) != expected:
+        raise RuntimeError(f"index_copy_ into a packed pool: source is {tuple(source.shape)}, expected {expected}")
+    return _index_put_(pool, [index.reshape(-1)], source)
+
+
+@handles_pool(aten.index_put_.default, aten._index_put_impl_.default)
+def _index_put_(
+    pool: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    if not isinstance(pool, PackedPool) or accumulate:
+        return NotImplemented
+    of_slots = _indices_of_slots(pool, indices)
+    if of_slots is None:
+        return NotImplemented
+    # The slots that the indices name: index their numbers in the same way, which checks the bounds.
+    vector_shape = pool.slots.shape[1:]
+    numbers = torch.arange(pool.slots.shape[0], device=pool.device).view(-1, pool.block_size)
+    slots = aten.index.Tensor(numbers, of_slots)
+    if pool.heads_first and all(index is None for index in of_slots[1:]):
+        num_kv_heads, head_dim = vector_shape
+        values = values.expand(*slots.shape[:-1], num_kv_heads, slots.shape[-1], head_dim).transpose(-3, -2)
+    vectors = values.expand(*slots.shape, *vector_shape).reshape(-1, *vector_shape)
+    aten.index_put_.default(pool.slots, [slots.reshape(-1)], vectors)
+    return pool
+
+
+def _indices_of_slots(pool: PackedPool, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The indices of blocks and of slots within them that ``indices`` of a pool are, if they are of nothing else."""
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if not pool.heads_first:
+        return list(indices) if len(indices) - len(masks) + sum(mask.dim() for mask in masks) <= 2 else None
+    if any(mask.dim() > 1 for mask in masks):
+        return None
+    missing: list[Tensor | None] = [None] * (4 - len(indices))
+    blocks, heads, slots, channels = [*indices, *missing]
+    return [blocks, slots] if blocks is not None and heads is None and channels is None else None
+
+
+@handles_pool(aten.record_stream.default)
+def _record_stream(pool: PackedPool, stream: Any) -> None:
+    pool.slots.record_stream(stream)

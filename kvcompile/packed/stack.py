@@ -1,0 +1,173 @@
+"""A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
+
+``PackedStack`` looks like a plain tensor that has the dimensions of a cache and others besides, the *stacked* ones.
+Each of its parts is a packed cache with a format of its own, or a plain tensor. Who selects a part (``kv[0]``,
+``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``) is given a view of that cache, so that all reads and writes of parts mean
+what they mean for a :class:`~kvcompile.packed.tensor.PackedTensor`; :mod:`kvcompile.packed.stack_ops` says what is done
+to the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.pool import PackedPool, packed_of, slots_of
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor, mark_weakly_dynamic
+
+PackedParts = Mapping[PartIndex, tuple[PackedLayout, str]]
+"""The parts of a stack that are packed: how, and the order of their dimensions.
+
+A cache that is no stack is the only part of itself, ``()``."""
+
+
+class PackedStack(PackedSubclass):
+    """Several caches in one tensor, or a view of such.
+
+    Attributes:
+        parts: packed or plain caches of one shape, in row-major order of the stacked dimensions.
+        stacked_dims: the dimensions of this tensor that are not those of parts, in ascending order.
+        stack_shape: their sizes.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
+    ) -> PackedStack:
+        """A stack of logical ``size`` of ``parts``, which it shares; its first dimensions are stacked by default."""
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=parts[0].dtype, device=parts[0].device)
+
+    def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:
+        self.stacked_dims = tuple(range(len(size) - parts[0].dim()) if stacked_dims is None else stacked_dims)
+        self.stack_shape = tuple(int(size[dim]) for dim in self.stacked_dims)
+        if math.prod(self.stack_shape) != len(parts):
+            raise ValueError(f"{len(parts)} parts do not make a stack of sizes {self.stack_shape}")
+        for name, part in zip(self._names, parts, strict=True):
+            self.__dict__[name] = part
+        growing = next((part for part in parts if isinstance(part, PackedTensor) and part.growing), None)
+        if growing is not None and "t" in growing.axes:
+            mark_weakly_dynamic(self, self.dims_of_parts[growing.token_dim])
+
+    @classmethod
+    def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
+        """Quantizes parts of a plain stack, which are caches, in any order of dimensions, or pools of blocks.
+
+        Its stacked dimensions are the first by default. The other parts are copied, each to contiguous memory of its
+        own.
+        """
+        dims = tuple(range(x.dim() - CACHE_RANK) if stacked_dims is None else stacked_dims)
+        places = itertools.product(*(range(x.shape[dim]) for dim in dims))
+        parts = [
+            packed_of(part, *packed[place]) if place in packed else part.clone(memory_format=torch.contiguous_format)
+            for place, part in zip(places, unstacked(x.detach(), dims), strict=True)
+        ]
+        return cls(parts, x.shape, dims)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> PackedStack:
+        """The stack that has ``stacked_dims``, of these sizes, besides the dimensions of ``parts``."""
+        size = list(parts[0].shape)
+        for dim, extent in zip(stacked_dims, stack_shape, strict=True):
+            size.insert(dim, extent)
+        return cls(parts, size, stacked_dims)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"part{number}" for number in range(math.prod(self.stack_shape))]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.__dict__[name] for name in self._names]
+
+    @property
+    def dims_of_parts(self) -> list[int]:
+        """The dimensions of this tensor that are those of parts."""
+        return [dim for dim in range(self.dim()) if dim not in self.stacked_dims]
+
+    def dim_of_part(self, dim: int) -> int:
+        """The dimension of parts that dimension ``dim``, not a stacked one, is."""
+        return dim - sum(stacked < dim for stacked in self.stacked_dims)
+
+    def items(self) -> Iterable[tuple[PartIndex, Tensor]]:
+        """Where each part is, and the part itself, not a view of it."""
+        return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
+
+    def dequantize(self) -> Tensor:
+        values = [part.dequantize() if isinstance(part, PackedSubclass) else part for part in self.parts]
+        return stacked(values, self.stack_shape, self.stacked_dims)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        # Of what they are made is part of the context for Dynamo to guard on.
+        caches = [slots_of(part) for part in self.parts]
+        metas = tuple(cache.cache_meta if isinstance(cache, PackedTensor) else None for cache in caches)
+        return self._names, (self.stacked_dims, metas)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedStack:
+        return PackedStack([_of_size(part, size, context[0]) for part in inner.values()], size, context[0])
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        parts = [
+            part._stable_hash_for_caching()
+            if isinstance(part, (PackedTensor, PackedPool))
+            else (part.shape, part.stride())
+            for part in self.parts
+        ]
+        return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from kvcompile.packed.stack_ops import dispatch_stack
+
+        return dispatch_stack(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        parts = "\n".join(f"  {name}: {part!r}" for name, part in zip(self._names, self.parts, strict=True))
+        return f"PackedStack(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}',\n{parts})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape), self.stacked_dims)
+
+
+def _of_size(part: Tensor, size: Sequence[Any], stacked_dims: Sequence[int]) -> Tensor:
+    """The part of a stack of ``size``: Dynamo gives symbols for the sizes of a growing stack, and not to its parts."""
+    own = [extent for dim, extent in enumerate(size) if dim not in stacked_dims]
+    if isinstance(part, PackedTensor) and any(isinstance(extent, torch.SymInt) for extent in own):
+        return PackedTensor(part.packed, part.cache_meta, own, None if part.is_contiguous() else part.stride())
+    return part
+
+
+def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:
+    """Views of the parts of a plain tensor, in row-major order of its stacked dimensions."""
+    first = range(len(stacked_dims))
+    parts = [x.movedim(tuple(stacked_dims), tuple(first))]
+    for _ in first:
+        parts = [view for part in parts for view in part.unbind()]
+    return parts
+
+
+def stacked(parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> Tensor:
+    """The contiguous tensor whose parts have these values: the inverse of :func:`unstacked`."""
+    x = torch.stack(list(parts)).reshape(*stack_shape, *parts[0].shape)
+    return x.movedim(tuple(range(len(stack_shape))), tuple(stacked_dims)).contiguous()
+
+
+def rebuild_packed_stack(
+    parts: tuple[Tensor, ...], size: tuple[int, ...], stacked_dims: tuple[int, ...] | None = None
+) -> PackedStack:
+    """What ``torch.load`` calls to make a saved stack again."""
+    return PackedStack(parts, size, stacked_dims)
+
+
+torch.serialization.add_safe_globals([rebuild_packed_stack])

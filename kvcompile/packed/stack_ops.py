@@ -1,0 +1,250 @@
+"""What each PyTorch operator does to a stack of packed caches: the same to each part, where that has the same meaning.
+
+A selection of parts is a view of them. An operator that would write to several parts in another way than those here
+raises; any other reads dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.layout.axes import stacked_dims_of_source
+from kvcompile.packed.dispatch import run
+from kvcompile.packed.op_table import HANDLERS, STACK_HANDLERS, handles_stack
+from kvcompile.packed.stack import PackedStack, unstacked
+
+aten = torch.ops.aten
+
+_REFUSAL = (
+    "{func} would change a stack of packed KV caches in place; write to one cache of it (kv[0], cache[layer, 1]), in a "
+    "way in which a packed cache can be written, or work on stack.dequantize()"
+)
+
+
+def dispatch_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs operator ``func``; at least one argument is, or a list among the arguments holds, a PackedStack.
+
+    Raises:
+        NotImplementedError: the operator would write to a stack in a way that is not that of its parts.
+    """
+    return run(func, args, kwargs, PackedStack, STACK_HANDLERS, _REFUSAL)
+
+
+def _each(
+    stack: PackedStack, change: Callable[[Tensor], Tensor], stacked_dims: Sequence[int] | None = None
+) -> PackedStack:
+    """The stack of what ``change`` makes of the parts; ``stacked_dims`` if its stacked dimensions are others."""
+    parts = [change(part) for part in stack.parts]
+    return PackedStack.of_parts(parts, stack.stack_shape, stacked_dims or stack.stacked_dims)
+
+
+def _sources(stack: PackedStack, source: Tensor, stacked_dims: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts, each with what is written to it of ``source``, which is broadcast along ``stacked_dims``."""
+    size = [-1] * source.dim()
+    for dim, extent in zip(stacked_dims, stack.stack_shape, strict=True):
+        size[dim] = extent
+    return zip(stack.parts, _parts_of(source.expand(size), stacked_dims), strict=True)
+
+
+def _parts_of(x: Tensor, stacked_dims: Sequence[int]) -> Sequence[Tensor]:
+    if isinstance(x, PackedStack):
+        return x.parts if x.stacked_dims == tuple(stacked_dims) else unstacked(x.dequantize(), stacked_dims)
+    return unstacked(x, stacked_dims)
+
+
+@handles_stack(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(stack: PackedStack) -> PackedStack:
+    return _each(stack, aten.alias.default)
+
+
+@handles_stack(aten.detach_.default)
+def _detach_(stack: PackedStack) -> PackedStack:
+    return stack
+
+
+@handles_stack(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+def _view(stack: PackedStack, size: Sequence[int], **kwargs: Any) -> Any:
+    same = len(size) == stack.dim() and all(new in (-1, old) for new, old in zip(size, stack.shape, strict=True))
+    return _alias(stack) if same else NotImplemented
+
+
+@handles_stack(aten.select.int)
+def _select(stack: PackedStack, dim: int, index: int) -> Tensor:
+    dim = dim % stack.dim()
+    if dim in stack.stacked_dims:
+        return _chosen(stack, stack.stacked_dims.index(dim), index)
+    moved = [stacked - (stacked > dim) for stacked in stack.stacked_dims]
+    return _each(stack, lambda part: aten.select.int(part, stack.dim_of_part(dim), index), moved)
+
+
+@handles_stack(aten.slice.Tensor)
+def _slice(stack: PackedStack, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> PackedStack:
+    dim = dim % stack.dim()
+    if dim in stack.stacked_dims:
+        return _chosen(stack, stack.stacked_dims.index(dim), slice(start, end, step))
+    return _each(stack, lambda part: aten.slice.Tensor(part, stack.dim_of_part(dim), start, end, step))
+
+
+def _chosen(stack: PackedStack, at: int, index: int | slice) -> Any:
+    """A view of the parts that ``index`` of a stacked dimension, the one in place ``at`` among them, selects."""
+    chosen = range(stack.stack_shape[at])[index]
+    kept = chosen if isinstance(chosen, range) else (chosen,)
+    parts = [aten.alias.default(part) for place, part in stack.items() if place[at] in kept]
+    if not parts:
+        return NotImplemented
+    shape, dims = list(stack.stack_shape), list(stack.stacked_dims)
+    if isinstance(chosen, range):
+        shape[at] = len(kept)
+    else:
+        gone = dims.pop(at)
+        del shape[at]
+        dims = [dim - (dim > gone) for dim in dims]
+    return PackedStack.of_parts(parts, shape, dims) if dims else parts[0]
+
+
+@handles_stack(aten.permute.default)
+def _permute(stack: PackedStack, dims: Sequence[int]) -> PackedStack:
+    order = [dim % stack.dim() for dim in dims]
+    own = [stack.stacked_dims.index(dim) for dim in order if dim in stack.stacked_dims]
+    of_parts = [stack.dim_of_part(dim) for dim in order if dim not in stack.stacked_dims]
+    places = sorted(stack.items(), key=lambda item: [item[0][at] for at in own])
+    parts = [aten.permute.default(part, of_parts) for _, part in places]
+    return PackedStack.of_parts(
+        parts,
+        [stack.stack_shape[at] for at in own],
+        [new for new, dim in enumerate(order) if dim in stack.stacked_dims],
+    )
+
+
+@handles_stack(aten.transpose.int)
+def _transpose(stack: PackedStack, dim0: int, dim1: int) -> PackedStack:
+    order = list(range(stack.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(stack, order)
+
+
+STACK_HANDLERS.update({op: HANDLERS[op] for op in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)})
+
+
+@handles_stack(aten.clone.default)
+def _clone(stack: PackedStack, *, memory_format: torch.memory_format | None = None) -> PackedStack:
+    return _each(stack, lambda part: part.clone(memory_format=torch.contiguous_format))
+
+
+@handles_stack(aten._to_copy.default)
+def _to_copy(stack: PackedStack, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Stays packed on another device; another dtype is a read."""
+    if dtype is not None and dtype != stack.dtype:
+        return NotImplemented
+    return _each(stack, lambda part: aten._to_copy.default(part, **kwargs))
+
+
+@handles_stack(aten.index_select.default)
+def _index_select(stack: Tensor, dim: int, index: Tensor) -> Any:
+    """Reorders sequences (or heads, or tokens) of every part."""
+    if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
+        return NotImplemented
+    of_part = stack.dim_of_part(dim % stack.dim())
+    return _each(stack, lambda part: part.index_select(of_part, index))
+
+
+@handles_stack(aten.index.Tensor)
+def _index(stack: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """An index of dimensions of the parts; one of the stack's own is a read."""
+    if not isinstance(stack, PackedStack):
+        return NotImplemented
+    given = _indexed(stack, indices)
+    if len(given) != 1 or any(index.dim() != 1 for index in given.values()):
+        return NotImplemented
+    of_part = [index for dim, index in enumerate(indices) if dim not in stack.stacked_dims]
+    return _each(stack, lambda part: aten.index.Tensor(part, of_part))
+
+
+def _indexed(stack: PackedStack, indices: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The index of each dimension that has one; none if one is a mask, or is that of a stacked dimension."""
+    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+    masks = any(index.dtype in (torch.bool, torch.uint8) for index in given.values())
+    return {} if masks or not given.keys().isdisjoint(stack.stacked_dims) else given
+
+
+@handles_stack(aten.copy_.default)
+def _copy_(stack: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(stack, PackedStack):
+        return NotImplemented
+    for part, new in _sources(stack, source.expand(stack.shape), stack.stacked_dims):
+        part.copy_(new, non_blocking)
+    return stack
+
+
+@handles_stack(aten.zero_.default)
+def _zero_(stack: PackedStack) -> PackedStack:
+    for part in stack.parts:
+        part.zero_()
+    return stack
+
+
+@handles_stack(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(stack: Tensor, value: Any) -> Any:
+    if not isinstance(stack, PackedStack):
+        return NotImplemented
+    for part in stack.parts:
+        part.fill_(value)
+    return stack
+
+
+@handles_stack(aten.index_copy_.default)
+def _index_copy_(stack: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
+        return NotImplemented
+    expected = [*stack.shape[: dim % stack.dim()], index.numel(), *stack.shape[dim % stack.dim() + 1 :]]
+    if list(source.shape) != expected:
+        raise RuntimeError(
+            f"index_copy_ into a stack of packed caches: source is {tuple(source.shape)}, expected {tuple(expected)}"
+        )
+    for part, new in _sources(stack, source, stack.stacked_dims):
+        part.index_copy_(stack.dim_of_part(dim % stack.dim()), index, new)
+    return stack
+
+
+@handles_stack(aten.index_put_.default, aten._index_put_impl_.default)
+def _index_put_(
+    stack: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    """``kv[:, :, :, positions] = x``: one vector of indices along a dimension of the parts."""
+    given = _indexed(stack, indices) if isinstance(stack, PackedStack) else {}
+    if not isinstance(stack, PackedStack) or accumulate or not given:
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(index.shape for index in given.values()))
+    dims = stacked_dims_of_source(list(given), len(shape), stack.dim(), stack.stacked_dims)
+    if dims is None:
+        return NotImplemented
+    of_part = [index for dim, index in enumerate(indices) if dim not in stack.stacked_dims]
+    rank = len(shape) + stack.dim() - len(given)
+    values = values if values.dim() == rank else values[(None,) * (rank - values.dim())]
+    for part, new in _sources(stack, values, dims):
+        aten.index_put_.default(part, of_part, new)
+    return stack
+
+
+@handles_stack(aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Along a dimension of the parts: what is appended to each."""
+    stack, *others = tensors
+    if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
+        return NotImplemented
+    if any(other.dim() != stack.dim() or other.dtype != stack.dtype for other in others):
+        return NotImplemented
+    of_part = stack.dim_of_part(dim % stack.dim())
+    appended = zip(*(_parts_of(other, stack.stacked_dims) for other in others), strict=True)
+    parts = [torch.cat([part, *new], of_part) for part, new in zip(stack.parts, appended, strict=True)]
+    return PackedStack.of_parts(parts, stack.stack_shape, stack.stacked_dims)
+
+
+@handles_stack(aten.record_stream.default)
+def _record_stream(stack: PackedStack, stream: Any) -> None:
+    for part in stack.parts:
+        part.record_stream(stream)

@@ -1,0 +1,416 @@
+"""A KV cache that is packed inside and looks like the plain tensor it replaces.
+
+``PackedTensor`` is a tensor subclass with the shape and dtype of a plain cache and one uint8 tensor inside (see
+:mod:`kvcompile.kernels.layout.packed_layout`). It has one meaning, in eager code and in traced code: **quantize on
+write, dequantize on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and
+transposes are views of the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy
+bytes; everything else reads dequantized values. :mod:`kvcompile.packed.dispatch` says what each operator does.
+
+A write that cannot be carried out raises; none is lost silently, with one exception that no subclass can see: code that
+takes the address of the tensor (``data_ptr()`` is 0) instead of calling an operator. Outside of ``no_grad``, gradients
+pass straight through the quantization.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
+from kvcompile.kernels.spec.residual import header_of
+from kvcompile.packed.flex import let_flex_attention_read
+from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
+
+WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
+"""The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
+
+STORED_AXES = "bhtd"
+"""Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
+
+PACKED_DIM = {"b": 1, "h": 2}
+"""Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CacheMeta:
+    """What the bytes of a PackedTensor mean, apart from its shape; its flatten context, so Dynamo guards on it.
+
+    Attributes:
+        layout: layout of the packed data.
+        dtype: logical dtype.
+        axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.graph.permutations`): ``bhtd``
+            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing
+            was selected away; the packed data holds one index of it.
+        start: tokens of the first block that come before this view, 0 to 63; with a residual, whose header every view
+            needs, tokens of the cache that come before it.
+        growing: whether the cache grows by concatenation.
+    """
+
+    layout: PackedLayout
+    dtype: torch.dtype
+    axes: str
+    start: int = 0
+    growing: bool = False
+
+
+class PackedTensor(PackedSubclass):
+    """A packed KV cache, or a view of one.
+
+    Attributes:
+        cache_meta: what the bytes mean; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
+        packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of it for a view of the cache.
+    """
+
+    cache_meta: CacheMeta
+    _lineage: Lineage | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Tensor,
+        cache_meta: CacheMeta,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        lineage: Lineage | None = None,
+    ) -> PackedTensor:
+        """A tensor of logical ``size`` and ``stride`` (contiguous by default) over ``packed``.
+
+        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer.
+        """
+        return torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
+        )
+
+    def __init__(
+        self,
+        packed: Tensor,
+        cache_meta: CacheMeta,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.cache_meta = cache_meta
+        self._packed = packed
+        self._lineage = lineage
+        self._packed_from = lineage.buffer if lineage is not None else None
+        if self.growing and "t" in self.axes:
+            mark_weakly_dynamic(self, self.token_dim)
+            mark_weakly_dynamic(packed, 0)
+
+    @property
+    def packed_layout(self) -> PackedLayout:
+        """Layout of ``packed`` (``layout`` is taken: every tensor has one, ``torch.strided``)."""
+        return self.cache_meta.layout
+
+    @property
+    def axes(self) -> str:
+        return self.cache_meta.axes
+
+    @property
+    def start(self) -> int:
+        return self.cache_meta.start
+
+    @property
+    def growing(self) -> bool:
+        return self.cache_meta.growing
+
+    @classmethod
+    def from_dense(cls, x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedTensor:
+        """Quantizes a plain cache.
+
+        Args:
+            x: a cache with its dimensions in the order ``axes``.
+            layout: format and role; its ``head_dim`` must be that of ``x``.
+            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``;
+                without the ``h`` of one head or the ``b`` of one sequence, such as ``thd`` for a pool of slots
+                [num_slots, heads, head_dim].
+            growing: whether the cache grows by concatenation.
+        """
+        result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
+        x = result.to_stored_axes(x.detach())
+        # Encoding makes float32 temporaries; in chunks of blocks they stay small beside the cache.
+        chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
+        for block in range(0, num_blocks(x.shape[2]), chunk_blocks):
+            chunk = x[:, :, block * BLOCK_TOKENS : (block + chunk_blocks) * BLOCK_TOKENS]
+            data = pack_blocks(layout, chunk)
+            first = layout.header_blocks + block
+            result.packed[first : first + data.shape[0]].copy_(data)
+        if layout.residual is not None:
+            result.packed[: layout.header_blocks].copy_(header_of(layout, x))
+        return result
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: PackedLayout,
+        axes: str = "bhtd",
+        device: torch.device | str | None = None,
+        *,
+        growing: bool = False,
+    ) -> PackedTensor:
+        """A cache of zeros of logical ``shape``, in the order ``axes``."""
+        if axes not in WHOLE_AXES:
+            raise ValueError(
+                f"axes are {axes!r}; they are those of [batch, heads, tokens, head_dim] in some order, "
+                f"{', '.join(CACHE_AXES)}; or of these without that of one head or one sequence, "
+                f"{', '.join(RANK_3_AXES)}; a pool of slots [num_slots, heads, head_dim] is {SLOT_AXES}"
+            )
+        if len(shape) != len(axes) or shape[-1] != layout.head_dim:
+            raise ValueError(
+                f"shape {tuple(shape)} is not that of a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
+            )
+        if (reason := layout.unsupported(dtype)) is not None:
+            raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
+        batch, heads, tokens = (shape[axes.index(axis)] if axis in axes else 1 for axis in "bht")
+        blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
+        data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
+        return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
+
+    @classmethod
+    def over(
+        cls,
+        data: Tensor,
+        layout: PackedLayout,
+        dtype: torch.dtype,
+        axes: str,
+        shape: Sequence[int],
+        *,
+        growing: bool = False,
+    ) -> PackedTensor:
+        """The cache of logical ``shape`` whose bytes are ``data`` itself.
+
+        If it is ``growing``, ``data`` becomes its buffer, spare room included: nothing else may use that storage.
+        """
+        return cls.owning(data, CacheMeta(layout, dtype, axes, 0, growing), shape)
+
+    @classmethod
+    def owning(cls, data: Tensor, cache_meta: CacheMeta, size: Sequence[int]) -> PackedTensor:
+        """As :meth:`over`, for any ``cache_meta``."""
+        can_be_buffer = not is_traced(data) and data.is_contiguous() and data.storage_offset() == 0
+        if not cache_meta.growing or not can_be_buffer or "t" not in cache_meta.axes:
+            return cls(data, cache_meta, size)
+        end = cache_meta.start + size[cache_meta.axes.index("t")]
+        layout = cache_meta.layout
+        lineage = Lineage(GrowingBuffer(data, end, layout.header_blocks), end)
+        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage)
+
+    def view_as_part(
+        self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
+    ) -> PackedTensor:
+        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``."""
+        cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
+        return PackedTensor(self.packed if packed is None else packed, cache_meta, size, stride, self._lineage)
+
+    @property
+    def packed(self) -> Tensor:
+        if self._lineage is not None and self._packed_from is not self._lineage.buffer:
+            # The lineage moved to another storage: the same blocks there, with the same strides.
+            self._packed_from = self._lineage.buffer
+            storage, old = self._packed_from.storage, self._packed
+            blocks = min(old.shape[0], storage.shape[0] - old.storage_offset() // storage.stride(0))
+            self._packed = storage.as_strided((blocks, *old.shape[1:]), old.stride(), old.storage_offset())
+            mark_weakly_dynamic(self._packed, 0)
+        return self._packed
+
+    def packed_for_write(self) -> Tensor:
+        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
+        if self._lineage is not None:
+            self._lineage.make_exclusive()
+        elif self.growing and is_traced(self._packed):
+            raise NotImplementedError(
+                "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
+                "may share; append with torch.cat, or use a cache of fixed size"
+            )
+        elif is_functionalized(self._packed):
+            refuse_aliased_inputs(PackedTensor)
+        return self.packed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``packed`` is laid out as a cache of its own: all its axes, from a first token on, contiguous.
+
+        Kernels that know only the layout may use ``packed`` of such a tensor; of another view they may not.
+        """
+        return self.axes in WHOLE_AXES and self.start == 0 and self.packed.is_contiguous()
+
+    @property
+    def can_be_copied_whole(self) -> bool:
+        """Whether a copy of this view's bytes is a cache of its own that means the same (:meth:`whole`).
+
+        A cache that grows is its own only until it is appended to, so that it may as well be a copy of a view; a write
+        to one of fixed size has to reach the cache that it views.
+        """
+        return self.growing and self.axes in WHOLE_AXES and self.packed_layout.residual is None
+
+    def whole(self) -> PackedTensor:
+        """This cache if it :attr:`is_whole`, else a copy, which :attr:`can_be_copied_whole`."""
+        if self.is_whole:
+            return self
+        copied = self.index_select(self.token_dim, torch.arange(self.num_tokens, device=self.device))
+        assert isinstance(copied, PackedTensor), "tokens that share no bytes with others are copied as they are"
+        return copied
+
+    @property
+    def token_dim(self) -> int:
+        """The logical dimension of tokens."""
+        return self.axes.index("t")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens along the token axis; 1 if a single token was selected."""
+        return self.shape[self.token_dim] if "t" in self.axes else 1
+
+    @property
+    def format_name(self) -> str:
+        return self.packed_layout.format_name
+
+    def dequantize(self) -> Tensor:
+        """The values, a plain tensor of this shape and dtype."""
+        x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
+        x = self.from_stored_axes(to_cache_dtype(x, self.dtype).contiguous())
+        return x.contiguous() if self.is_contiguous() else x
+
+    def to_stored_axes(self, x: Tensor) -> Tensor:
+        """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
+        x = x.permute([self.axes.index(axis) for axis in STORED_AXES if axis in self.axes])
+        for dim, axis in enumerate(STORED_AXES):
+            x = x if axis in self.axes else x.unsqueeze(dim)
+        return x
+
+    def from_stored_axes(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`to_stored_axes`."""
+        for dim, axis in reversed(list(enumerate(STORED_AXES))):
+            x = x if axis in self.axes else x.squeeze(dim)
+        remaining = [axis for axis in STORED_AXES if axis in self.axes]
+        return x.permute([remaining.index(axis) for axis in self.axes])
+
+    def extended(self, num_new: int) -> PackedTensor:
+        """This cache with room for ``num_new`` more tokens at its end, whose values the caller must store.
+
+        The result shares this cache's storage if there is room and nobody has appended to it yet; otherwise this
+        cache's blocks are copied to a larger one. Either way this cache keeps its length and its values.
+        """
+        size = list(self.shape)
+        size[self.token_dim] += num_new
+        end = self.start + size[self.token_dim]
+        cache_meta = self.cache_meta if self.growing else replace(self.cache_meta, growing=True)
+        if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
+            spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
+            data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
+            return PackedTensor(data, cache_meta, size)
+        own = self._claimed(num_new)
+        buffer, first_block = own or (GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks), 0)
+        packed = buffer.storage[first_block : first_block + self.packed_layout.growing_blocks(end)]
+        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end))
+
+    def _claimed(self, num_new: int) -> tuple[GrowingBuffer, int] | None:
+        """Its growing buffer, now with room for ``num_new`` tokens behind it, and where in that this cache begins; None
+        if it cannot be extended in place."""
+        if self._lineage is None or self.packed.shape[1:] != self._lineage.buffer.storage.shape[1:]:
+            return None
+        buffer = self._lineage.buffer
+        first_block = self.packed.storage_offset() // buffer.storage.stride(0)
+        end = first_block * BLOCK_TOKENS + self.start + self.num_tokens
+        return (buffer, first_block) if buffer.claim(end, num_new) else None
+
+    def __tensor_flatten__(self) -> tuple[list[str], CacheMeta]:
+        if not isinstance(self.start, int) and is_functionalized(self._packed):
+            # AOTAutograd would keep the symbol of this trace and use it for every later call.
+            raise NotImplementedError(
+                "a compiled graph returns a view of a packed cache that starts at a token which is only known at run "
+                "time; return the whole cache and slice it outside, or return the dequantized slice"
+            )
+        return ["packed"], self.cache_meta
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
+        # No lineage: a graph may return a view of its input. Such a cache is copied before it grows.
+        return PackedTensor(inner["packed"], context, size, stride)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
+        return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from kvcompile.packed.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
+        """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
+
+        PyTorch decomposes it to expand and reshape before dispatch, where it can no longer be recognised.
+        """
+        if dim is not None and isinstance(repeats, int) and self.axes[dim] != "d":
+            index = torch.arange(self.shape[dim] * repeats, device=self.device) // max(repeats, 1)
+            return self.index_select(dim, index)
+        return self.dequantize().repeat_interleave(repeats, dim, output_size=output_size)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        facts = (
+            f"format='{self.packed_layout.spec}', role='{self.packed_layout.role}', shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}'"
+        )
+        if is_traced(self._packed):  # there are no values, and sizes may be symbolic
+            return f"PackedTensor({facts})"
+        return f"PackedTensor({self.dequantize()}, {facts}, packed_bytes={self.packed.nbytes})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        meta = self.cache_meta
+        data = self.packed.clone(memory_format=torch.contiguous_format)
+        layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
+        return rebuild_packed_tensor, (
+            data,
+            layout,
+            (meta.dtype, meta.axes, meta.start, meta.growing),
+            tuple(self.shape),
+        )
+
+
+def rebuild_packed_tensor(
+    data: Tensor, layout: tuple[Any, ...], meta: tuple[Any, ...], shape: tuple[int, ...]
+) -> PackedTensor:
+    """What ``torch.load`` calls to make a saved cache again, from what names its layout and the fields of CacheMeta."""
+    return PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
+
+
+torch.serialization.add_safe_globals([rebuild_packed_tensor])
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Hash of this package's code: a cached graph holds what dispatch traced into it."""
+    digest = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+        for name in sorted(name for name in names if name.endswith(".py")):
+            digest.update(Path(folder, name).read_bytes())
+    return digest.hexdigest()
+
+
+def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
+    """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
+    tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+let_flex_attention_read(PackedTensor, PackedTensor.dequantize)

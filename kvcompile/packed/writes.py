@@ -1,0 +1,280 @@
+"""Writes of whole token vectors to a packed cache: each one quantizes its vectors.
+
+Every write comes down to three index tensors (sequence, head, position in the packed data) that broadcast to the
+addressed vectors, and what is stored there: the bytes of the vectors or, in a cache with a residual, whose bytes depend
+on the other tokens of a block, the vectors. Indexing checks the bounds, as it does for a plain cache. Positions must be
+distinct: with duplicates the bytes of a vector may come from several of its writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
+from kvcompile.kernels.spec.packing import (
+    byte_index,
+    read_tokens,
+    replace_blocks_,
+    to_cache_dtype,
+    write_tokens_,
+    write_vectors_,
+)
+from kvcompile.kernels.spec.residual import blocks_of
+from kvcompile.packed.op_table import handles
+from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tracing import ends_functional_graph, is_traced
+
+aten = torch.ops.aten
+
+Coordinates = Sequence[Tensor]
+
+
+def coordinates_of(cache: PackedTensor, axis: str = "", index: Tensor | None = None) -> Coordinates:
+    """Sequence, head and position in the packed data of the vectors of ``cache``.
+
+    They broadcast over [batch, heads, tokens]. With ``index`` (int64 [n]) only those along ``axis``; a negative index
+    counts from the end.
+    """
+    coordinates = []
+    for dim, name in enumerate("bht"):
+        along = torch.arange(_extent(cache, name), device=cache.device)
+        if index is not None and name == axis:
+            along = along[index]
+        shape = [1, 1, 1]
+        shape[dim] = -1
+        coordinates.append((along + cache.start if name == "t" else along).reshape(shape))
+    return coordinates
+
+
+def _extent(cache: PackedTensor, axis: str) -> int:
+    return cache.num_tokens if axis == "t" else cache.packed.shape[PACKED_DIM[axis]]
+
+
+def encoded(cache: PackedTensor, x: Tensor) -> Tensor:
+    """Vectors [..., head_dim], rounded to the cache's dtype as by a plain cache -> what is stored, [..., width]."""
+    layout = cache.packed_layout
+    x = x.detach().to(cache.device, cache.dtype)
+    return x if layout.residual is not None else layout.token_bytes(layout.format.encode(x))
+
+
+def stored(cache: PackedTensor, source: Tensor) -> Tensor:
+    """What storing ``source`` (axes as ``cache``) writes, [batch, heads, tokens, width].
+
+    Bytes of a packed source with the same meaning are its own, so that nothing is quantized twice.
+    """
+    if isinstance(source, PackedTensor) and _meaning(source) == _meaning(cache):
+        return read(source, coordinates_of(source)).to(cache.device)
+    return encoded(cache, cache.to_stored_axes(plain(source)))
+
+
+def _meaning(cache: PackedTensor) -> tuple[Any, ...]:
+    return cache.packed_layout, cache.dtype, cache.axes
+
+
+def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
+    """What is stored at ``coordinates``, [*N, width]."""
+    layout = cache.packed_layout
+    if layout.residual is None:
+        return cache.packed[byte_index(layout, *coordinates)]
+    tokens = read_tokens(cache.packed, layout, cache.start + cache.num_tokens)
+    return to_cache_dtype(tokens[tuple(coordinates)], cache.dtype)
+
+
+def put(
+    cache: PackedTensor, data: Tensor, coordinates: Coordinates, values: Tensor, valid: Tensor | None = None
+) -> None:
+    """Stores ``values`` in the packed ``data`` of ``cache``, except where ``valid`` [*N] is False."""
+    if cache.packed_layout.residual is not None:
+        vectors = values.expand(*torch.broadcast_shapes(*(c.shape for c in coordinates)), values.shape[-1])
+        sequence, head, position = coordinates
+        write_vectors_(data, cache.packed_layout, vectors, sequence, head, position, valid, _blocks_of(position))
+        return
+    index = byte_index(cache.packed_layout, *coordinates)
+    data.index_put_(index, values if valid is None else torch.where(valid[..., None], values, data[index]))
+
+
+def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None, values: Tensor) -> None:
+    """The same for all vectors whose index along ``axis`` is in ``index``, int64 [n] (None: all vectors)."""
+    coordinates = coordinates_of(cache, axis, index)
+    if cache.packed_layout.residual is None or axis in ("b", "h"):
+        put(cache, data, coordinates, values)
+        return
+    positions = coordinates[2].reshape(-1)
+    x = values.expand(*data.shape[1:3], positions.shape[0], values.shape[-1])
+    write_tokens_(data, cache.packed_layout, x, positions, blocks=_blocks_of(positions))
+
+
+def _blocks_of(positions: Tensor) -> Tensor | None:
+    """The blocks that positions lie in; unknown in traced code."""
+    return None if is_traced(positions) else blocks_of(positions)
+
+
+def plain(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, PackedTensor) else x
+
+
+@handles(aten.detach_.default)
+def _detach_(cache: PackedTensor) -> PackedTensor:
+    return cache
+
+
+@handles(aten.record_stream.default)
+def _record_stream(cache: PackedTensor, stream: Any) -> None:
+    cache.packed.record_stream(stream)
+
+
+@handles(aten.copy_.default)
+def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(cache, PackedTensor):
+        return NotImplemented
+    if isinstance(source, PackedTensor) and ends_functional_graph(cache.packed):
+        cache.packed.copy_(source.packed)
+        return cache
+    source = source if source.shape == cache.shape else plain(source).expand(cache.shape)
+    if isinstance(source, PackedTensor) and _has_same_blocks(cache, source):
+        _copy_blocks(cache, source)
+    else:
+        put_along(cache, cache.packed_for_write(), "t", None, stored(cache, source))
+    return cache
+
+
+def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
+    """Whether the tokens of ``source`` lie in blocks as those of ``cache``, which has a residual."""
+    same = cache.packed_layout.residual is not None and _meaning(source) == _meaning(cache)
+    return same and cache.start == source.start == 0 and "t" in cache.axes
+
+
+def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
+    """Copies blocks as they are; of the last one, which may have tokens that are not of ``cache``, what differs."""
+    data, blocks = cache.packed_for_write(), cache.num_tokens // BLOCK_TOKENS
+    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device))
+    begin = blocks * BLOCK_TOKENS
+    tail, new = (part.narrow(part.token_dim, begin, part.num_tokens - begin) for part in (cache, source))
+    assert isinstance(tail, PackedTensor)
+    coordinates, values = coordinates_of(tail), stored(tail, new)
+    put(tail, data, coordinates, values, valid=(values != read(tail, coordinates)).any(-1))
+
+
+@handles(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(cache: Tensor, value: Any) -> Any:
+    if not isinstance(cache, PackedTensor):
+        return NotImplemented
+    put_along(cache, cache.packed_for_write(), "t", None, _constant(cache, value))
+    return cache
+
+
+def _constant(cache: PackedTensor, value: Any) -> Tensor:
+    """What is stored for a vector whose channels all are ``value``, a number or a tensor of no dimensions."""
+    vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device)
+    return encoded(cache, vector.fill_(plain(value)))
+
+
+@handles(aten.zero_.default)
+def _zero_(cache: PackedTensor) -> PackedTensor:
+    """All-zero bytes decode to zeros. Blocks that hold no other tokens are cleared whole."""
+    begin, end = cache.start, cache.start + cache.num_tokens
+    first, last = num_blocks(begin), end // BLOCK_TOKENS
+    data = cache.packed_for_write()
+    ranges = [(begin, end)]
+    if first < last:
+        replace_blocks_(data, cache.packed_layout, first, last)
+        ranges = [(begin, first * BLOCK_TOKENS), (last * BLOCK_TOKENS, end)]
+    for low, high in ranges:
+        if low < high:
+            tokens = torch.arange(low - begin, high - begin, device=data.device)
+            put_along(cache, data, "t", tokens, torch.zeros_like(_constant(cache, 0)))
+    return cache
+
+
+@handles(aten.index_copy_.default)
+def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+        return NotImplemented
+    expected = list(cache.shape)
+    expected[dim] = index.numel()
+    if list(source.shape) != expected or source.dtype != cache.dtype:
+        raise RuntimeError(
+            f"index_copy_ into a packed cache: source is {source.dtype} {tuple(source.shape)}, expected {cache.dtype} "
+            f"{tuple(expected)}"
+        )
+    values = stored(cache, source)
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), values)
+    return cache
+
+
+@handles(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+        return NotImplemented
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), _constant(cache, value))
+    return cache
+
+
+@handles(aten.index_put_.default, aten._index_put_impl_.default)
+def _index_put_(
+    cache: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    if not isinstance(cache, PackedTensor) or accumulate or cache.axes[-1] != "d":
+        return NotImplemented
+    if values.dtype != cache.dtype:
+        raise RuntimeError(f"index_put_ into a packed cache of {cache.dtype}: the values are {values.dtype}")
+    dims = _indexed_dims(indices)
+    if dims[-1] == cache.dim() - 1:
+        return NotImplemented
+    if len(dims) == 1 and (index := indices[dims[0]]) is not None and index.dim() == 1:
+        # The common form, without a grid: one index vector along one axis.
+        axis, size = cache.axes[dims[0]], list(cache.shape)
+        size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
+        put_along(cache, cache.packed_for_write(), axis, index, stored(cache, plain(values).expand(size)))
+        return cache
+    # The coordinates of the addressed vectors: index a grid of coordinates (with one channel) in the same way.
+    grid = [_extent(cache, axis) for axis in "bht"]
+    logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]
+    coordinates = [aten.index.Tensor(c, indices)[..., 0] for c in logical]
+    vectors = plain(values).expand(*coordinates[0].shape, cache.packed_layout.head_dim)
+    put(cache, cache.packed_for_write(), coordinates, encoded(cache, vectors))
+    return cache
+
+
+def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
+    """The dimensions that advanced indices consume; a mask of n dimensions consumes n."""
+    dims: list[int] = []
+    dim = 0
+    for index in indices:
+        consumed = index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        if index is not None:
+            dims.extend(range(dim, dim + consumed))
+        dim += consumed
+    return dims
+
+
+@handles(aten.scatter_.src, aten.scatter_.value)
+def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
+    """A scatter whose index is the same for all channels: expanded along head_dim, or repeated, which must be read."""
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+        return NotImplemented
+    index = cache.to_stored_axes(index)
+    position = index[..., 0]
+    is_expanded = index.stride(3) == 0
+    if not is_expanded and not is_traced(index):
+        is_expanded = torch.equal(index, position.unsqueeze(3).expand_as(index))
+    if index.shape[3] != cache.packed_layout.head_dim or not is_expanded:
+        raise NotImplementedError(
+            "aten.scatter_ would write single elements of a packed KV cache: its index differs between channels, or "
+            "may do so in a compiled graph, as it is not expanded (stride 0) along head_dim; use index_copy_ or "
+            "cache[:, :, positions] = x"
+        )
+    coordinates = [c.narrow(n, 0, position.shape[n]) for n, c in enumerate(coordinates_of(cache))]
+    along = "bht".index(cache.axes[dim])
+    coordinates[along] = coordinates_of(cache)[along].reshape(-1)[position]
+    if isinstance(source, Tensor):
+        source = cache.to_stored_axes(plain(source))[tuple(slice(extent) for extent in index.shape)]
+        values = encoded(cache, source)
+    else:
+        values = _constant(cache, source)
+    put(cache, cache.packed_for_write(), coordinates, values)
+    return cache

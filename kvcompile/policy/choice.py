@@ -1,0 +1,175 @@
+"""What a policy says of one cache: the formats of its keys and values, by name or described in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from kvcompile.errors import PolicyError
+from kvcompile.kernels.formats import get_format, with_rotation_seed, with_static_scale
+from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.passes.site import FormatPair
+from kvcompile.policy import presets
+from kvcompile.policy.static_scales import StaticScales
+
+Granularity = Literal["per_token_head", "per_channel", "per_group", "per_tensor"]
+
+
+class Strict(BaseModel):
+    """A model that cannot change and knows no other fields than its own."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Elements(Strict):
+    """What vectors are stored as.
+
+    Attributes:
+        granularity: what shares a scale: a vector (``per_token_head``), a channel of 64 tokens (``per_channel``, for
+            keys), ``group_size`` channels of a vector (``per_group``), or all keys or values of a layer
+            (``per_tensor``, for 8-bit floats), whose ``scales`` are known before.
+        group_size: channels of a group: 32, 64 or 128; with ``per_channel`` it can only be 64.
+        scales: with ``per_tensor``, where the scales come from: a file that ``python -m kvcompile calibrate`` wrote, a
+            checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``, or a number,
+            the scale of all layers; 1 for plain 8-bit floats. In a policy file, paths are relative to its folder.
+        rotation_seed: of random signs before the Hadamard matrix of a rotated format, from 1 to 999999999: caches with
+            different seeds have independent errors.
+    """
+
+    dtype: str | None = None
+    granularity: Granularity | None = None
+    group_size: int | None = None
+    scales: Annotated[float, Field(strict=True)] | str | None = None
+    rotation_seed: Annotated[int, Field(ge=1, le=999_999_999, strict=True)] | None = None
+    _scales_of_layers: StaticScales | None = PrivateAttr(None)
+
+    @field_validator("scales")
+    @classmethod
+    def _number_or_absolute_path(cls, scales: float | str | None, info: ValidationInfo) -> float | str | None:
+        if not isinstance(scales, str):
+            return scales
+        with contextlib.suppress(ValueError):
+            return float(scales)  # YAML is read without fractions
+        return str(Path((info.context or {}).get("folder", ".")).absolute() / Path(scales).expanduser())
+
+    @model_validator(mode="after")
+    def _elements_fit(self) -> Self:
+        if self.granularity is None and self.group_size is not None:
+            raise PolicyError("group_size needs a granularity: per_group, or per_channel")
+        if (self.granularity == presets.PER_TENSOR) != (self.scales is not None):
+            raise PolicyError(
+                "granularity per_tensor and scales belong together: a calibration, a checkpoint, or a number (1: none)"
+            )
+        if self.dtype is None and (self.granularity is not None or self.rotation_seed is not None):
+            raise PolicyError("granularity, scales and rotation_seed describe a dtype, and there is none beside them")
+        if isinstance(self.scales, str):
+            self._scales_of_layers = StaticScales.read(Path(self.scales))
+        return self
+
+    def format_name(self, role: Role, module: str = "", layer: int | None = None) -> str:
+        """The format of keys or values of a layer; PolicyError if there is none."""
+        fmt = self.format_of_all_layers(role)
+        if self._scales_of_layers is not None:
+            fmt = self._scales_of_layers.scaled(fmt, role, module, layer)
+        return fmt.name
+
+    def format_of_all_layers(self, role: Role) -> Format:
+        """The format but for a static scale that layers have each; PolicyError if there is none."""
+        assert self.dtype is not None
+        if self.granularity is not None:
+            fmt = get_format(presets.described(self.dtype, self.granularity, self.group_size))
+        else:
+            formats = presets.resolve(self.dtype)
+            if formats is None:
+                raise PolicyError(
+                    "dtype: auto is for whole caches; give the rule `dtype: auto` and neither key nor value"
+                )
+            fmt = get_format(formats.format_name(role))
+        try:
+            if isinstance(self.scales, float):
+                fmt = with_static_scale(fmt, self.scales)
+            return fmt if self.rotation_seed is None else with_rotation_seed(fmt, self.rotation_seed)
+        except ValueError as error:
+            raise PolicyError(str(error)) from None
+
+
+class Half(_Elements):
+    """The format of one half, keys or values, of a cache.
+
+    Attributes:
+        dtype: a format, or a preset, which stands for its format of this half; with ``granularity`` what the elements
+            are: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
+    """
+
+    dtype: str
+
+    @model_validator(mode="after")
+    def _exists(self) -> Half:
+        self.format_of_all_layers("key")
+        return self
+
+
+class Choice(_Elements):
+    """The formats of a cache: ``dtype`` for keys and values; ``key`` or ``value`` for one of them, which wins.
+
+    Attributes:
+        dtype: a preset or a format for keys and values, or ``auto`` to leave the whole cache as it is; with
+            ``granularity`` what the elements of both are.
+        key: the format of keys, in place of ``dtype``.
+        value: the format of values, in place of ``dtype``.
+    """
+
+    key: Half | None = None
+    value: Half | None = None
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str | None) -> str | None:
+        if dtype is not None and dtype not in presets.element_dtypes():
+            presets.resolve(dtype)
+        return dtype
+
+    @model_validator(mode="after")
+    def _complete(self) -> Choice:
+        missing = [name for name in ("key", "value") if getattr(self, name) is None]
+        if missing and self.dtype is None:
+            raise PolicyError(f"no format for the {' and the '.join(missing)}; give dtype, or key and value")
+        if self.dtype == presets.AUTO and len(missing) < 2:
+            raise PolicyError("dtype: auto leaves the whole cache alone; drop it, or drop key and value")
+        if self._is_auto:
+            return self
+        (self.key or self).format_of_all_layers("key")
+        value = (self.value or self).format_of_all_layers("value")
+        if value.granularity == "channel":
+            raise PolicyError(
+                f"values cannot have scales per channel ({value.name}), which keys can; give them scales per token, "
+                f"e.g. value: {{dtype: int4_unrotated}}"
+            )
+        return self
+
+    @property
+    def _is_auto(self) -> bool:
+        return self.dtype == presets.AUTO and self.granularity is None and self.rotation_seed is None
+
+    def formats(self, module: str = "", layer: int | None = None) -> FormatPair | None:
+        """The formats of keys and values of the attention in ``module``, or None to leave the cache alone.
+
+        Raises:
+            PolicyError: there are static scales, and none for this module.
+        """
+        if self._is_auto:
+            return None
+        key, value = self.key or self, self.value or self
+        return FormatPair(key.format_name("key", module, layer), value.format_name("value", module, layer))

@@ -1,0 +1,315 @@
+"""The policy: which format each layer's keys and values are stored in.
+
+A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
+
+    version: 1
+    rules:                                                   # the first rule that matches a site decides
+      - {match: {layers: "0-1, -2:"}, dtype: fp8_e4m3}
+      - {match: {module: "re:.*cross_attn"}, dtype: auto}    # auto: leave the cache as it is
+      - match: {layers: "2:-2"}
+        key: {dtype: int4, granularity: per_channel, group_size: 64}
+        value: {dtype: int4_per_token_head}
+        sink_tokens: 64                                      # in these layers
+    default: {dtype: int8_per_token_head}                    # required
+    residual_length: 64                                      # recent tokens that stay as they are
+    sink_tokens: 0                                           # first tokens that stay as they are
+    on_unsupported: warn                                     # error | warn | ignore
+    key_outliers: warn                                       # ignore | warn | promote
+    strict: false                                            # true: a rule that matches nothing is an error
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from kvcompile.errors import PolicyError, did_you_mean
+from kvcompile.passes.site import FormatPair, Site
+from kvcompile.policy import presets
+from kvcompile.policy.choice import Choice, Half, Strict
+from kvcompile.policy.layers import LayerSet
+from kvcompile.policy.text import parse_json, parse_yaml
+
+log = logging.getLogger(__name__)
+
+POLICY_VARIABLE = "KVQUANT_POLICY"
+"""Environment variable with a preset's name or a file, for callers who cannot pass options."""
+
+OnUnsupported = Literal["error", "warn", "ignore"]
+
+OnKeyOutliers = Literal["ignore", "warn", "promote"]
+
+Tokens = Annotated[int, Field(ge=0, strict=True)]
+"""A number of tokens."""
+
+
+class Match(Strict):
+    """Which attention sites a rule is about; with both fields given, a site must satisfy both.
+
+    Attributes:
+        layers: layer indices, e.g. ``"0-1, -2:"``; see :class:`kvcompile.policy.layers.LayerSet`.
+        module: qualified name of the module that calls attention, as the report prints it: exact, with ``*`` and ``?``,
+            or ``re:`` and a regular expression for the whole name.
+    """
+
+    layers: str | None = None
+    module: str | None = None
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _check_layers(cls, layers: Any) -> str:
+        items = layers if isinstance(layers, list | tuple) else [layers]
+        text = ", ".join(str(item) for item in items)
+        LayerSet.parse(text)
+        return text
+
+    @field_validator("module")
+    @classmethod
+    def _check_module(cls, module: str | None) -> str | None:
+        if module is not None and module.startswith("re:"):
+            try:
+                re.compile(module[3:])
+            except re.error as error:
+                raise PolicyError(f"{module!r} is not a regular expression: {error}") from None
+        return module
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Match:
+        if self.layers is None and self.module is None:
+            raise PolicyError("give layers or module; what shall hold everywhere belongs in default")
+        return self
+
+    def matches(self, module: str, layer: int | None, num_layers: int) -> bool:
+        """Whether a site in ``module``, in layer ``layer`` of ``num_layers`` if it has an index, is meant."""
+        if self.layers is not None and (layer is None or layer not in LayerSet.parse(self.layers).indices(num_layers)):
+            return False
+        if self.module is None:
+            return True
+        if self.module.startswith("re:"):
+            return re.fullmatch(self.module[3:], module) is not None
+        return fnmatch.fnmatchcase(module, self.module)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value!r}" for name, value in self if value is not None)
+
+
+class Rule(Choice):
+    """A choice of formats for the sites that ``match`` describes.
+
+    Attributes:
+        match: which sites.
+        residual_length: in place of the policy's.
+        sink_tokens: in place of the policy's.
+    """
+
+    match: Match
+    residual_length: Tokens | None = None
+    sink_tokens: Tokens | None = None
+
+
+class Policy(Strict):
+    """Formats by layer and module.
+
+    The module's text has an example; :meth:`load` says where a policy comes from.
+
+    Attributes:
+        version: of the form of policies; 1.
+        rules: the first one that matches a site decides.
+        default: decides where no rule matches.
+        residual_length: how many of the most recent tokens stay in the dtype of the cache, rounded up to whole blocks
+            of 64. The newest block is rarely full: with 128, between 65 and 128 tokens stay. Keys with scales per
+            channel keep at least one block.
+        sink_tokens: how many of the first tokens stay in the dtype of the cache, rounded up to whole blocks of 64.
+        on_unsupported: what happens to a site that cannot be packed: an ``error``, a warning (``warn``), or neither
+            (``ignore``); in the latter two it stays as it is.
+        key_outliers: what happens where outlier channels take most of the bits that the format of keys has: nothing
+            (``ignore``), a warning (``warn``), or, in ``python -m kvcompile eval``, a format that holds them
+            (``promote``). Compiled graphs have their formats fixed, and warn when they pack what eager code stored.
+        strict: whether a rule that decides nothing is an error; otherwise it is a warning.
+    """
+
+    version: Literal[1] = 1
+    rules: tuple[Rule, ...] = ()
+    default: Choice
+    residual_length: Tokens = 0
+    sink_tokens: Tokens = 0
+    on_unsupported: OnUnsupported = "warn"
+    key_outliers: OnKeyOutliers = "warn"
+    strict: bool = False
+
+    @classmethod
+    def load(cls, spec: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+        """A policy from a preset's name, a YAML or JSON file, a dict, or a policy.
+
+        None stands for the environment variable ``KVQUANT_POLICY``, and without that for ``int8_per_token_head``.
+
+        Raises:
+            PolicyError: the policy does not exist or is wrong; a line for each fault names its source, rule and field.
+        """
+        if isinstance(spec, Policy):
+            return spec
+        if isinstance(spec, Mapping):
+            return cls._validate(spec, "policy")
+        if spec is None:
+            variable = os.environ.get(POLICY_VARIABLE)
+            return cls._from_name(variable, f"{POLICY_VARIABLE}=") if variable else cls.load(presets.DEFAULT_PRESET)
+        if isinstance(spec, str | Path):
+            return cls._from_name(os.fspath(spec), "policy ")
+        raise PolicyError(f"policy: expected a preset name, a path, a dict or a Policy, got {type(spec).__name__}")
+
+    @classmethod
+    def from_text(cls, text: str, source: str = "policy") -> Policy:
+        """A policy from YAML; ``source`` names the text in errors."""
+        return cls._validate(parse_yaml(text, source), source)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Policy:
+        """A policy from a file: JSON if its name ends in ``.json``, otherwise YAML."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise PolicyError(f"{path}: cannot be read: {error}") from None
+        parse = parse_json if path.suffix == ".json" else parse_yaml
+        return cls._validate(parse(text, str(path)), str(path), path.parent)
+
+    @classmethod
+    def _from_name(cls, name: str, origin: str) -> Policy:
+        if name in presets.known_names():
+            return cls(default=Choice(dtype=name))
+        path = Path(name).expanduser()
+        if path.is_file():
+            return cls.from_file(path)
+        known = presets.known_names()
+        raise PolicyError(
+            f"{origin}{name!r} is neither a preset nor a file{did_you_mean(name, known)} (presets: {', '.join(known)})"
+        )
+
+    @classmethod
+    def _validate(cls, data: Any, source: str, folder: Path = Path()) -> Policy:
+        """A policy from parsed text; ``folder`` is what paths in it are relative to."""
+        try:
+            return cls.model_validate(data, context={"folder": folder})
+        except ValidationError as error:
+            raise PolicyError("\n".join(_fault_lines(error, source))) from None
+
+    def formats_for(self, module: str, layer: int | None, num_layers: int) -> FormatPair | None:
+        """Formats of the attention site in ``module``, or None to leave its cache alone.
+
+        Args:
+            module: qualified name of the module that calls attention.
+            layer: its layer index; None if its name has none, and then no rule with ``layers`` matches.
+            num_layers: layers of the whole model, which negative indices count from.
+
+        Raises:
+            PolicyError: there are static scales, and none for this module.
+        """
+        index = self._rule_for(module, layer, num_layers)
+        rule = self.rules[index] if index is not None else None
+        formats = (rule or self.default).formats(module, layer)
+        if formats is None:
+            return None
+        residual_length, sink_tokens = self.residual_length, self.sink_tokens
+        if rule is not None and rule.residual_length is not None:
+            residual_length = rule.residual_length
+        if rule is not None and rule.sink_tokens is not None:
+            sink_tokens = rule.sink_tokens
+        return replace(formats, residual_length=residual_length, sink_tokens=sink_tokens)
+
+    def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
+        matches = (i for i, rule in enumerate(self.rules) if rule.match.matches(module, layer, num_layers))
+        return next(matches, None)
+
+    def unmatched_rules(self, sites: Iterable[Site], num_layers: int) -> list[str]:
+        """One line for every rule that decides none of ``sites``, the attention sites of a whole model."""
+        sites = list(sites)
+        used = {self._rule_for(site.module, site.layer, num_layers) for site in sites}
+        lines = []
+        for i, rule in enumerate(self.rules):
+            if i in used:
+                continue
+            taken = any(rule.match.matches(site.module, site.layer, num_layers) for site in sites)
+            what = "decides nothing: earlier rules take every site it matches" if taken else "matches no attention site"
+            names = ", ".join(site.module or "top level" for site in sites[:3]) + (", ..." if len(sites) > 3 else "")
+            lines.append(f"policy: rule {i + 1} ({rule.match}) {what} (sites: {names or 'none'})")
+        return lines
+
+    def check_rules(self, sites: Iterable[Site], num_layers: int) -> None:
+        """Warn of rules that decide none of ``sites``.
+
+        Raises:
+            PolicyError: there is such a rule and the policy is strict.
+        """
+        lines = self.unmatched_rules(sites, num_layers)
+        if lines and self.strict:
+            raise PolicyError("\n".join(lines))
+        for line in lines:
+            log.warning(line)
+
+    def to_yaml(self) -> str:
+        """YAML that :meth:`from_text` reads back as an equal policy."""
+        data = self.model_dump(mode="json", exclude_none=True)
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal for equal policies, in every process."""
+        canonical = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+_MODEL_OF_FIELD: dict[str, type[Strict]] = {
+    "match": Match,
+    "key": Half,
+    "value": Half,
+    "default": Choice,
+    "rules": Rule,
+}
+
+
+def _fault_lines(error: ValidationError, source: str) -> Iterator[str]:
+    """One line for every fault: source, place, what is wrong."""
+    for fault in error.errors(include_url=False):
+        place = list(fault["loc"])
+        words = [source]
+        if fault["type"] == "extra_forbidden":
+            place.pop()
+        fields = [name for name in place if isinstance(name, str)]
+        if len(place) > 1 and place[0] == "rules":
+            words.append(f"rule {int(place[1]) + 1}")
+            place = place[2:]
+        if place:
+            words.append(".".join(map(str, place)))
+        model = _MODEL_OF_FIELD[fields[-1]] if fields and fields[-1] in _MODEL_OF_FIELD else Policy
+        yield ": ".join([*words, _what_is_wrong(dict(fault), list(model.model_fields))])
+
+
+def _what_is_wrong(fault: dict[str, Any], known_fields: list[str]) -> str:
+    """A fault that pydantic found, in words for the author of a policy."""
+    known = ", ".join(known_fields)
+    match fault["type"]:
+        case "extra_forbidden":
+            name = str(fault["loc"][-1])
+            return f"unknown field {name!r}{did_you_mean(name, known_fields)} (known: {known})"
+        case "model_type":
+            return f"expected fields ({known}), got {fault['input']!r}"
+        case "value_error":
+            return str(fault["ctx"]["error"])
+        case "missing":
+            return "is required"
+        case _:
+            return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"

@@ -1,0 +1,106 @@
+"""Names that a policy may give for a dtype, and the pair of cache formats that each one stands for.
+
+A policy may also describe the format of one half: a dtype of elements, what shares a scale, and how many elements do.
+"""
+
+from __future__ import annotations
+
+from kvcompile.errors import PolicyError, did_you_mean
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
+from kvcompile.passes.site import FormatPair
+
+DEFAULT_PRESET = "int8_per_token_head"
+
+AUTO = "auto"
+"""The dtype that leaves a cache as the model made it."""
+
+PRESETS: dict[str, FormatPair] = {
+    "int8_per_token_head": FormatPair("int8_per_token_head", "int8_per_token_head"),
+    "fp8_e4m3": FormatPair("fp8_e4m3", "fp8_e4m3"),
+    "int4": FormatPair("int4_per_channel", "int4_per_token_head"),
+    "int4_per_token_head": FormatPair("int4_per_token_head", "int4_per_token_head"),
+    "turboquant_k8v4": FormatPair("fp8_e4m3_unit", "int4_unrotated"),
+    "turboquant_4bit_nc": FormatPair("turboquant_4bit", "int4_unrotated"),
+    "turboquant_k3v4_nc": FormatPair("turboquant_3bit", "int4_unrotated"),
+    "turboquant_3bit_nc": FormatPair("turboquant_3bit", "int3_unrotated"),
+}
+"""Presets carry vLLM's names and mean what vLLM means by them. ``int4`` has none there: keys of four bits with scales
+per channel, whose last block of tokens stays in the dtype of the cache, and values with scales per token (KIVI,
+arXiv:2402.02750), which are rotated here: it takes no bytes and halves what quantizing adds to the bits per byte of
+docs/quality.md."""
+
+PER_TENSOR = "per_tensor"
+"""The granularity of one static scale for all vectors of a cache."""
+
+GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group": "group"}
+"""What shares a stored scale, in the words of a policy and in those of formats."""
+
+
+def preset_names() -> list[str]:
+    """Names that ``dtype`` and ``options={"policy": ...}`` accept, besides ``auto`` and single formats."""
+    return list(PRESETS)
+
+
+def known_names() -> list[str]:
+    """Everything a dtype may be: presets, then formats that are no preset, then ``auto``."""
+    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *LATENT_FORMATS, AUTO]
+
+
+def resolve(name: str) -> FormatPair | None:
+    """The formats that ``name`` stands for; a single format serves both halves, and ``auto`` gives None.
+
+    Raises:
+        PolicyError: no preset or format is called ``name``; the message lists what exists.
+    """
+    if name == AUTO:
+        return None
+    if name in PRESETS:
+        return PRESETS[name]
+    if name in FORMATS or name in LATENT_FORMATS:
+        return FormatPair(name, name)
+    known = known_names()
+    raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
+
+
+def described(dtype: str, granularity: str, group_size: int | None) -> str:
+    """The format with elements of ``dtype`` and scales as described.
+
+    Args:
+        dtype: what format names begin with, e.g. ``int4`` or ``fp8_e4m3``.
+        granularity: a key of :data:`GRANULARITIES`, or PER_TENSOR, for which the format is that with scale 1.
+        group_size: channels of a group; for scales per channel the tokens that share one.
+
+    Raises:
+        PolicyError: there is no such format; the message lists those with this granularity.
+    """
+    formats = _formats_with(granularity)
+    if granularity == "per_channel" and group_size not in (None, BLOCK_TOKENS):
+        raise PolicyError(
+            f"group_size {group_size}: with scales per channel, a group is the {BLOCK_TOKENS} tokens of a block"
+        )
+    if granularity in ("per_token_head", PER_TENSOR) and group_size is not None:
+        words = "a scale per tensor" if granularity == PER_TENSOR else "scales per token and head"
+        raise PolicyError(f"group_size {group_size}: with {words} there are no groups; drop it")
+    if granularity == "per_group" and group_size is None:
+        sizes = sorted({FORMATS[name].group_size for name in formats})
+        raise PolicyError(f"granularity per_group needs a group_size ({', '.join(map(str, sizes))})")
+    suffix = f"_{group_size}" if granularity == "per_group" else ""
+    for name in (f"{dtype}_{granularity}{suffix}", f"{dtype}_unit", dtype):
+        if name in formats:
+            return name
+    wanted = f"{dtype} {granularity}" + (f" of {group_size}" if granularity == "per_group" else "")
+    raise PolicyError(f"there is no format {wanted} ({granularity}: {', '.join(formats)})")
+
+
+def element_dtypes() -> list[str]:
+    """What the dtype of :func:`described` may be besides names of formats and presets."""
+    return [name for name in dict.fromkeys(name.partition("_per_")[0] for name in FORMATS) if name not in known_names()]
+
+
+def _formats_with(granularity: str) -> list[str]:
+    """The formats whose scales are so."""
+    if granularity == PER_TENSOR:
+        return [name for name, fmt in FORMATS.items() if fmt.takes_static_scale]
+    wanted = GRANULARITIES[granularity]
+    return [name for name, fmt in FORMATS.items() if fmt.granularity == wanted and fmt.scale_dtype is not None]

@@ -1,0 +1,161 @@
+"""Static scales of caches in 8-bit floats: one number for the keys of a layer and one for its values, from a file.
+
+A file is one of
+
+- what ``python -m kvcompile calibrate`` writes, JSON with the largest magnitude of each layer's keys and values:
+  ``{"version": 1, "largest": {"model.layers.0.self_attn": {"key": 12.5, "value": 1.75}}}``;
+- a safetensors file, or a folder of them such as a checkpoint, with the scales of ``fp8_e4m3`` under the names that
+  llm-compressor, ModelOpt and vLLM give them: ``model.layers.0.self_attn.k_scale`` and ``.v_scale``, perhaps below
+  ``attn``, ``k_proj``, ``v_proj`` or ``qkv_proj``, or one ``.kv_scale`` for both.
+
+A layer is found by the name of the module that calls attention. Names depend on which module of a model was compiled,
+so one that is not in the file stands for its layer index, if the file has just one module with that index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from kvcompile.errors import PolicyError
+from kvcompile.kernels.formats import with_static_scale
+from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.fp8 import FP8_FORMATS
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.passes.graph.modules import layer_index
+from kvcompile.policy.text import parse_json
+
+_SCALE_TENSOR = re.compile(r"(?:(?P<module>.+?)\.)?(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<which>k|v|kv)_scale")
+_ROLES: dict[str, tuple[Role, ...]] = {"kv": ("key", "value"), "k": ("key",), "v": ("value",)}
+
+Numbers = dict[str, dict[Role, float]]
+"""A number for the keys and one for the values, by module."""
+
+
+class CalibrationFile(BaseModel):
+    """What ``python -m kvcompile calibrate`` writes.
+
+    Attributes:
+        version: of the form of these files; 1.
+        largest: the largest magnitude of keys and values, by the module that calls attention.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    largest: dict[str, dict[Role, Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]]]
+
+
+@dataclass(frozen=True)
+class StaticScales:
+    """The scales of a model's caches.
+
+    Attributes:
+        source: the file or folder.
+        numbers: largest magnitudes if ``calibrated``, else scales of ``fp8_e4m3``.
+        calibrated: whether they come from a calibration.
+    """
+
+    source: str
+    numbers: Numbers
+    calibrated: bool
+
+    @classmethod
+    def read(cls, path: Path) -> StaticScales:
+        """The scales in a file or folder; PolicyError if there are none, or it is no such file."""
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+            if not files:
+                raise PolicyError(f"scales: {path} is a folder without safetensors files")
+            return cls(str(path), _scales_in(files, path), calibrated=False)
+        if path.suffix == ".safetensors":
+            return cls(str(path), _scales_in([path], path), calibrated=False)
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"), str(path))
+            return cls(str(path), CalibrationFile.model_validate(data).largest, calibrated=True)
+        except (OSError, UnicodeError) as error:
+            raise PolicyError(f"scales: {path} cannot be read: {error}") from None
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            raise PolicyError(
+                f"scales: {path} is no calibration: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
+                "`python -m kvcompile calibrate` writes one"
+            ) from None
+
+    def scaled(self, fmt: Format, role: Role, module: str, layer: int | None) -> Format:
+        """``fmt``, of 8-bit floats without scales, with the static scale of the keys or values of a layer.
+
+        Raises:
+            PolicyError: there is no scale for them, or not for such a format.
+        """
+        number = self._of_module(module, layer).get(role)
+        if number is None:
+            raise PolicyError(f"scales: {self.source} has no scale of the {role}s of {module or f'layer {layer}'}")
+        if self.calibrated:
+            number = number / _largest(fmt) or 1.0  # of zeros, any scale is right
+        elif _largest(fmt) != _largest(FP8_FORMATS[0]):
+            raise PolicyError(f"scales: those of {self.source} are for fp8_e4m3 and not for {fmt.name}; calibrate")
+        try:
+            return with_static_scale(fmt, number)
+        except ValueError as error:
+            raise PolicyError(f"scales: {self.source}: {role}s of {module or f'layer {layer}'}: {error}") from None
+
+    def _of_module(self, module: str, layer: int | None) -> dict[Role, float]:
+        if module in self.numbers:
+            return self.numbers[module]
+        same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
+        if len(same_layer) == 1:
+            return self.numbers[same_layer[0]]
+        known = ", ".join(list(self.numbers)[:3]) + (", ..." if len(self.numbers) > 3 else "")
+        raise PolicyError(
+            f"scales: {self.source} has no scales for {module or 'attention at top level'}"
+            f"{f', and several modules in layer {layer}' if same_layer else ''} (it has: {known}); calibrate this "
+            "model, or give the module another format in a rule"
+        )
+
+
+def _largest(fmt: Format) -> float:
+    """The largest number of a format of 8-bit floats; PolicyError if it is none."""
+    if (largest := getattr(fmt, "largest", None)) is None:
+        raise PolicyError(f"scales: {fmt.name} is no format of 8-bit floats")
+    return largest
+
+
+def _scales_in(files: list[Path], source: Path) -> Numbers:
+    """The scales in safetensors files; PolicyError if there are none."""
+    numbers: Numbers = {}
+    shared: Numbers = {}
+    for name, tensor in _scale_tensors(files):
+        match = _SCALE_TENSOR.fullmatch(name)
+        assert match is not None
+        if tensor.numel() != 1:
+            raise PolicyError(f"scales: {source}: {name} has {tensor.numel()} elements; a static scale is one number")
+        found = shared if match["which"] == "kv" else numbers
+        found.setdefault(match["module"] or "", {}).update(dict.fromkeys(_ROLES[match["which"]], tensor.float().item()))
+    for module, scales in shared.items():
+        numbers[module] = scales | numbers.get(module, {})
+    if not numbers:
+        raise PolicyError(
+            f"scales: {source} has no tensors k_scale and v_scale; `python -m kvcompile calibrate` measures scales"
+        )
+    return numbers
+
+
+def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The scales in safetensors files and their names; nothing else is read of them."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                opened: Any = tensors
+                names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - no dict
+                yield from ((name, opened.get_tensor(name)) for name in names)
+        except (OSError, SafetensorError) as error:
+            raise PolicyError(f"scales: {file} cannot be read: {error}") from None

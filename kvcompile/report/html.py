@@ -1,0 +1,304 @@
+"""The report as one page: script, style and drawings are in it, and it loads nothing.
+
+The page's content security policy allows its own script and style and nothing else, so that text from a model (names
+of modules, reasons) could not run even if it were not escaped, which :mod:`kvcompile.report.markup` makes sure of.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from importlib import resources
+
+from kvcompile.passes.notes.surroundings import Neighbourhood, SiteView
+from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.report.drawing import arrow_head, describe, draw
+from kvcompile.report.markup import Markup, element, join
+from kvcompile.report.report import Outcome, Report, enumerate_modules, modules_by_reason, outcome
+
+_TITLE = "What kvquant made of the KV caches"
+_OUTCOMES: dict[Outcome, str] = {"rewritten": "✓", "refused": "✕", "left alone": "○"}
+_REASONS_IN_SIGHT = 6
+_COLUMNS = ("Layer", "Module", "Outcome", "Attention", "Keys", "Values", "Written by", "Bytes", "")
+
+
+def page(report: Report) -> str:
+    """A complete HTML document."""
+    drawings = _Drawings()
+    sites = [element("tbody", *_graph_rows(report, number, drawings), role="rowgroup") for number in _numbers(report)]
+    body = [_summary(report), _reasons(report), _notes(report)]
+    if report.sites:
+        body += [_filters(report), _table(sites), element("p", "No site matches.", id="none", hidden=True)]
+    script, style = _asset("filter.js"), _asset("style.css")
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", _TITLE),
+        element("style", style),
+    )
+    main = element("main", element("h1", _TITLE), *body)
+    document = element(
+        "html", head, element("body", drawings.definitions(), main, element("script", script)), lang="en"
+    )
+    return f"<!DOCTYPE html>\n{document}\n"
+
+
+def _asset(name: str) -> Markup:
+    return Markup(resources.files("kvcompile.report").joinpath("page", name).read_text(encoding="utf-8"))
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _numbers(report: Report) -> range:
+    return range(1, len(report.graphs) + 1)
+
+
+# What happened, in short
+
+
+def _summary(report: Report) -> Markup:
+    if not report.graphs:
+        return element("p", "kvquant has compiled no graph with attention.")
+    totals = report.totals
+    counts: dict[Outcome, int] = {
+        "rewritten": totals.rewritten,
+        "refused": totals.refused,
+        "left alone": totals.left_alone,
+    }
+    shares = [(kind.replace(" ", "-"), count) for kind, count in counts.items()]
+    legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
+    graphs = f"{_plural(totals.sites, 'attention site')} in {_plural(totals.graphs, 'graph')}"
+    cards = [_card(graphs, _bar(shares, totals.sites), element("ul", *legend, class_="inline"))]
+    if totals.ratio is not None:
+        rows = _saving(totals.bytes_per_token_before, totals.bytes_per_token_after)
+        text = "per token and KV head, all packed caches together, scales included"
+        if totals.residual_bytes:
+            text += f"; and {totals.residual_bytes:,} bytes per sequence and KV head for recent and first tokens"
+        what = element("p", text, class_="muted")
+        cards.append(_card(f"Caches {totals.ratio:.2f} times smaller", *rows, what))
+    if totals.weight_ratio is not None:
+        rows = _saving(totals.weight_bytes_before, totals.weight_bytes_after)
+        what = element("p", "of all weights of the graphs, quantized beside the caches", class_="muted")
+        cards.append(_card(f"Weights {totals.weight_ratio:.2f} times smaller", *rows, what))
+    return element("div", *cards, class_="cards")
+
+
+def _card(title: str, *content: str) -> Markup:
+    return element("section", element("h2", title), *content, class_="card")
+
+
+def _saving(before: int, after: int) -> list[Markup]:
+    return [
+        element("dl", *_memory_row("before", [("before", before)], before, before)),
+        element("dl", *_memory_row("after", [("after", after)], after, before)),
+    ]
+
+
+def _memory_row(name: str, shares: Sequence[tuple[str, int]], count: int, whole: int) -> Iterator[Markup]:
+    yield element("dt", name)
+    yield element("dd", _bar(shares, whole), element("span", f"{count:,} bytes", class_="number"))
+
+
+def _bar(shares: Sequence[tuple[str, int]], whole: int) -> Markup:
+    """A bar of which each (kind, count) fills its share; the numbers stand beside it as text."""
+    start, parts = 0.0, []
+    for kind, count in shares:
+        width = 100 * count / whole if whole else 0.0
+        parts.append(element("rect", x=f"{start:.2f}%", width=f"{width:.2f}%", height="100%", class_=kind))
+        start += width
+    return element("svg", *parts, class_="bar", aria_hidden="true")
+
+
+def _badge(kind: Outcome) -> Markup:
+    sign = element("span", _OUTCOMES[kind], aria_hidden="true")
+    return element("span", sign, f" {kind}", class_=f"badge {kind.replace(' ', '-')}")
+
+
+def _name(text: str) -> Markup:
+    """A name, which may go on in a new line after a dot or an underscore."""
+    parts = re.split(r"(?<=[._])", text)
+    return element("span", *(piece for part in parts for piece in (part, element("wbr"))), class_="name")
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _reasons(report: Report) -> Markup:
+    """Every reason once, with the modules that it holds for; the first few in sight."""
+    items = []
+    for kind in ("refused", "left alone"):
+        sites = [site for site in report.sites if outcome(site) == kind]
+        for reason, modules in modules_by_reason(sites).items():
+            items.append(element("li", _badge(kind), " ", _name(enumerate_modules(modules)), ": ", reason))
+    if not items:
+        return Markup()
+    lists = [element("ul", *items[:_REASONS_IN_SIGHT], class_="reasons")]
+    if rest := items[_REASONS_IN_SIGHT:]:
+        more = element("summary", f"{_plural(len(rest), 'more reason')}")
+        lists.append(element("details", more, element("ul", *rest, class_="reasons")))
+    return element("section", element("h2", "Why some stay as they are"), *lists)
+
+
+def _notes(report: Report) -> Markup:
+    if not report.notes:
+        return Markup()
+    items = [element("li", note) for note in report.notes]
+    return element("section", element("h2", "What happened at run time"), element("ul", *items, class_="reasons"))
+
+
+# The table of sites
+
+
+def _filters(report: Report) -> Markup:
+    layers = sorted({site.layer for site in report.sites if site.layer is not None})
+    controls = [_choice("layer", "Layer", "all layers", layers)]
+    if len(report.graphs) > 1:
+        controls.append(_choice("graph", "Graph", "all graphs", _numbers(report)))
+    boxes = [
+        element("label", element("input", type="checkbox", name="outcome", value=kind, checked=True), _badge(kind))
+        for kind in _OUTCOMES
+    ]
+    controls.append(element("fieldset", element("legend", "Outcome"), *boxes))
+    text = element("input", type="search", id="text", placeholder="module, format, reason", autocomplete="off")
+    controls.append(element("div", element("label", "Text", for_="text"), text))
+    controls.append(element("button", "Show all", type="button", id="reset"))
+    shown = element("output", "", id="shown", role="status")
+    parts = [element("h2", "Attention sites"), element("div", *controls, class_="controls"), shown]
+    return element("section", *parts, role="search", aria_label="Filter the sites", class_="filters")
+
+
+def _choice(name: str, label: str, everything: str, values: Sequence[int]) -> Markup:
+    options = [element("option", everything, value="")]
+    options += [element("option", str(value), value=value) for value in values]
+    return element("div", element("label", label, for_=name), element("select", *options, id=name))
+
+
+def _table(bodies: Sequence[Markup]) -> Markup:
+    cells = [element("th", name or _unseen("Details"), scope="col", role="columnheader") for name in _COLUMNS]
+    head = element("thead", element("tr", *cells, role="row"), role="rowgroup")
+    return element("table", head, *bodies, role="table", aria_label="Attention sites")
+
+
+def _unseen(text: str) -> Markup:
+    return element("span", text, class_="unseen")
+
+
+def _graph_rows(report: Report, number: int, drawings: _Drawings) -> Iterator[Markup]:
+    graph = report.graphs[number - 1]
+    if len(report.graphs) > 1:
+        title = element("th", f"Graph {number}", colspan=len(_COLUMNS), scope="rowgroup", role="rowheader")
+        yield element("tr", title, role="row", class_="graph")
+    for place, site in enumerate(graph.sites):
+        key = f"site-{number}-{place}"
+        view = graph.views[place] if graph.views else SiteView()
+        data = {"data_layer": site.layer, "data_graph": number, "data_outcome": outcome(site)}
+        yield element("tr", *_cells(site, key), role="row", class_="site", **data)
+        details = element("td", *_details(site, view, drawings), colspan=len(_COLUMNS), role="cell")
+        yield element("tr", details, role="row", class_="details", id=key)
+
+
+def _cells(site: Site, key: str) -> Iterator[Markup]:
+    module = site.module or "top level"
+    yield _cell("Layer", "" if site.layer is None else str(site.layer), class_="number")
+    yield _cell("Module", _name(module))
+    yield _cell("Outcome", _badge(outcome(site)))
+    yield _cell("Attention", site.attention)
+    if site.rewritten:
+        for name, role in (("Keys", "key"), ("Values", "value")):
+            yield _cell(name, _name(_once(cache.format for cache in site.caches if cache.role == role)))
+        yield _cell("Written by", _once(f"{cache.write_form} ({cache.kind})" for cache in site.caches))
+        before = sum(cache.bytes_per_token_before for cache in site.caches)
+        after = sum(cache.bytes_per_token_after for cache in site.caches)
+        sizes = element("span", f"{before:,} → {after:,}", class_="number")
+        yield _cell("Bytes", sizes, _bar([("after", after)], before))
+    else:
+        yield _cell("Reason", str(site.reason), colspan=4, class_="reason")
+    button = {"aria_expanded": "true", "aria_controls": key, "aria_label": f"Details of {module}"}
+    yield _cell("Details", element("button", "Details", type="button", class_="toggle", **button))
+
+
+def _cell(label: str, *content: str, **attributes: str | int) -> Markup:
+    return element("td", *content, role="cell", data_label=label, **attributes)
+
+
+def _once(texts: Iterator[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _details(site: Site, view: SiteView, drawings: _Drawings) -> Iterator[Markup]:
+    if site.reason is not None:
+        code = element("code", site.reason_code or "")
+        yield element("p", f"Left to plain Inductor: {site.reason} (", code, ").")
+        if site.remedy is not None:
+            yield element("p", f"To do: {site.remedy}.")
+    for cache in site.caches:
+        yield _cache(cache)
+    for name, neighbourhood in (("Before the rewrite", view.before), ("After the rewrite", view.after)):
+        if neighbourhood is not None:
+            yield drawings.figure(name, neighbourhood)
+
+
+def _cache(cache: CacheSummary) -> Markup:
+    shape = ", ".join(map(str, cache.shape))
+    facts = {
+        "source": _name(cache.source),
+        "shape": f"{cache.dtype} [{shape}]",
+        "kind": f"{cache.kind}, written by {cache.write_form}",
+        "format": cache.format,
+        "bytes per token and KV head": f"{cache.bytes_per_token_before} → {cache.bytes_per_token_after}",
+    }
+    if cache.residual_bytes:
+        facts["bytes per sequence and KV head for recent and first tokens"] = f"{cache.residual_bytes:,}"
+    pairs = [element("div", element("dt", name), element("dd", fact)) for name, fact in facts.items()]
+    return element("div", element("h3", f"{cache.role.capitalize()} cache"), element("dl", *pairs), class_="cache")
+
+
+class _Drawings:
+    """All drawings of a page, equal ones once: most layers of a model look the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Neighbourhood, tuple[str, float, float]] = {}
+        self._symbols: list[Markup] = []
+        self._texts: list[Markup] = []
+
+    def figure(self, name: str, neighbourhood: Neighbourhood) -> Markup:
+        """A place that shows the drawing of ``neighbourhood``."""
+        key, width, height = self._drawn(neighbourhood)
+        picture = element(
+            "svg",
+            element("use", href=f"#{key}"),
+            viewBox=f"0 0 {width:.0f} {height:.0f}",
+            width=f"{width:.0f}",
+            height=f"{height:.0f}",
+            role="img",
+            aria_label=name,
+            aria_describedby=f"{key}-text",
+        )
+        scrolled = element("div", picture, class_="scroll", tabindex=0, role="region", aria_label=f"{name}, drawing")
+        return element("figure", element("figcaption", name), scrolled)
+
+    def definitions(self) -> Markup:
+        """What the figures refer to; it is not seen itself."""
+        if not self._symbols:
+            return Markup()
+        symbols = element("svg", element("defs", arrow_head()), *self._symbols, class_="unseen", aria_hidden="true")
+        return join([symbols, element("div", *self._texts, hidden=True)])
+
+    def _drawn(self, neighbourhood: Neighbourhood) -> tuple[str, float, float]:
+        if neighbourhood not in self._known:
+            key = f"drawing-{len(self._known) + 1}"
+            content, width, height = draw(neighbourhood)
+            self._known[neighbourhood] = (key, width, height)
+            self._symbols.append(element("symbol", content, id=key))
+            self._texts.append(element("p", describe(neighbourhood), id=f"{key}-text"))
+        return self._known[neighbourhood]

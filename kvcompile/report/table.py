@@ -1,0 +1,86 @@
+"""How a report looks in a terminal: plain ASCII, at most 100 columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvcompile.passes.site import Site
+from kvcompile.report.report import Report, Totals, enumerate_modules, modules_by_reason, outcome
+
+WIDTH = 100
+
+Row = tuple[str, str, str, str, str]
+
+
+def render(report: Report) -> str:
+    """One table a graph, the reasons for what was not rewritten, the totals."""
+    if not report.graphs:
+        return "\n".join(["kvquant has compiled no graph yet", *(f"note: {note}" for note in report.notes)])
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    first_with: dict[tuple[Row, ...], int] = {}
+    for number, graph in enumerate(report.graphs, start=1):
+        rows = tuple(_row(site) for site in graph.sites)
+        twin = first_with.setdefault(rows, number)
+        title = f"graph {number}: {len(rows)} attention site{'s' if len(rows) != 1 else ''}"
+        console.print(title if twin == number else f"{title}, as in graph {twin}")
+        if rows and twin == number:
+            console.print(_table(rows))
+    for kind in ("refused", "left alone"):
+        sites = [site for site in report.sites if outcome(site) == kind]
+        remedies = {site.reason: site.remedy for site in sites}
+        for reason, modules in modules_by_reason(sites).items():
+            console.print(f"{kind}: {enumerate_modules(modules)}: {reason}")
+            if kind == "refused":
+                console.print(f"  to do: {remedies[reason]}")
+    for note in report.notes:
+        console.print(f"note: {note}")
+    console.print(_totals(report.totals))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _table(rows: tuple[Row, ...]) -> Table:
+    table = Table(box=box.MARKDOWN, header_style="")
+    table.add_column("module", overflow="fold", width=min(max(len(row[0]) for row in rows), 28))
+    table.add_column("cache", overflow="fold")
+    table.add_column("attention", overflow="fold")
+    table.add_column("formats (K / V)", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(site: Site) -> Row:
+    module = site.module or "top level"
+    if not site.rewritten:
+        return module, "", site.attention, f"{outcome(site)}:\n{site.reason_code}", ""
+    caches = _joined(f"{cache.kind} {cache.write_form}" for cache in site.caches)
+    formats = _joined((cache.format for cache in site.caches), separator=" /\n")
+    before = sum(cache.bytes_per_token_before for cache in site.caches)
+    after = sum(cache.bytes_per_token_after for cache in site.caches)
+    return module, caches, site.attention, formats, f"{before} -> {after}"
+
+
+def _joined(halves: Iterable[str], separator: str = " / ") -> str:
+    """What is said of the key and of the value: once if it is the same."""
+    return separator.join(dict.fromkeys(halves))
+
+
+def _totals(totals: Totals) -> str:
+    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
+    text = f"{totals.sites} attention sites: {counts}"
+    if totals.ratio is not None:
+        sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
+        text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+    if totals.residual_bytes:
+        text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
+    if totals.weight_ratio is not None:
+        sizes = f"{totals.weight_bytes_before} -> {totals.weight_bytes_after}"
+        text += f"\n{sizes} bytes of weights, quantized beside the caches: {totals.weight_ratio:.2f} times smaller"
+    return text

@@ -1,0 +1,116 @@
+"""The vocabulary of the passes: sets of ATen operators, and what a node's arguments and sizes say."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+Size = int | torch.SymInt
+
+SAME_OPS = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+)
+
+
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+VIEW_OPS = frozenset(
+    (
+        *SAME_OPS,
+        *CASTS,
+        *RESHAPES,
+        *_SQUEEZES,
+        aten.expand.default,
+        aten.repeat.default,
+        aten.unsqueeze.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+    )
+)
+
+
+SIZE_OPS = frozenset((aten.sym_size.int, aten.sym_numel.default))
+
+
+def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, ...]]:
+    """Walk from ``operand`` back through view ops to the first other node, or to one in ``stop``."""
+    chain: list[Node] = []
+    node = operand
+    while node not in stop and node.op == "call_function" and node.target in VIEW_OPS:
+        chain.append(node)
+        node = node.args[0]
+    return node, tuple(reversed(chain))
+
+
+def views_alike(node: Any, other: Any) -> bool:
+    """Whether two arguments of nodes are one value, or the same views of one."""
+    if not isinstance(node, Node) or not isinstance(other, Node) or node is other:
+        return bool(node == other)
+    same_op = node.target is other.target and node.target in VIEW_OPS and node.kwargs == other.kwargs
+    return same_op and len(node.args) == len(other.args) and all(map(views_alike, node.args, other.args))
+
+
+def with_defaults(node: Node, *defaults: Any) -> list[Any]:
+    """The positional arguments of ``node``, those that are missing taken from ``defaults``."""
+    given = list(node.args)
+    return [*given, *defaults[len(given) :]]
+
+
+def shape_of(node: Node) -> torch.Size:
+    """The sizes of a tensor; a symbol that guards have made constant since is a number, which any trace can take in."""
+    return torch.Size(
+        int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
+        for size in node.meta["val"].shape
+    )
+
+
+def sliced_by(node: Node) -> tuple[Node, ...]:
+    """The nodes from ``node`` back to the slice that it is a copy of; none if it is no slice."""
+    chain = [node]
+    while chain[-1].target in SAME_OPS:
+        chain.append(chain[-1].args[0])
+    return tuple(chain) if chain[-1].target is aten.slice.Tensor else ()
+
+
+WRITE_OPS = frozenset(
+    (
+        aten.index_put.default,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.scatter.src,
+        aten.where.self,
+        aten.cat.default,
+        aten.index.Tensor,
+    )
+)
+"""The operators that :mod:`kvcompile.passes.prove.writes` may recognise as the write of a cache."""
+
+
+LIST_OPS = frozenset((aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default))
+
+
+SELECTIONS = LIST_OPS | {aten.select.int, operator.getitem}
+
+
+def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be equal, for all values of their symbols."""
+    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))

@@ -1,0 +1,26 @@
+"""What a value of a graph was before it was written and viewed."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS
+from kvcompile.passes.graph.pool_ops import POOL_VIEW
+
+aten = torch.ops.aten
+
+
+def states_of(node: Node) -> list[Node]:
+    """The tensor that ``node`` is a later state of, or a part or view of one, and what is between them; ends with
+    ``node``."""
+    states = [node]
+    while node.op == "call_function" and node.target in WRITE_OPS | VIEW_OPS | SELECTIONS | {POOL_VIEW}:
+        operand = node.args[2] if node.target is aten.where.self else node.args[0]
+        node = operand[0] if node.target is aten.cat.default else operand
+        states.insert(0, node)
+    return states
+
+
+def first_state(node: Node) -> Node:
+    return states_of(node)[0]

@@ -1,0 +1,121 @@
+"""What the dimensions of tensors in attention stand for, through views, and how to bring them to four dimensions.
+
+Every dimension of a tensor is a product of named axes: [batch, heads, q_len, kv_len] scores may appear as
+[batch * heads, q_len, kv_len], as [batch, q_len, heads, kv_len] or as [batch, kv_heads, group, q_len, kv_len]. Axes of
+size 1 are dropped: a dimension without axes has size 1 or is broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = int | torch.SymInt
+
+
+class Axis(NamedTuple):
+    """A logical axis."""
+
+    name: str
+    size: Size
+
+
+Layout = tuple[tuple[Axis, ...], ...]
+"""For every dimension of a tensor its axes, the slowest first."""
+
+Slots = tuple[tuple[str, ...], ...]
+"""The axes wanted for every dimension, by name; those that a tensor does not have are left out."""
+
+
+def axes_of(*axes: Axis) -> tuple[Axis, ...]:
+    """One dimension of these axes."""
+    return tuple(axis for axis in axes if not statically_known_true(axis.size == 1))
+
+
+def names_of(layout: Layout) -> list[str]:
+    return [axis.name for dim in layout for axis in dim]
+
+
+def regroup(layout: Layout, shape: torch.Size) -> Layout | None:
+    """The layout after a reshape, which groups the same axes in the same order anew; None if it splits an axis."""
+    axes = [axis for dim in layout for axis in dim]
+    result = []
+    for size in shape:
+        dim: list[Axis] = []
+        product: Size = 1
+        while axes and not statically_known_true(product == size):
+            dim.append(axes.pop(0))
+            product = product * dim[-1].size
+        if not statically_known_true(product == size):
+            return None
+        result.append(tuple(dim))
+    return None if axes else tuple(result)
+
+
+class Step(NamedTuple):
+    """One view method and its arguments."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """Views that bring a tensor from one layout to another, and those that lead back."""
+
+    steps: tuple[Step, ...] = ()
+    back: tuple[Step, ...] = ()
+
+    def then(self, step: Step, back: Step) -> Rearrangement:
+        return Rearrangement((*self.steps, step), (back, *self.back))
+
+
+def rearrange(layout: Layout, slots: Slots) -> Rearrangement | None:
+    """How to view a tensor so that its dimensions are ``slots``; None if no sequence of simple views does it.
+
+    Axes in ``layout`` that are in no slot are an error of the caller and give None.
+    """
+    wanted = [[name for name in slot if name in names_of(layout)] for slot in slots]
+    if [[axis.name for axis in dim] for dim in layout] == wanted:
+        return Rearrangement()
+    result: Rearrangement | None = Rearrangement()
+    for index in reversed(range(len(layout))):
+        result = _split(result, index, layout[index]) if result is not None else None
+    axes = [axis for dim in layout for axis in dim]
+    order = [names_of(layout).index(name) for names in wanted for name in names]
+    if result is None or len(order) != len(axes):
+        return None
+    if order != sorted(order):
+        inverse = tuple(order.index(index) for index in range(len(order)))
+        result = result.then(Step("permute", (tuple(order),)), Step("permute", (inverse,)))
+    for index, names in enumerate(wanted):
+        if not names:
+            result = result.then(Step("unsqueeze", (index,)), Step("squeeze", (index,)))
+        elif len(names) > 1:
+            sizes = _unflatten_sizes([axis for name in names for axis in axes if axis.name == name])
+            if sizes is None:
+                return None
+            flat = Step("flatten", (index, index + len(names) - 1))
+            result = result.then(flat, Step("unflatten", (index, sizes)))
+    return result
+
+
+def _split(result: Rearrangement, index: int, dim: tuple[Axis, ...]) -> Rearrangement | None:
+    """Make every axis of dimension ``index`` a dimension of its own."""
+    if not dim:
+        return result.then(Step("squeeze", (index,)), Step("unsqueeze", (index,)))
+    if len(dim) == 1:
+        return result
+    sizes = _unflatten_sizes(list(dim))
+    if sizes is None:
+        return None
+    return result.then(Step("unflatten", (index, sizes)), Step("flatten", (index, index + len(dim) - 1)))
+
+
+def _unflatten_sizes(axes: list[Axis]) -> tuple[int, ...] | None:
+    """Sizes for ``unflatten``, where one may be symbolic: it becomes -1."""
+    sizes = tuple(axis.size if isinstance(axis.size, int) else -1 for axis in axes)
+    return sizes if sizes.count(-1) <= 1 else None

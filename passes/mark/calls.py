@@ -1,0 +1,290 @@
+"""Read the nodes of Dynamo's graph: the many spellings of an operation, constants, and which tensors a node changes.
+
+``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y`` and ``x.mul_(y)`` are five different targets. :func:`read_call`
+gives them one name and names their arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from kvcompile.passes.graph.aten import same_sizes
+
+_NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, f"i{name}"): name
+    for name in (
+        "add",
+        "and",
+        "floordiv",
+        "lshift",
+        "matmul",
+        "mod",
+        "mul",
+        "or",
+        "pow",
+        "rshift",
+        "sub",
+        "truediv",
+        "xor",
+    )
+}
+
+_SYNONYMS = {
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "truediv": "div",
+    "subtract": "sub",
+    "concat": "cat",
+    "concatenate": "cat",
+    "clip": "clamp",
+    "clamp_min": "clamp",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+}
+
+_PARAMETERS = {
+    "add": "input other alpha",
+    "sub": "input other alpha",
+    "mul": "input other",
+    "div": "input other rounding_mode",
+    "matmul": "input other",
+    "bmm": "input mat2",
+    "baddbmm": "input batch1 batch2 beta alpha",
+    "softmax": "input dim dtype",
+    "exp": "input",
+    "tanh": "input",
+    "sum": "input dim keepdim dtype",
+    "amax": "input dim keepdim",
+    "max": "input dim keepdim",
+    "maximum": "input other",
+    "clamp": "input min max",
+    "masked_fill": "input mask value",
+    "nan_to_num": "input nan posinf neginf",
+    "where": "condition input other",
+    "cat": "tensors dim",
+    "getitem": "input index",
+    "setitem": "input index value",
+    "dropout": "input p training inplace",
+    "transpose": "input dim0 dim1",
+    "permute": "input dims",
+    "tensor": "data",
+    "scalar_tensor": "data",
+    "full": "size fill_value",
+    "full_like": "input fill_value",
+    "new_full": "input size fill_value",
+    "new_tensor": "input data",
+}
+
+_OTHER_ORDER = {  # callables whose parameters differ from those of the same name
+    F.softmax: "input dim _stacklevel dtype",
+    torch.dropout: "input p training",
+    "where": "input condition other",  # the method
+}
+
+CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+SAME_VALUE = frozenset(("contiguous", "clone", "detach", "alias"))
+VIEWS = frozenset(
+    ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "expand", "expand_as")
+)
+PERMUTATIONS = frozenset(("transpose", "permute", "mT"))
+_PARTS = frozenset(
+    ("getitem", "select", "narrow", "chunk", "split", "unbind", "unfold", "diagonal", "movedim", "t", "T")
+)
+_SHAPE_ONLY = frozenset(("size", "dim", "ndimension", "numel", "stride", "is_contiguous", "element_size", "get_device"))
+_SHAPE_ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "is_cuda"))
+_LIKE = frozenset(("view_as", "reshape_as", "expand_as", "type_as", "to", "type"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of Dynamo's graph.
+
+    Attributes:
+        node: the node that calls it.
+        name: the name of the operation, whatever its spelling.
+        args: the arguments that were passed, by parameter name; ``extra`` are positional ones beyond those known.
+    """
+
+    node: Node
+    name: str
+    args: dict[str, Any]
+
+    def get(self, parameter: str, default: Any = None) -> Any:
+        return self.args.get(parameter, default)
+
+
+def read_call(node: Node) -> Call | None:
+    """What ``node`` calls, or None if it is no call of a function or method of PyTorch."""
+    name = _name(node)
+    if name is None or node.kwargs.get("out") is not None:
+        return None
+    key = node.target if node.op == "call_function" else name
+    names = _OTHER_ORDER.get(key) if node.op == "call_function" or name == "where" else None
+    parameters = (names or _PARAMETERS.get(name, "input")).split()
+    args = dict(zip(parameters, node.args, strict=False))
+    args["extra"] = node.args[len(parameters) :]
+    return Call(node, name, {**args, **node.kwargs})
+
+
+def _name(node: Node) -> str | None:
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        if node.target in _IN_PLACE_OPERATORS:
+            return _SYNONYMS.get(_IN_PLACE_OPERATORS[node.target], _IN_PLACE_OPERATORS[node.target])
+        name = getattr(node.target, "__name__", "")
+        if node.target is getattr and len(node.args) == 2:
+            return str(node.args[1])
+        if not any(getattr(namespace, name, None) is node.target for namespace in _NAMESPACES):
+            return None
+    else:
+        return None
+    if name.endswith("__"):
+        name = name.strip("_")  # ``Tensor.__eq__``
+    elif name.endswith("_"):
+        name = name[:-1]
+    return _SYNONYMS.get(name, name)
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of a node, ``None`` if it has none; anything else is its own value."""
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def constant_of(value: Any, is_changed: Callable[[Node], bool]) -> float | None:
+    """The number that ``value`` is known to be while compiling: a Python number, or a tensor filled with one.
+
+    Args:
+        value: an argument of a node.
+        is_changed: whether anything in the graph changes the tensor of a node in place.
+    """
+    while isinstance(value, Node):
+        call = read_call(value)
+        if call is None or is_changed(value):
+            return None
+        if call.name in CASTS or call.name in SAME_VALUE:
+            value = call.get("input")
+        elif call.name in ("full", "full_like", "new_full"):
+            value = call.get("fill_value")
+        elif call.name in ("tensor", "scalar_tensor", "new_tensor"):
+            value = call.get("data", call.get("s"))
+        else:
+            return None
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def asks_for_shape(user: Node, node: Node) -> bool:
+    """Whether ``user`` looks only at the shape, dtype or device of ``node``, not at its values."""
+    call = read_call(user)
+    if call is None:
+        return False
+    if call.name in _SHAPE_ONLY or (user.target is getattr and call.name in _SHAPE_ATTRIBUTES):
+        return True
+    if call.name.endswith("_like") or call.name.startswith("new_"):
+        return call.get("input") is node and user.all_input_nodes.count(node) == 1
+    return call.name in _LIKE and call.get("input") is not node
+
+
+def mutated_by(node: Node) -> list[Node]:
+    """The nodes whose tensors ``node`` changes in place; all its inputs, if it calls something unknown."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    out = node.kwargs.get("out")
+    if out is not None:
+        return _nodes(out)
+    if node.op == "call_module" or (node.op == "call_function" and not _is_of_torch(node.target)):
+        return list(node.all_input_nodes)
+    name = node.target if node.op == "call_method" else node.target.__name__
+    # The operators of Python that are also keywords have such names too: ``and_``, ``or_``.
+    in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not node.target
+    in_place = in_place or node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
+    if in_place or _asks_to_work_in_place(node):
+        return _nodes(node.args[0] if node.args else node.kwargs.get("input"))
+    return []
+
+
+def _asks_to_work_in_place(node: Node) -> bool:
+    place = _place_of_inplace(node.target) if node.op == "call_function" else None
+    given = node.kwargs.get("inplace", False)
+    return bool(node.args[place] if place is not None and place < len(node.args) else given)
+
+
+@functools.cache
+def _place_of_inplace(function: Any) -> int | None:
+    """The place of the parameter ``inplace``, which functions of ``torch.nn.functional`` have."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
+
+
+def _nodes(value: Any) -> list[Node]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+
+
+def _is_of_torch(target: Any) -> bool:
+    """Whether ``target`` is a function of PyTorch or Python, whose name tells whether it works in place."""
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable
+    module = getattr(target, "__module__", None) or ""
+    of_torch = module.split(".")[0] in ("torch", "_operator", "builtins", "math") or any(
+        getattr(namespace, getattr(target, "__name__", ""), None) is target for namespace in _NAMESPACES
+    )
+    return of_torch and not isinstance(target, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
+
+
+def may_overlap(first: Node, second: Node) -> bool:
+    """Whether the tensors of two nodes may share memory: they do if their storage is one and their extents meet.
+
+    The fake value of a view of a wrapper subclass may have a storage of its own; there the graph decides.
+    """
+    roots = (_base_of(first), _base_of(second))
+    if any(is_traceable_wrapper_subclass(value_of(root)) for root in roots):
+        return roots[0] is roots[1]
+    one, other = value_of(first), value_of(second)
+    if not (one.layout is other.layout is torch.strided):
+        return one.layout is other.layout
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return not (statically_known_true(end <= other_begin) or statically_known_true(other_end <= begin))
+
+
+def _base_of(node: Node) -> Node:
+    """The tensor that ``node`` is or may be a view of."""
+    while (call := read_call(node)) is not None and isinstance(call.get("input"), Node):
+        changed = mutated_by(node)
+        if not changed and call.name not in (*VIEWS, *PERMUTATIONS, *SAME_VALUE, *CASTS, *_PARTS):
+            break
+        node = changed[0] if changed else call.get("input")
+    return node
+
+
+def _extent(tensor: Tensor) -> tuple[Any, Any]:
+    """First byte of a tensor in its storage, and the byte after its last."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return begin, begin + length * tensor.itemsize
+
+
+def is_same_view(first: Tensor, second: Tensor) -> bool:
+    """Whether two fake tensors of one storage are views of exactly the same elements in the same order."""
+    place, other = ((*x.shape, *x.stride(), x.storage_offset()) for x in (first, second))
+    return first.dtype is second.dtype and same_sizes(place, other)

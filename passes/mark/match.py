@@ -1,0 +1,254 @@
+"""Stage A, analysis: find attention that is written out in matrix products and a softmax, in Dynamo's graph.
+
+One pass over the graph in its order says of every tensor what it is as a part of attention: the product of queries and
+keys, scores after a mask, weights, ... (:mod:`kvcompile.passes.mark.values`). A product of weights and another
+tensor that contracts the axis of the softmax is attention, however its parts are spelled, ordered and shaped.
+
+The graph is not functional: ``scores += mask`` changes a tensor that may be known under several names. Such a change
+gives all of them a new value. Attention is computed where it ends, so the tensors that it takes from outside must not
+be changed between the place where the model reads them and there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.mark.axes import Axis, axes_of
+from kvcompile.passes.mark.calls import (
+    CASTS,
+    PERMUTATIONS,
+    SAME_VALUE,
+    VIEWS,
+    Call,
+    asks_for_shape,
+    is_same_view,
+    may_overlap,
+    mutated_by,
+    read_call,
+    value_of,
+)
+from kvcompile.passes.mark.products import Contraction, read_contraction, read_product
+from kvcompile.passes.mark.read_attention import CHANNELS, are_weights, has_room_for_scores, product_of, read
+from kvcompile.passes.mark.read_scores import Context
+from kvcompile.passes.mark.values import (
+    Add,
+    Exponentials,
+    Fill,
+    Multiply,
+    NotUnderstood,
+    Operand,
+    Scores,
+    Source,
+    Unknown,
+    Value,
+    Weights,
+    WrittenAttention,
+)
+
+
+def match_attention(graph: Graph) -> list[WrittenAttention]:
+    """Written-out attention in Dynamo's graph, in its order; the graph stays as it is."""
+    matcher = _Matcher(graph)
+    for node in graph.nodes:
+        matcher.visit(node)
+    return matcher.found
+
+
+class _Matcher:
+    def __init__(self, graph: Graph) -> None:
+        self.values: dict[Node, Value] = {}
+        self.found: list[WrittenAttention] = []
+        self.positions = {node: position for position, node in enumerate(graph.nodes)}
+        self.changes: dict[Node, list[Node]] = defaultdict(list)  # node -> what it changes in place
+        for node in graph.nodes:
+            for target in mutated_by(node):
+                if isinstance(value_of(target), Tensor):
+                    self.changes[node].append(target)
+
+    def visit(self, node: Node) -> None:
+        call = read_call(node)
+        contraction = read_contraction(call) if call is not None else None
+        if call is not None and contraction is not None:
+            if call.name != "baddbmm":  # its result is a sum
+                self._match(contraction)
+            value: Value | None = _scores_of(call, contraction, self._context(node))
+        else:
+            value = self._value(node, call)
+        if value is not None:
+            self.values[node] = value
+        for target in self.changes.get(node, ()):
+            self._change(node, target, value)
+
+    def _context(self, node: Node) -> Context:
+        return Context(self.values, self.positions[node], lambda other: self._changed(other) is not None)
+
+    def _changed(self, node: Node, begin: int = 0, end: int | None = None) -> Node | None:
+        """The first node from ``begin`` on, and before ``end``, that changes the tensor of ``node`` in place."""
+        if not isinstance(value_of(node), Tensor):
+            return None
+        for changing, targets in self.changes.items():
+            place = self.positions[changing]
+            if begin <= place and (end is None or place < end):
+                for target in targets:
+                    if may_overlap(target, node):
+                        return changing
+        return None
+
+    def _value(self, node: Node, call: Call | None) -> Value | None:
+        used = [other for other in node.all_input_nodes if other in self.values]
+        if all(asks_for_shape(node, other) for other in used):
+            return None
+        name = call.name if call is not None else node.name
+        try:
+            if call is None:
+                raise NotUnderstood(f"{name} is applied to its scores or weights")
+            return read(call, self._context(node))
+        except NotUnderstood as reason:
+            softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
+            unknown = Unknown(product_of(self.values[used[0]]), str(reason), softmaxed)
+            return unknown if has_room_for_scores(node, unknown) else None
+
+    def _change(self, node: Node, target: Node, value: Value | None) -> None:
+        """``node`` has changed the tensor of ``target`` in place, to ``value`` as a part of attention."""
+        for other, known in list(self.values.items()):
+            tensor = value_of(other)
+            if other is node or not isinstance(tensor, Tensor) or not may_overlap(other, target):
+                continue
+            if value is not None and is_same_view(tensor, value_of(target)):
+                self.values[other] = value
+            else:
+                reason = f"{node.name} changes some of its scores or weights in place"
+                self.values[other] = Unknown(product_of(known), reason, are_weights(known))
+
+    def _match(self, contraction: Contraction) -> None:
+        """Take note of attention that ends in this product."""
+        for side, operand in enumerate(contraction.operands):
+            weights = self.values.get(operand)
+            attention = None
+            if isinstance(weights, Weights):
+                attention = self._attention(contraction, side, weights)
+            elif isinstance(weights, Exponentials):
+                reason = "its exponentials are multiplied with the values before they are divided by their sum"
+                attention = self._unknown(contraction, side, Unknown(weights.scores.product, reason))
+            elif isinstance(weights, Unknown) and weights.softmaxed:
+                attention = self._unknown(contraction, side, weights)
+            if attention is not None:
+                self.found.append(attention)
+
+    def _attention(self, contraction: Contraction, side: int, weights: Weights) -> WrittenAttention | None:
+        """Attention, if a product of weights and another operand contracts the axis of the keys and nothing else."""
+        axes = dict(zip(contraction.labels[side], weights.layout, strict=True))
+        names = [axis.name for axis in axes[contraction.contracted]]
+        channels = contraction.free(1 - side)
+        is_broadcast = any(not axes[label] and not _is_one(contraction.size(label)) for label in contraction.batch)
+        if names not in ([], [weights.key_axis]) or len(channels) != 1 or is_broadcast:
+            return None
+        if not names and not _is_one(contraction.size(contraction.contracted)):
+            return None
+        axes[channels] = axes_of(Axis(CHANNELS, contraction.size(channels)))
+        value = contraction.operands[1 - side]
+        sizes = zip(contraction.labels[1 - side], value_of(value).shape, strict=True)
+        layout = tuple(() if _is_one(size) else axes[label] for label, size in sizes)
+        attention = WrittenAttention(
+            output=contraction.node,
+            output_layout=tuple(axes[label] for label in contraction.out),
+            product=weights.scores.product,
+            key_side=weights.key_side,
+            query=self._query(weights, contraction.node),
+            key=self._key(weights.scores.product.operands[weights.key_side], weights.scores.position),
+            value=Operand(value, layout, self.positions[contraction.node]),
+            weights=weights,
+        )
+        return replace(attention, unsupported=self._obstacle(attention, weights))
+
+    def _unknown(self, contraction: Contraction, side: int, weights: Unknown) -> WrittenAttention:
+        product, position = weights.product, self.positions[contraction.node]
+        query, key = (Source(operand, position) for operand in product.operands)
+        value = Operand(contraction.operands[1 - side], (), position)
+        return WrittenAttention(contraction.node, (), product, 1, query, key, value, None, weights.reason)
+
+    def _query(self, weights: Weights, output: Node) -> Source:
+        """The query, before a cast that only lends its product more precision than the output has."""
+        operand, position = weights.scores.product.operands[1 - weights.key_side], weights.scores.position
+        call = self._call_of_intact(operand, position)
+        if call is not None and call.name in CASTS:
+            narrow = call.get("input")
+            if value_of(narrow).dtype == value_of(output).dtype and value_of(narrow).dtype.itemsize < 4:
+                return Source(narrow, self.positions[operand])
+        return Source(operand, position)
+
+    def _key(self, operand: Node, position: int) -> Source:
+        """The key, without constant factors: a cache is read through views, not through multiplications."""
+        call = self._call_of_intact(operand, position)
+        if call is None or not isinstance(call.get("input"), Node):
+            return Source(operand, position)
+        inner = Source(call.get("input"), self.positions[operand])
+        if call.name in ("mul", "div") and call.get("rounding_mode") is None:
+            number = self._context(operand).constant(call.get("other"))
+            if number is not None and number > 0:
+                inner = self._key(inner.node, inner.position)
+                return replace(inner, factor=inner.factor * (1 / number if call.name == "div" else number))
+        if call.name in (*VIEWS, *CASTS, *SAME_VALUE, *PERMUTATIONS):
+            inner = self._key(inner.node, inner.position)
+            if inner.factor != 1:
+                return replace(inner, views=(*inner.views, operand))
+        return Source(operand, position)
+
+    def _call_of_intact(self, node: Node, position: int) -> Call | None:
+        """What computes ``node``, if nothing changes its tensor in place before ``position``."""
+        return read_call(node) if self._changed(node, self.positions[node], position) is None else None
+
+    def _obstacle(self, attention: WrittenAttention, weights: Weights) -> str | None:
+        """Why attention that is understood cannot be computed where it ends."""
+        if weights.has_sink:
+            return "the weights of its sinks are not dropped before the product with the values"
+        if any(value_of(node).dtype is torch.float64 for node in weights.nodes if isinstance(value_of(node), Tensor)):
+            return "it is computed in float64, attention on packed caches in float32"
+        for node in weights.nodes:
+            for user in node.users:
+                if user is not attention.output and user not in weights.nodes and not asks_for_shape(user, node):
+                    who = "the caller" if user.op == "output" else user.name
+                    return f"its scores or weights are also used by {who}"
+        for node, position in _read_from_outside(attention, weights.scores):
+            if node in weights.nodes:
+                return f"{node.name} is a part of its own mask"
+            changing = self._changed(node, position, self.positions[attention.output])
+            if changing is not None:
+                return f"{changing.name} changes {node.name} in place before the attention ends"
+        return None
+
+
+def _read_from_outside(attention: WrittenAttention, scores: Scores) -> list[tuple[Node, int]]:
+    """Every tensor that attention takes from outside, and the place in the graph where the model reads it."""
+    steps = [step.operand for step in (*scores.bias, *scores.factors) if isinstance(step, (Add, Fill, Multiply))]
+    operands = [attention.value, *steps, *([scores.sink] if scores.sink is not None else [])]
+    read: list[Source | Operand] = [attention.query, attention.key, *operands]
+    return [(source.node, source.position) for source in read if isinstance(value_of(source.node), Tensor)]
+
+
+def _is_one(size: object) -> bool:
+    return statically_known_true(size == 1)
+
+
+def _scores_of(call: Call, contraction: Contraction, context: Context) -> Scores | None:
+    """The scores that a product of floats makes; ``baddbmm`` scales them and adds a bias.
+
+    Without an axis that both operands have there is no batch: the product is of activations and a weight.
+    """
+    if not contraction.batch or not value_of(call.node).is_floating_point():
+        return None
+    product = read_product(contraction)
+    scores = Scores(product, frozenset((call.node,)), product.out, context.position)
+    if call.name != "baddbmm":
+        return scores
+    alpha, beta = context.constant(call.get("alpha", 1)), context.constant(call.get("beta", 1))
+    if alpha is None or beta is None or alpha <= 0:
+        return None
+    bias = (Add(context.operand(call.get("input"), product.out), beta),) if beta else ()
+    return replace(scores, scale=alpha, bias=bias)

@@ -1,0 +1,248 @@
+"""What an operation of Dynamo's graph makes of attention: views, casts, softmax, dropout, dropped sinks.
+
+:func:`read` gives the value of one operation. What it does to scores is in :mod:`kvcompile.passes.mark.read_scores`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+from kvcompile.passes.mark.axes import Axis, Layout, axes_of, regroup
+from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
+from kvcompile.passes.mark.products import Product
+from kvcompile.passes.mark.read_scores import Context, axis_of, check_masks, read_scores, size_one_axis
+from kvcompile.passes.mark.values import (
+    Exponentials,
+    ExponentialSum,
+    Known,
+    Maximum,
+    NotUnderstood,
+    Scores,
+    Tensors,
+    Unknown,
+    Value,
+    Weights,
+)
+
+_ENDS = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "layer_norm", "rms_norm", "group_norm"))
+"""Operations that no scores go through: they start the next part of a model."""
+
+CHANNELS = "e"
+"""The name of the axis of the values' channels."""
+
+
+def read(call: Call, context: Context) -> Value | None:
+    """The value of ``call``, of whose inputs at least one has a value; None if it has nothing to do with attention.
+
+    Raises:
+        NotUnderstood: it does something to scores or weights that is not known.
+    """
+    subject = _subject(call, context)
+    if subject is None or call.name in _ENDS:
+        return None
+    if isinstance(subject, Unknown):
+        return _read_unknown(call, subject)
+    value = _read_known(call, subject, context)
+    return replace(value, nodes=value.nodes | {call.node}) if value is not None else None
+
+
+def _subject(call: Call, context: Context) -> Value | None:
+    """The value that ``call`` is applied to; if there are two, scores rather than what is made of them."""
+    given = [call.get("input"), call.get("other"), *tree_leaves(call.get("tensors"))]
+    values = [context.values[node] for node in given if isinstance(node, Node) and node in context.values]
+    return next(
+        (value for value in values if isinstance(value, (Scores, Weights, Exponentials))), next(iter(values), None)
+    )
+
+
+def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
+    if isinstance(subject, Maximum):
+        return _read_maximum(call, subject)
+    if isinstance(subject, ExponentialSum):
+        raise NotUnderstood(f"{call.name} is applied to the sum of its exponentials")
+    if call.name in CASTS or call.name in SAME_VALUE:
+        return _cast(call, subject)
+    if call.name in VIEWS or call.name in PERMUTATIONS:
+        return replace(subject, layout=_viewed(call, subject.layout))
+    if call.name == "getitem":
+        return _get_item(call, subject)
+    if call.name == "dropout":
+        return _dropout(call, subject, context)
+    if isinstance(subject, Exponentials):
+        return _read_exponentials(call, subject, context)
+    if isinstance(subject, Weights):
+        if call.name == "nan_to_num" and call.get("nan") in (None, 0):
+            return subject  # rows without a visible key, which are zero on packed caches
+        raise NotUnderstood(f"{call.name} is applied to its weights")
+    if call.name == "softmax":
+        _cast(call, subject)
+        return _softmax(subject, subject.layout, axis_of(call.get("dim"), subject.layout), subject.nodes)
+    if call.name == "exp":
+        return Exponentials(subject, subject.nodes, subject.layout)
+    return read_scores(call, subject, context)
+
+
+def _read_unknown(call: Call, subject: Unknown) -> Unknown | None:
+    if not has_room_for_scores(call.node, subject):
+        return None
+    return replace(subject, softmaxed=subject.softmaxed or call.name in ("softmax", "exp"))
+
+
+def are_weights(value: Value) -> bool:
+    """Whether ``value`` may be multiplied with the values of attention: weights, normalised or not yet."""
+    return value.softmaxed if isinstance(value, Unknown) else isinstance(value, (Weights, Exponentials))
+
+
+def has_room_for_scores(node: Node, unknown: Unknown) -> bool:
+    """Whether the tensor of ``node`` may hold what became of scores: an in-place operation may have none."""
+    after, scores = value_of(node), value_of(unknown.product.node)
+    if not isinstance(after, Tensor):
+        return after is None
+    return statically_known_true(after.numel() >= scores.numel())
+
+
+def _read_maximum(call: Call, subject: Maximum) -> Maximum:
+    if subject.is_pair and call.name == "getitem" and call.get("index") == 0:
+        return replace(subject, is_pair=False)
+    if not subject.is_pair and call.name in SAME_VALUE:
+        return subject
+    raise NotUnderstood(f"{call.name} is applied to the maximum of its scores")
+
+
+def _cast(call: Call, subject: Tensors) -> Tensors:
+    after, before = value_of(call.node), value_of(product_of(subject).node)
+    if not isinstance(after, Tensor) or not after.is_floating_point():
+        raise NotUnderstood(f"{call.name} casts its scores or weights to something other than floats")
+    if after.device != before.device:
+        raise NotUnderstood("its scores or weights move to another device")
+    return subject
+
+
+def product_of(value: Value) -> Product:
+    """The product of queries and keys that ``value`` comes from."""
+    if isinstance(value, (Scores, Unknown)):
+        return value.product
+    return product_of(value.exponentials if isinstance(value, ExponentialSum) else value.scores)
+
+
+def _viewed(call: Call, layout: Layout) -> Layout:
+    if call.name in PERMUTATIONS:
+        return tuple(layout[dim] for dim in _order(call, len(layout)))
+    before, after = value_of(call.get("input")), value_of(call.node)
+    result = regroup(layout, after.shape) if after.dtype is before.dtype else None
+    if result is None:
+        raise NotUnderstood(f"{call.name} regroups its scores or weights")
+    return result
+
+
+def _order(call: Call, rank: int) -> list[int]:
+    """The dimensions of the input in the order of the result."""
+    if call.name == "permute":
+        dims = call.get("dims")
+        order = list(dims) if isinstance(dims, (tuple, list)) else [dims, *call.get("extra")]
+        return [dim % rank for dim in order]
+    first, second = (-1, -2) if call.name == "mT" else (call.get("dim0"), call.get("dim1"))
+    order = list(range(rank))
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _dropout(call: Call, subject: Tensors, context: Context) -> Tensors:
+    p = context.constant(call.get("p", 0.5))
+    if call.get("training", True) is False or p == 0:
+        return subject
+    if not isinstance(subject, Weights) or p is None:
+        raise NotUnderstood("dropout is applied to its scores")
+    return replace(subject, dropout_p=p)
+
+
+def _get_item(call: Call, subject: Tensors) -> Tensors:
+    """Indexing that only adds dimensions, or that drops the weights of the sinks."""
+    layout: list[tuple[Axis, ...]] = []
+    dropped = False
+    dims = iter(subject.layout)
+    for entry in _entries(call.get("index"), len(subject.layout)):
+        if entry is None:
+            layout.append(())
+            continue
+        dim = next(dims)
+        if _is_whole(entry, dim):
+            layout.append(dim)
+        elif isinstance(subject, Weights) and subject.has_sink and _drops_sink(entry, dim, subject):
+            layout.append(axes_of(Axis(dim[0].name, dim[0].size - 1)))
+            dropped = True
+        else:
+            raise NotUnderstood("some of its scores or weights are taken out")
+    layout.extend(dims)
+    if isinstance(subject, Weights) and dropped:
+        return replace(subject, layout=tuple(layout), has_sink=False)
+    return replace(subject, layout=tuple(layout))
+
+
+def _entries(index: Any, rank: int) -> list[Any]:
+    """The entries of an index, one for every dimension, and None for every new one."""
+    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    if any(not (entry is None or entry is Ellipsis or isinstance(entry, slice)) for entry in entries):
+        raise NotUnderstood("some of its scores or weights are taken out")
+    if Ellipsis in entries:
+        place = entries.index(Ellipsis)
+        missing = rank - sum(isinstance(entry, slice) for entry in entries)
+        entries[place : place + 1] = [slice(None)] * missing
+    return entries
+
+
+def _size(dim: tuple[Axis, ...]) -> Any:
+    return math.prod(axis.size for axis in dim)
+
+
+def _is_whole(entry: slice, dim: tuple[Axis, ...]) -> bool:
+    start, stop = value_of(entry.start), value_of(entry.stop)
+    ends = stop is None or statically_known_true(stop >= _size(dim))
+    return _starts_at(start, 0) and ends and entry.step in (None, 1)
+
+
+def _starts_at(start: Any, place: int) -> bool:
+    return (start is None and place == 0) or (isinstance(start, int) and start == place)
+
+
+def _drops_sink(entry: slice, dim: tuple[Axis, ...], weights: Weights) -> bool:
+    start, stop = value_of(entry.start), value_of(entry.stop)
+    if len(dim) != 1 or dim[0].name != weights.key_axis or entry.step not in (None, 1):
+        return False
+    if weights.scores.sink_first:
+        return _starts_at(start, 1) and (stop is None or statically_known_true(stop >= _size(dim)))
+    at_last = (isinstance(stop, int) and stop == -1) or (
+        stop is not None and statically_known_true(stop == _size(dim) - 1)
+    )
+    return _starts_at(start, 0) and at_last
+
+
+def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[Node]) -> Weights | None:
+    """Weights that are normalised along ``axis``; None if that is not the axis of keys."""
+    key_axis = size_one_axis(scores) if axis == "" else axis
+    sides = [side for side in (0, 1) if scores.product.free[side] == (key_axis,)]
+    if key_axis is None or not sides or scores.sink_axis not in ("", key_axis):
+        return None
+    if scores.shifted not in (None, "", axis):
+        raise NotUnderstood("the maximum along another dimension is subtracted from its scores")
+    check_masks(scores)
+    return Weights(scores, nodes, layout, key_axis, sides[0], has_sink=scores.sink is not None)
+
+
+def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> Known | None:
+    """``exp(scores) / exp(scores).sum(dim, keepdim=True)`` is a softmax."""
+    if call.name == "sum":
+        axis = axis_of(call.get("dim"), subject.layout)
+        if axis is not None and call.get("keepdim"):
+            return ExponentialSum(subject, subject.nodes, axis)
+    total = context.values.get(call.get("other"))
+    if call.name == "div" and isinstance(total, ExponentialSum) and total.exponentials is subject:
+        return _softmax(subject.scores, subject.layout, total.axis, subject.nodes | total.nodes)
+    raise NotUnderstood(f"{call.name} is applied to the exponentials of its scores")

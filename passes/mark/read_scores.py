@@ -1,0 +1,317 @@
+"""What an operation of Dynamo's graph makes of attention scores: scale, softcap, mask or bias, sinks.
+
+The state of scores is ``bias(cap * tanh(scale * factors * query @ key^T))``, and each function here gives the state
+after one operation, or raises :class:`NotUnderstood`. Attention on packed caches computes the scores in float32, in
+that order; what the model computes in a lower precision differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.mark.axes import Axis, Layout
+from kvcompile.passes.mark.calls import Call, constant_of, value_of
+from kvcompile.passes.mark.values import (
+    Add,
+    BiasStep,
+    Fill,
+    Floor,
+    Known,
+    Maximum,
+    Multiply,
+    NotUnderstood,
+    Operand,
+    Scores,
+    Value,
+)
+
+ABSORBING = -1e30
+"""A score below this is the same in float32 whatever is added to it: |score| < 1e22 is less than half its last bit."""
+
+NEVER_SEEN = -1e4
+"""A key with a score of at most this has a weight of exactly 0 beside any key with a score above ``NEVER_SEEN + 104``
+(float32 exponentials underflow at -104). Only such constants are masks."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a transition may know of the graph.
+
+    Attributes:
+        values: what other tensors are.
+        position: place of the operation in the graph.
+        is_changed: whether anything in the graph changes the tensor of a node in place.
+    """
+
+    values: dict[Node, Value]
+    position: int
+    is_changed: Callable[[Node], bool]
+
+    def constant(self, value: Any) -> float | None:
+        return constant_of(value, self.is_changed)
+
+    def operand(self, node: Any, layout: Layout) -> Operand:
+        """A tensor that is broadcast against one of ``layout``."""
+        value = value_of(node)
+        shape = value.shape if isinstance(value, Tensor) else ()
+        dims = layout[len(layout) - len(shape) :]
+        own = tuple(() if statically_known_true(size == 1) else dim for dim, size in zip(dims, shape, strict=True))
+        return Operand(node, own, self.position)
+
+
+def read_scores(call: Call, scores: Scores, context: Context) -> Known | None:
+    """The value of ``call`` on ``scores``; None if it has nothing to do with attention."""
+    handler = _HANDLERS.get(call.name)
+    if handler is None:
+        raise NotUnderstood(f"{call.name} is applied to its scores")
+    return handler(call, scores, context)
+
+
+def _other(call: Call, scores: Scores, context: Context) -> tuple[Any, bool]:
+    """The operand beside the scores, and whether the scores come first."""
+    first = context.values.get(call.get("input")) is scores
+    return (call.get("other") if first else call.get("input")), first
+
+
+def _keeps_shape(call: Call, scores: Scores) -> None:
+    shape = value_of(call.node).shape if isinstance(value_of(call.node), Tensor) else None
+    if shape is not None and len(shape) != len(scores.layout):
+        raise NotUnderstood(f"{call.name} broadcasts its scores to {len(shape)} dimensions")
+    for size, dim in zip(shape or (), scores.layout, strict=False):
+        if not statically_known_true(size == math.prod(axis.size for axis in dim)):
+            raise NotUnderstood(f"{call.name} broadcasts its scores to another shape")
+
+
+def _before_sinks(call: Call, scores: Scores) -> None:
+    if scores.sink is not None:
+        raise NotUnderstood(f"{call.name} is applied to its scores and sinks")
+
+
+def _add(call: Call, scores: Scores, context: Context) -> Scores:
+    _before_sinks(call, scores)
+    other, first = _other(call, scores, context)
+    alpha = context.constant(call.get("alpha", 1))
+    sign = -1.0 if call.name == "sub" else 1.0
+    if alpha is None or (not first and (sign < 0 or alpha != 1)):
+        raise NotUnderstood(f"{call.name} subtracts or scales its scores")
+    if context.constant(other) is not None:
+        return _shift(scores, "")
+    if not isinstance(value_of(other), Tensor) or value_of(other).dtype is torch.bool or value_of(other).is_complex():
+        raise NotUnderstood(f"{call.name} adds something other than a tensor of numbers to its scores")
+    _keeps_shape(call, scores)
+    return replace(scores, bias=(*scores.bias, Add(context.operand(other, scores.layout), sign * alpha)))
+
+
+def _subtract(call: Call, scores: Scores, context: Context) -> Scores:
+    maximum = context.values.get(call.get("other"))
+    if isinstance(maximum, Maximum) and maximum.scores is scores and not maximum.is_pair:
+        return replace(_shift(scores, maximum.axis), nodes=scores.nodes | maximum.nodes)
+    return _add(call, scores, context)
+
+
+def _shift(scores: Scores, axis: str) -> Scores:
+    """Subtracting one number from all scores of a row does not change their softmax."""
+    if scores.shifted and axis and scores.shifted != axis:
+        raise NotUnderstood("the maximum along several dimensions is subtracted from its scores")
+    return replace(scores, shifted=axis or scores.shifted or "")
+
+
+def _scale(call: Call, scores: Scores, context: Context) -> Scores:
+    _before_sinks(call, scores)
+    other, first = _other(call, scores, context)
+    divide = call.name == "div"
+    if call.get("rounding_mode") is not None or (divide and not first):
+        raise NotUnderstood("its scores are divided in a form that is not a scale")
+    number = context.constant(other)
+    if number is not None:
+        return _scale_by(call, scores, 1 / number if divide and number else number)
+    if not isinstance(value_of(other), (Tensor, torch.SymFloat, torch.SymInt)):
+        raise NotUnderstood(f"{call.name} scales its scores by something other than a tensor or number")
+    if scores.cap:
+        raise NotUnderstood("the softcap of its scores is scaled by a tensor")
+    _keeps_shape(call, scores)
+    factor = Multiply(context.operand(other, scores.layout), divide)
+    bias = (*scores.bias, factor) if scores.bias else ()
+    return replace(scores, factors=(*scores.factors, factor), bias=bias)
+
+
+def _scale_by(call: Call, scores: Scores, number: float) -> Scores:
+    if not 0 < number < math.inf:
+        raise NotUnderstood(f"its scores are scaled by {number}")
+    if any(isinstance(step, Multiply) for step in scores.bias):
+        raise NotUnderstood("its scores are scaled twice after a mask")
+    bias = tuple(_scaled(step, number) for step in scores.bias)
+    if scores.cap:
+        return replace(scores, cap=scores.cap * number, bias=bias)
+    return replace(scores, scale=scores.scale * number, bias=bias)
+
+
+def _scaled(step: BiasStep, number: float) -> BiasStep:
+    if isinstance(step, Add):
+        return replace(step, factor=step.factor * number)
+    assert not isinstance(step, Multiply), "these do not commute with a floor"
+    value = step.value * number
+    return replace(step, value=value if value >= torch.finfo(torch.float32).min else -math.inf)
+
+
+def _tanh(call: Call, scores: Scores, context: Context) -> Scores:
+    if scores.cap or scores.bias or scores.sink is not None or scores.shifted is not None:
+        raise NotUnderstood("tanh is applied to its scores after a mask, a bias or another tanh")
+    return replace(scores, cap=1.0)
+
+
+def _masked_fill(call: Call, scores: Scores, context: Context) -> Scores:
+    return _fill(call, scores, context, call.get("mask"), True, call.get("value"))
+
+
+def _where(call: Call, scores: Scores, context: Context) -> Scores:
+    if context.values.get(call.get("input")) is scores:
+        return _fill(call, scores, context, call.get("condition"), False, call.get("other"))
+    return _fill(call, scores, context, call.get("condition"), True, call.get("input"))
+
+
+def _set_item(call: Call, scores: Scores, context: Context) -> Scores:
+    mask = call.get("index")
+    if not isinstance(value_of(mask), Tensor) or value_of(mask).dim() != len(scores.layout):
+        raise NotUnderstood("some of its scores are assigned to")
+    return _fill(call, scores, context, mask, True, call.get("value"))
+
+
+def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, value: Any) -> Scores:
+    """Scores of masked keys become a constant, as it is in their dtype; :func:`check_masks` says which may."""
+    _before_sinks(call, scores)
+    number = context.constant(value)
+    if number is None:
+        raise NotUnderstood(f"{call.name} puts something other than a constant among its scores")
+    result = value_of(call.node)
+    dtype = (result if isinstance(result, Tensor) else value_of(call.get("input"))).dtype
+    number = torch.tensor(number, dtype=dtype).item()
+    if number != -math.inf and scores.shifted is not None:
+        raise NotUnderstood(f"{call.name} puts a constant among scores from which a number was subtracted")
+    if not isinstance(value_of(mask), Tensor) or value_of(mask).dtype != torch.bool:
+        raise NotUnderstood(f"{call.name} masks its scores by something other than a bool tensor")
+    _keeps_shape(call, scores)
+    return replace(scores, bias=(*scores.bias, Fill(context.operand(mask, scores.layout), where, number)))
+
+
+def check_masks(scores: Scores) -> None:
+    """Raise NotUnderstood if a mask does not do to finished scores what their constants do.
+
+    -inf makes a bool mask. A finite constant, like the lowest number of the dtype, is not the same in rows without a
+    visible key: there all scores are equal, and the row is the mean of all values. It becomes an addend that absorbs
+    every score: the weights of such rows stay equal, and those of masked keys in any other row stay exactly 0 if the
+    constant is below any score that is seen, which is taken for granted up to ``NEVER_SEEN``.
+
+    Where more than one thing masks, the weights of rows without a visible key depend on which of them is larger. An
+    absorbing constant is written as it is. Any other one has to be written as a lower number, so nothing may be
+    compared with it: no other constant, and no tensor, whose numbers may mask as well.
+    """
+    finite = {step.value for step in scores.bias if isinstance(step, Fill) and step.value != -math.inf}
+    names = " and ".join(f"{value:g}" for value in sorted(finite))
+    if not all(value <= NEVER_SEEN for value in finite):
+        raise NotUnderstood(f"its scores are masked by {names}, which is not far below the scores of visible keys")
+    if len(finite) > 1:
+        raise NotUnderstood(f"its scores are masked by different constants, {names}")
+    only_fills = all(isinstance(step, Fill) for step in scores.bias) and scores.sink is None
+    if not only_fills and any(value > ABSORBING for value in finite):
+        raise NotUnderstood(
+            f"its scores are masked by {names} beside a bias, a factor or sinks, where only -inf and constants below "
+            f"{ABSORBING:g} are safe"
+        )
+
+
+def _clamp(call: Call, scores: Scores, context: Context) -> Scores:
+    if call.get("max") is not None:
+        raise NotUnderstood(f"{call.name} limits its scores")
+    return _floor(call, scores, call.get("min"), context)
+
+
+def _maximum(call: Call, scores: Scores, context: Context) -> Scores:
+    return _floor(call, scores, _other(call, scores, context)[0], context)
+
+
+def _floor(call: Call, scores: Scores, lowest: Any, context: Context) -> Scores:
+    number = context.constant(lowest)
+    if number is None or number > ABSORBING:
+        raise NotUnderstood(f"{call.name} limits its scores")
+    _before_sinks(call, scores)
+    return replace(scores, bias=(*scores.bias, Floor(number)) if scores.bias else ())
+
+
+def _max(call: Call, scores: Scores, context: Context) -> Known:
+    other = call.get("dim", call.get("other"))
+    if isinstance(value_of(other), Tensor):
+        return _floor(call, scores, other, context)
+    return _amax(call, scores, context)
+
+
+def _amax(call: Call, scores: Scores, context: Context) -> Maximum:
+    axis = axis_of(call.get("dim"), scores.layout)
+    if axis is None or not call.get("keepdim"):
+        raise NotUnderstood(f"{call.name} is applied to its scores")
+    return Maximum(scores, scores.nodes, axis, is_pair=call.name == "max")
+
+
+def axis_of(dim: Any, layout: Layout) -> str | None:
+    """The name of the axis of dimension ``dim``; "" if its size is 1, None if it has several or is not one number."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or len(layout[dim]) > 1:
+        return None
+    return layout[dim][0].name if layout[dim] else ""
+
+
+def _concatenate(call: Call, scores: Scores, context: Context) -> Scores:
+    """A column of sink logits beside the scores.
+
+    A shift of the scores alone would change their weight against the sinks.
+    """
+    tensors = call.get("tensors")
+    others = [tensor for tensor in tensors if context.values.get(tensor) is not scores]
+    dim = call.get("dim", 0)
+    if len(tensors) != 2 or len(others) != 1 or scores.shifted is not None:
+        raise NotUnderstood("its scores are concatenated to something other than one column of sinks")
+    _before_sinks(call, scores)
+    shape = value_of(others[0]).shape
+    name = axis_of(dim, scores.layout)
+    name = size_one_axis(scores) if name == "" else name
+    if name is None or not statically_known_true(shape[dim] == 1):
+        raise NotUnderstood("its scores are concatenated to more than one column")
+    dim %= len(shape)
+    size = scores.layout[dim][0].size if scores.layout[dim] else 1
+    layout = (*scores.layout[:dim], (Axis(name, size + 1),), *scores.layout[dim + 1 :])
+    sink = context.operand(others[0], (*layout[:dim], (), *layout[dim + 1 :]))
+    first = tensors[0] is others[0]
+    return replace(scores, layout=layout, sink=sink, sink_axis=name, sink_first=first)
+
+
+def size_one_axis(scores: Scores) -> str | None:
+    """The axis of the keys where there is one key only: that of the right operand, if both have size 1."""
+    present = {axis.name for dim in scores.product.out for axis in dim}
+    free = [names[0] for names in reversed(scores.product.free) if len(names) == 1]
+    return next((name for name in free if name not in present), None)
+
+
+_HANDLERS: dict[str, Callable[[Call, Scores, Context], Known | None]] = {
+    "add": _add,
+    "sub": _subtract,
+    "mul": _scale,
+    "div": _scale,
+    "tanh": _tanh,
+    "masked_fill": _masked_fill,
+    "where": _where,
+    "setitem": _set_item,
+    "clamp": _clamp,
+    "maximum": _maximum,
+    "max": _max,
+    "amax": _amax,
+    "cat": _concatenate,
+}

@@ -1,0 +1,223 @@
+"""What a tensor of Dynamo's graph is, seen as a part of attention: scores, weights, or something made of them.
+
+All of these are immutable; :mod:`kvcompile.passes.mark.read_attention` makes one from the other, operation by
+operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from kvcompile.passes.mark.axes import Layout
+from kvcompile.passes.mark.products import Product
+
+
+class NotUnderstood(Exception):
+    """Raised for an operation on scores or weights that attention on packed caches cannot take over."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor from outside that takes part in the computation.
+
+    Attributes:
+        node: the tensor, or a symbolic number.
+        layout: what its dimensions stand for.
+        position: place in the graph where the model reads it.
+    """
+
+    node: Node
+    layout: Layout
+    position: int
+
+
+@dataclass(frozen=True)
+class Add:
+    """``factor * operand`` is added to the scores."""
+
+    operand: Operand
+    factor: float
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores become ``value`` where the bool ``operand`` is ``where``."""
+
+    operand: Operand
+    where: bool
+    value: float
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """Scores are multiplied with (or divided by) ``operand``, which is the same for all keys."""
+
+    operand: Operand
+    divide: bool
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Scores are at least ``value``."""
+
+    value: float
+
+
+BiasStep = Add | Fill | Multiply | Floor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Products of queries and keys, and what was done to them: ``bias(cap * tanh(scale * factors * product))``.
+
+    Attributes:
+        product: of queries and keys.
+        nodes: the computation from the product on.
+        layout: of the tensor.
+        position: place in the graph of the product.
+        scale: constant factor of the products.
+        factors: factors of the products that are the same for all keys.
+        cap: factor of the tanh; 0 if there is none.
+        bias: what was added or filled in, in this order; multiplications concern the bias so far.
+        sink: logits that were concatenated to the scores.
+        sink_axis: the axis along which they were; "" if there are none.
+        sink_first: whether they stand before the first key, or behind the last one.
+        shifted: the axis along which one number was subtracted from all scores, "" if from all scores there are; None
+            if nothing was subtracted.
+    """
+
+    product: Product
+    nodes: frozenset[Node]
+    layout: Layout
+    position: int
+    scale: float = 1.0
+    factors: tuple[Multiply, ...] = ()
+    cap: float = 0.0
+    bias: tuple[BiasStep, ...] = ()
+    sink: Operand | None = None
+    sink_axis: str = ""
+    sink_first: bool = False
+    shifted: str | None = None
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """The maximum of scores along an axis; of ``torch.max`` with a dimension the pair of maxima and indices."""
+
+    scores: Scores
+    nodes: frozenset[Node]
+    axis: str
+    is_pair: bool
+
+
+@dataclass(frozen=True)
+class Exponentials:
+    """The exponentials of scores."""
+
+    scores: Scores
+    nodes: frozenset[Node]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class ExponentialSum:
+    """The sum of exponentials along an axis."""
+
+    exponentials: Exponentials
+    nodes: frozenset[Node]
+    axis: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The softmax of scores.
+
+    Attributes:
+        scores: before the softmax.
+        nodes: the computation from the product on.
+        layout: of the tensor.
+        key_axis: the axis that the softmax normalises.
+        key_side: the operand of the product, 0 or 1, that has this axis.
+        has_sink: whether the weights of the sinks are still there.
+        dropout_p: probability of dropout.
+    """
+
+    scores: Scores
+    nodes: frozenset[Node]
+    layout: Layout
+    key_axis: str
+    key_side: int
+    has_sink: bool = False
+    dropout_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Scores, or weights (their exponentials) if ``softmaxed``, to which something was done that is not understood."""
+
+    product: Product
+    reason: str
+    softmaxed: bool = False
+
+
+Tensors = Scores | Weights | Exponentials
+Known = Tensors | Maximum | ExponentialSum
+Value = Known | Unknown
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an operand of the first product comes from, what it does to attention left out.
+
+    Attributes:
+        node: the tensor.
+        position: place in the graph where the model reads it.
+        factor: constant factor between it and the operand.
+        views: the operations that lead from it to the operand, without the multiplications.
+    """
+
+    node: Node
+    position: int
+    factor: float = 1.0
+    views: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """Attention that was found in matrix products and a softmax.
+
+    Attributes:
+        output: the product of weights and values.
+        output_layout: its layout; the axis of its channels is ``e``. Empty if the attention is not understood.
+        product: of queries and keys.
+        key_side: the operand of that product that holds the keys, 0 or 1.
+        query, key: the operands.
+        value: the values.
+        weights: what they were multiplied with; None if that is not understood.
+        unsupported: why it cannot be computed on packed caches; None if it can.
+    """
+
+    output: Node
+    output_layout: Layout
+    product: Product
+    key_side: int
+    query: Source
+    key: Source
+    value: Operand
+    weights: Weights | None
+    unsupported: str | None = None
+
+    @property
+    def slots(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The axes of batch, heads, query rows and keys.
+
+        The first axis that both operands have is the batch, unless it is the only one beside rows and keys. The last
+        axis of the query alone are the rows, any other one are query heads that share a KV head.
+        """
+        batch, own = self.product.batch, self.product.free[1 - self.key_side]
+        shared, rows, keys = own[:-1], own[-1:], self.product.free[self.key_side][-1:]
+        if len(batch) + len(shared) < 2:
+            return (), (*batch, *shared), rows, keys
+        return batch[:1], (*batch[1:], *shared), rows, keys

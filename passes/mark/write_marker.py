@@ -1,0 +1,170 @@
+"""Stage A, rewriting: describe written-out attention by a marker, with operands in the shapes that a marker has."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.mark.axes import Layout, Rearrangement, Slots, Step, names_of, rearrange
+from kvcompile.passes.mark.calls import value_of
+from kvcompile.passes.mark.products import CONTRACTED
+from kvcompile.passes.mark.read_attention import CHANNELS
+from kvcompile.passes.mark.values import Multiply, NotUnderstood, Operand, Scores, WrittenAttention
+from kvcompile.passes.mark.write_mask import write_mask
+from kvcompile.passes.mark.writer import GraphWriter
+from kvcompile.passes.marker import Marker
+
+FORM = "written out"
+
+
+def write_marker(writer: GraphWriter, attention: WrittenAttention, module: str) -> Node:
+    """Insert a marker of ``attention``; returns the node that stands for its output."""
+    try:
+        return _understood(writer, attention, module)
+    except NotUnderstood as reason:
+        writer.undo()
+        return _not_understood(writer, attention, module, attention.unsupported or str(reason))
+
+
+def _rearrangement(layout: Layout, slots: Slots) -> Rearrangement:
+    result = rearrange(layout, slots)
+    if result is None:
+        raise NotUnderstood("the dimensions of its tensors do not form batch, heads, tokens and channels")
+    return result
+
+
+def _view(writer: GraphWriter, node: Node, steps: tuple[Step, ...]) -> Node:
+    for step in steps:
+        node = writer.call(step.method, node, *step.args)
+    return node
+
+
+def _arrange(writer: GraphWriter, node: Node, layout: Layout, slots: Slots) -> Node:
+    """``node`` with the dimensions ``slots``; raises NotUnderstood if there is no such view."""
+    return _view(writer, node, _rearrangement(layout, slots).steps)
+
+
+def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -> Node:
+    weights = attention.weights
+    if weights is None:
+        raise NotUnderstood("its scores or weights are not understood")
+    scores, (batch, heads, rows, _) = weights.scores, attention.slots
+    output = _rearrangement(attention.output_layout, (batch, heads, rows, (CHANNELS,)))
+    marker = Marker(
+        original=_view(writer, attention.output, output.steps),
+        query=_query(writer, attention, scores),
+        key=_key(writer, attention),
+        value=_keys_or_values(writer, attention.value.node, attention.value.layout, attention, CHANNELS),
+        mask=write_mask(
+            writer,
+            scores.bias,
+            place=lambda operand: _beside_scores(writer, operand, attention),
+            multiply=lambda x, factor: _apply(writer, x, factor, attention),
+        ),
+        sinks=_sinks(writer, scores.sink, attention),
+        dropout_p=weights.dropout_p,
+        scale=scores.scale * attention.key.factor * (scores.cap or 1.0),
+        softcap=scores.cap,
+        enable_gqa=True,
+        module=module,
+        form=FORM,
+        unsupported=attention.unsupported,
+    )
+    return _view(writer, writer.insert(marker), output.back)
+
+
+def _not_understood(writer: GraphWriter, attention: WrittenAttention, module: str, reason: str) -> Node:
+    """A marker that says why, with operands as far as they are known."""
+    key = attention.key.node
+    try:
+        key = _key(writer, attention)
+    except NotUnderstood:
+        writer.undo()
+    marker = Marker(
+        original=attention.output,
+        query=attention.query.node,
+        key=key,
+        value=attention.value.node,
+        module=module,
+        form=FORM,
+        unsupported=reason,
+    )
+    return writer.insert(marker)
+
+
+def _query(writer: GraphWriter, attention: WrittenAttention, scores: Scores) -> Node:
+    batch, heads, rows, _ = attention.slots
+    node, layout = attention.query.node, attention.product.layouts[1 - attention.key_side]
+    own = set(names_of(attention.product.out)) - set(attention.slots[3])
+    if not own <= set(names_of(layout)):
+        raise NotUnderstood("its query is broadcast to more batches or heads")
+    products, output = value_of(attention.product.node).dtype, value_of(attention.output).dtype
+    if value_of(node).dtype not in (products, output):  # autocast narrows the operands of products
+        node = writer.call("to", node, products)
+    query = _arrange(writer, node, layout, (batch, heads, rows, (CONTRACTED,)))
+    for factor in scores.factors:
+        query = _apply(writer, query, factor, attention)
+    return query
+
+
+def _apply(writer: GraphWriter, x: Node, factor: Multiply, attention: WrittenAttention) -> Node:
+    operand = factor.operand
+    if set(names_of(operand.layout)) & set(attention.slots[3]):
+        raise NotUnderstood("its scores are scaled by a tensor that varies along the keys")
+    node = operand.node
+    if operand.layout:
+        node = _arrange(writer, node, operand.layout, attention.slots)
+    return writer.call(torch.div if factor.divide else torch.mul, x, node)
+
+
+def _key(writer: GraphWriter, attention: WrittenAttention) -> Node:
+    node = attention.key.node
+    for view in attention.key.views:
+        replaced = {view.args[0]: node}
+        node = writer.adopt(writer.graph.node_copy(view, lambda arg, replaced=replaced: replaced.get(arg, arg)))
+    return _keys_or_values(writer, node, attention.product.layouts[attention.key_side], attention, CONTRACTED)
+
+
+def _keys_or_values(
+    writer: GraphWriter, node: Node, layout: Layout, attention: WrittenAttention, channels: str
+) -> Node:
+    """[batch, num_kv_heads, kv_len, channels] of keys or values.
+
+    The query heads of one KV head are neighbours: of several head axes, those that the tensor lacks come last.
+    """
+    batch, heads, _, keys = attention.slots
+    lacks = [name not in names_of(layout) for name in heads if name in names_of(attention.product.out)]
+    if lacks != sorted(lacks):
+        raise NotUnderstood("the query heads that share a KV head are not neighbours")
+    return _arrange(writer, node, layout, (batch, heads, keys, (channels,)))
+
+
+def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAttention) -> Node:
+    """A tensor that is broadcast against the scores, as one that is broadcast against [B, H, q_len, kv_len]."""
+    heads = [name for name in attention.slots[1] if name in names_of(attention.product.out)]
+    has = [name in names_of(operand.layout) for name in heads]
+    if any(has) and not all(has):
+        raise NotUnderstood("its mask or bias is broadcast over some of several head dimensions")
+    return _arrange(writer, operand.node, operand.layout, attention.slots)
+
+
+def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:
+    """The sink logits of every head, which must be the same for all rows and sequences."""
+    if sink is None:
+        return None
+    batch, heads, rows, _ = attention.slots
+    for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):
+        if any(axis.name in (*batch, *rows) for axis in axes) and not statically_known_true(stride == 0):
+            raise NotUnderstood("its sinks are not one logit for every head")
+    node = _beside_scores(writer, sink, attention)
+    for dim in (3, 2, 0):
+        node = writer.call("select", node, dim, 0)
+    num_heads = math.prod(axis.size for dim in attention.product.out for axis in dim if axis.name in heads)
+    if statically_known_true(value_of(node).shape[0] == num_heads):
+        return node
+    if not isinstance(num_heads, int):
+        raise NotUnderstood("its sinks are broadcast to an unknown number of heads")
+    return writer.call("expand", node, num_heads)

@@ -1,0 +1,67 @@
+"""Insert operations into Dynamo's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from kvcompile.passes.mark.calls import value_of
+from kvcompile.passes.marker import Marker
+
+
+@dataclass
+class GraphWriter:
+    """Inserts operations at the graph's insertion point, each with its fake value and the origin of ``like``."""
+
+    graph: Graph
+    like: Node
+    inserted: list[Node] = field(default_factory=list)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call of a function, or of a method by its name."""
+        create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
+        return self.adopt(create(target, args, kwargs))
+
+    def adopt(self, node: Node) -> Node:
+        """Give a node that was just inserted its fake value and origin."""
+        args, kwargs = tree_map_only(Node, value_of, (node.args, node.kwargs))
+        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        with _fake_mode_of(value_of(self.like)), torch.no_grad():
+            return self._keep(node, target(*args, **kwargs))
+
+    def insert(self, marker: Marker) -> Node:
+        """Insert a marker, which has the value of its original."""
+        return self._keep(marker.insert(self.graph), value_of(marker.original))
+
+    def undo(self) -> None:
+        """Remove everything that was inserted."""
+        for node in reversed(self.inserted):
+            self.graph.erase_node(node)
+        self.inserted.clear()
+
+    def _keep(self, node: Node, value: Any) -> Node:
+        node.meta = {**self.like.meta, "example_value": value}
+        self.inserted.append(node)
+        return node
+
+
+def _fake_mode_of(value: Any) -> FakeTensorMode:
+    """That of a fake tensor, or of those of which another tensor subclass is made."""
+    while not isinstance(value, FakeTensor):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
+    return value.fake_mode
+
+
+def insert_in_place_of(node: Node, write: Callable[[GraphWriter], Node]) -> None:
+    """Let ``write`` insert operations behind ``node``; what it returns takes the place of ``node`` for its users."""
+    users = list(node.users)
+    with node.graph.inserting_before(node.next):
+        result = write(GraphWriter(node.graph, node))
+    for user in users:
+        user.replace_input_with(node, result)

@@ -1,0 +1,85 @@
+"""Note the parts of every attention site: of its logical caches before the rewrite, of the inserted nodes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from torch.fx import GraphModule, Node
+
+from kvcompile.passes.graph.aten import view_chain
+from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.notes.roles import Part, note_part, noting_new_nodes
+from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
+from kvcompile.passes.site import Site
+
+
+class SiteParts:
+    """The sites of one graph, and the caches that were proven behind them."""
+
+    def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | AttentionOnLatents | None]) -> None:
+        """``sites`` and ``attentions``: one for every marker of the graph; None where the caches were not proven."""
+        self._sites = sites
+        self._attentions = attentions
+        self._readers: dict[Node, list[int]] = {}
+        for index, attention in enumerate(attentions):
+            for cache in attention.caches if attention is not None else ():
+                self._readers.setdefault(cache.root, []).append(index)
+
+    def note_logical(self, gm: GraphModule) -> None:
+        """Note the nodes of the graph as it was traced."""
+        for index, (marker, attention) in enumerate(zip(markers_of(gm.graph), self._attentions, strict=True)):
+            note_part(marker, self._part("attention", [index]))
+            operands = _operands(marker) if attention is None else _proven(attention)
+            for name, root, nodes in operands:
+                for node in nodes:
+                    note_part(node, self._part(name, self._readers.get(root, [index])))
+
+    def storing(self, gm: GraphModule, cache: Cache) -> AbstractContextManager[None]:
+        """While the storage and the writes of ``cache`` are being rewritten."""
+        return noting_new_nodes(gm, lambda node: self._part(_packed_name(node, cache), self._readers[cache.root]))
+
+    def attending(self, gm: GraphModule, site: Site) -> AbstractContextManager[None]:
+        """While the marker of ``site`` is being rewritten."""
+        index = next(index for index, other in enumerate(self._sites) if other is site)
+        return noting_new_nodes(gm, lambda node: self._part("packed attention", [index]))
+
+    def _part(self, name: str, sites: Sequence[int]) -> Part:
+        return Part(name, tuple(sites), tuple(self._sites[index].module for index in sites))
+
+
+def _reads(attention: Attention | AttentionOnLatents) -> list[tuple[Cache, Sequence[Node]]]:
+    """The caches of a site, and the nodes that read each for it."""
+    if isinstance(attention, Attention):
+        return [(attention.key, attention.key_read.chain), (attention.value, attention.value_read.chain)]
+    return [(cache, [user for user in cache.root.users if user in cache.computing]) for cache in attention.caches]
+
+
+def _proven(attention: Attention | AttentionOnLatents) -> Iterator[tuple[str, Node, Sequence[Node]]]:
+    """(name of the part, value of the cache that is read, nodes) of the caches of a site."""
+    for cache, chain in _reads(attention):
+        yield f"{cache.role} read", cache.root, chain
+        written = "rows" if cache.kind == "fresh" else "write"
+        yield (
+            f"{cache.role} {written}",
+            cache.root,
+            [node for write in cache.writes for node in (*write.own, write.node)],
+        )
+        yield f"{cache.role} cache", cache.root, [cache.base]
+        yield f"{cache.role} write back", cache.root, [cache.write_back] if cache.write_back is not None else []
+
+
+def _operands(marker: Node) -> Iterator[tuple[str, Node, Sequence[Node]]]:
+    """The same of a site whose caches were not proven: what its operands read."""
+    call = Marker.of(marker)
+    for role, operand in (("key", call.key), ("value", call.value)):
+        root, chain = view_chain(operand, frozenset())
+        yield f"{role} read", root, chain
+        yield f"{role} source", root, [root]
+
+
+def _packed_name(node: Node, cache: Cache) -> str:
+    if node.op == "placeholder":
+        return f"packed {cache.role} cache"
+    mutates = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
+    return f"{cache.role} write back" if mutates else f"{cache.role} store"

@@ -1,0 +1,139 @@
+"""The neighbourhood of an attention site in a graph, small enough to keep and to draw.
+
+The nodes of one part of the site (:mod:`kvcompile.passes.notes.roles`) become one box, however many they are; every
+node beside them that they use, or that uses them, becomes a box of its own. Boxes hold text only, nothing of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from kvcompile.passes.notes.roles import part_of
+
+BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
+
+MAX_CONSUMERS = 4
+"""Other users of a box that are drawn; a constant or a position has a user in every layer."""
+
+_MAX_OPS = 4
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box of a drawing.
+
+    Attributes:
+        label: the name of a part, or of an operation.
+        detail: the operations of a part, or how many there are; the dtype and shape of what comes out.
+        kind: what it does for the site.
+    """
+
+    label: str
+    detail: tuple[str, ...]
+    kind: BoxKind
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """Boxes in the order of the graph, and edges ``(from, to)`` between their positions."""
+
+    boxes: tuple[Box, ...]
+    edges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """The neighbourhood of one site in the ATen graph, and in the rewritten one; None where there is none."""
+
+    before: Neighbourhood | None = None
+    after: Neighbourhood | None = None
+
+
+def neighbourhoods(graph: Graph, num_sites: int) -> list[Neighbourhood | None]:
+    """The neighbourhood of every site; None for one that no node of the graph has a part in."""
+    members: list[dict[Node, str]] = [{} for _ in range(num_sites)]
+    order: dict[Node, int] = {}
+    for position, node in enumerate(graph.nodes):
+        order[node] = position
+        part = part_of(node)
+        for site in part.sites if part is not None else ():
+            members[site][node] = part.name if part is not None else ""
+    return [_neighbourhood(names, order) if names else None for names in members]
+
+
+def _neighbourhood(names: dict[Node, str], order: dict[Node, int]) -> Neighbourhood:
+    groups: dict[Hashable, list[Node]] = {}
+    for node, name in names.items():
+        groups.setdefault(name, []).append(node)
+    for node in list(names):
+        for other in node.all_input_nodes:
+            if other not in names:
+                groups.setdefault(other, [other])
+    for group in list(groups.values()):
+        users = dict.fromkeys(user for node in group if node in names for user in node.users if user not in names)
+        for user in list(users)[:MAX_CONSUMERS]:
+            groups.setdefault(user, [user])
+    ordered = sorted(groups.items(), key=lambda item: order[item[1][0]])
+    places = {node: place for place, (_, nodes) in enumerate(ordered) for node in nodes}
+    edges = {
+        (places[source], place)
+        for place, (_, nodes) in enumerate(ordered)
+        for node in nodes
+        for source in node.all_input_nodes
+        if source in places and places[source] != place and (source in names or node in names)
+    }
+    boxes = (_part_box(key, nodes) if isinstance(key, str) else _node_box(nodes[0]) for key, nodes in ordered)
+    return Neighbourhood(tuple(boxes), tuple(sorted(edges)))
+
+
+def _part_box(name: str, nodes: list[Node]) -> Box:
+    return Box(name, (*_operations(nodes), *_value(nodes[-1])), _kind_of_part(name))
+
+
+def _node_box(node: Node) -> Box:
+    if node.op == "placeholder":
+        return Box("input", _value(node), "input")
+    if node.op == "output":
+        return Box("returned", (), "output")
+    return Box(operation_name(node), _value(node), "operation")
+
+
+def _kind_of_part(name: str) -> BoxKind:
+    if name.endswith("attention"):
+        return "attention"
+    word = name.removesuffix(" back").rsplit(" ", 1)[-1]
+    kinds: dict[str, BoxKind] = {"cache": "cache", "read": "read", "write": "write", "store": "write", "rows": "write"}
+    return kinds.get(word, "operation")
+
+
+def _operations(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """The operations of a part in order, each once; their number if they are many."""
+    calls = [node for node in nodes if node.op != "placeholder" and node.target is not operator.getitem]
+    names = list(dict.fromkeys(map(operation_name, calls)))
+    if len(names) > _MAX_OPS:
+        return (f"{len(calls)} operations",)
+    return (", ".join(names),) if names else ()
+
+
+def operation_name(node: Node) -> str:
+    """``index_put``, ``kvcompile.store``, ``split[1]``: what ``node`` calls, in the words of PyTorch."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return f"{operation_name(node.args[0])}[{node.args[1]}]"
+    target = node.args[0] if str(node.target) == "auto_functionalized_v2" else node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket).removeprefix("aten.").removeprefix("prims.")
+    return str(getattr(target, "__name__", target))
+
+
+def _value(node: Node) -> tuple[str, ...]:
+    """``float16 [1, 8, s27, 128]``, or nothing if the node makes no tensor."""
+    value: Any = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return (f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(str, value.shape))}]",)

@@ -1,0 +1,139 @@
+"""Stage B, before analysis: a pool of slots becomes a cache of one sequence, whose tokens are the slots.
+
+That is what it means: every write goes to tokens of that sequence, and what attention reads are tokens of it in another
+order. Two ops, which exist in stage B only, carry the difference. ``kvcompile::pool_view`` views the pool as a cache
+[1, num_slots, num_kv_heads, head_dim] and back; ``kvcompile::gather_slots`` takes tokens from such a cache. The passes
+behind this one treat a pool as any other cache; what they leave of the two ops becomes indexing of the pool again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
+from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.pools.analyse import Pool, read_pool
+from kvcompile.passes.stacks.rules import UsedAsWholeError
+
+aten = torch.ops.aten
+
+
+def page_pools(gm: GraphModule, heads_first: Mapping[int, bool]) -> None:
+    """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place.
+
+    ``heads_first``: of the inputs, by position, that are packed pools, whether blocks hold heads before tokens.
+    """
+    calls = [Marker.of(node) for node in markers_of(gm.graph)]
+    attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        try:
+            pool = read_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
+        except UsedAsWholeError:
+            continue  # the sites that read it are refused, and say so
+        if pool is not None:
+            _PoolRewriter(gm.graph, pool).rewrite()
+
+
+class _PoolRewriter:
+    """Rewrites one pool."""
+
+    def __init__(self, graph: Graph, pool: Pool) -> None:
+        self.graph = graph
+        self.pool = pool
+        self.caches: dict[Node, Node] = {}
+
+    def rewrite(self) -> None:
+        pool = self.pool
+        gathers = set(pool.gathers)
+        for node in [*pool.states, *pool.gathers]:
+            with self.graph.inserting_before(behind_placeholders(node) if node is pool.node else node):
+                if node is pool.node:
+                    self.caches[node] = self._view(node, (1, pool.num_slots, *pool.vector_shape))
+                elif node in gathers:
+                    self._gather(node)
+                else:
+                    self.caches[node] = self._write(node) if node in pool.writes else self.caches[node.args[0]]
+        if pool.write_back is not None:
+            with self.graph.inserting_before(pool.write_back):
+                last = self._view(self.caches[pool.write_back.args[1]], tuple(shape_of(pool.node)))
+            pool.write_back.args = (pool.node, last)
+        for node in pool.sizes:
+            with self.graph.inserting_before(node):
+                node.replace_all_uses_with(size_node(self.graph, node.meta["val"]))
+        for node in (*pool.sizes, *pool.gathers, *reversed(pool.states[1:])):
+            self.graph.erase_node(node)
+
+    def _view(self, node: Node, shape: tuple[Any, ...]) -> Node:
+        sizes = [size_node(self.graph, size) for size in shape]
+        view = self.graph.call_function(POOL_VIEW, (node, sizes, self.pool.heads_first))
+        with fake_mode_of(self.graph):
+            view.meta["val"] = node.meta["val"].new_empty(shape)
+        return view
+
+    def _write(self, node: Node) -> Node:
+        state, indices, value, *_ = node.args
+        slots = self._slots(state, indices)
+        vector_shape = self.pool.vector_shape
+        has_heads_first = self._is_of_blocks_with_heads_first(state, indices)
+
+        def one_sequence(x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            if has_heads_first:
+                x = x.reshape(*[1] * (3 - x.dim()), *x.shape).transpose(-3, -2)
+            return x.expand(*slots.shape, *vector_shape).reshape(1, -1, *vector_shape), slots.reshape(-1)
+
+        x, positions = inline(self.graph, one_sequence, value, slots)
+        cache = self.caches[state]
+        write = self.graph.call_function(aten.index_put.default, (cache, [None, positions], x))
+        write.meta["val"] = cache.meta["val"]
+        return write
+
+    def _gather(self, node: Node) -> None:
+        state, indices = node.args
+        gather = self.graph.call_function(GATHER_SLOTS, (self.caches[state], self._slots(state, indices)))
+        gather.meta = dict(node.meta)
+        if self._is_of_blocks_with_heads_first(state, indices):
+            order = list(range(node.meta["val"].dim()))
+            order[-3:-1] = order[-2], order[-3]
+            gather.meta["val"] = node.meta["val"].permute(order)
+            gather = insert_call(self.graph, aten.permute.default, gather, order)
+        node.replace_all_uses_with(gather)
+
+    def _is_of_blocks_with_heads_first(self, state: Node, indices: list[Node | None]) -> bool:
+        """Whether indices name whole blocks, which are [num_kv_heads, block_size, head_dim]."""
+        return self.pool.has_heads_first(state) and sum(index is not None for index in indices) == 1
+
+    def _slots(self, state: Node, indices: list[Node | None]) -> Node:
+        """The slots that indices of a state name; those outside of it are not slots of the pool either."""
+        shape = shape_of(state)
+        given = [index for index in indices if index is not None]
+        if len(shape) == 3:
+            return given[0]
+        size_of_block = shape[2 if self.pool.has_heads_first(state) else 1]
+        num_blocks, block_size = (size_node(self.graph, size) for size in (shape[0], size_of_block))
+
+        def slots(num_blocks: Any, block_size: Any, block: Tensor, *token: Tensor) -> Tensor:
+            block, inside = _counted_from_first(block, num_blocks)
+            if token:
+                offset, inside_block = _counted_from_first(token[0], block_size)
+                inside = inside & inside_block
+            else:
+                offset = torch.arange(block_size, device=block.device)
+                block, inside = block[..., None], inside[..., None]
+            return torch.where(inside, block * block_size + offset, num_blocks * block_size)
+
+        return inline(self.graph, slots, num_blocks, block_size, *given)
+
+
+def _counted_from_first(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
+    """An index with Python's meaning of negative ones, and whether it is one of ``size`` things."""
+    index = index.long()
+    index = torch.where(index < 0, index + size, index)
+    return index, (index >= 0) & (index < size)

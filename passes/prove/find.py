@@ -1,0 +1,396 @@
+"""Stage B, analysis: find the KV caches behind marked attention, and prove that every use of them is understood.
+
+A site is rewritten only if both its caches are proven: the cache arrives as an input (or is made in the graph, or is
+returned from it), is written by recognised writes alone, is read by attention alone, and is not visible otherwise. Any
+other use raises a Refusal, which becomes the site's reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.passes.calling import PackedInput
+from kvcompile.passes.graph.aliases import share_memory
+from kvcompile.passes.graph.aten import SAME_OPS, SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of, sliced_by, view_chain
+from kvcompile.passes.graph.names import cache_name, operation, user_name
+from kvcompile.passes.graph.permutations import axes_after, axes_before, permutes_vectors
+from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
+from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache, Kind
+from kvcompile.passes.prove.head_ranges import head_ranges
+from kvcompile.passes.prove.latents import has_one_head, read_latents, read_whole, views_of
+from kvcompile.passes.prove.reads import Read, trace_read
+from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
+from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
+from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
+from kvcompile.passes.refusal import Reason, Refusal
+
+aten = torch.ops.aten
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class CacheFinder:
+    """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
+
+    def __init__(
+        self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], held_inputs: Collection[Node] = ()
+    ) -> None:
+        """
+        Args:
+            graph: functional ATen graph with markers.
+            packed_inputs: placeholders whose caller passes a packed cache already.
+            held_inputs: placeholders of plain tensors that may be packed although the graph only reads them.
+        """
+        self.output = graph.output_node()
+        self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
+        self.windows = windows_of(self.output)
+        self.dropping = frozenset(window.slice for window in self.windows.values() if window.drops_appended)
+        self.packed_inputs = packed_inputs
+        self.held_inputs = held_inputs
+        self.caches: dict[Node, Cache] = {}
+        self.originals = owners_of_originals(graph)
+
+    def attention(self, marker: Node) -> Attention | AttentionOnLatents:
+        """Prove the caches of one site; raises Refusal."""
+        try:
+            return self._attention(marker)
+        except Refusal as refusal:
+            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
+                raise
+            on_latents = self._attention_on_latents(marker)
+            if on_latents is None:
+                raise
+            return on_latents
+
+    def _attention_on_latents(self, marker: Node) -> AttentionOnLatents | None:
+        read = read_latents(marker, self._may_be_latents)
+        if read is None:
+            return None
+        latents = [self._latents(root, role) for root, role in read.roles.items()]
+        for cache in latents:
+            cache.computing |= read.computing
+            cache.readers.add(marker)
+        return AttentionOnLatents(marker, tuple(latents))
+
+    def _may_be_latents(self, node: Node) -> bool:
+        if not has_one_head(node):
+            return False
+        if node in self.packed_inputs:
+            return True
+        if node.target in WRITE_OPS and first_state(node).op == "placeholder":
+            return True
+        # New rows of a single token say nothing of the axis of tokens; where heads come first, it is the usual one.
+        return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
+
+    def _latents(self, root: Node, role: Role) -> Cache:
+        if root not in self.caches:
+            cache = self.caches[root] = self._prove(read_whole(root), role)
+            packed = self.packed_inputs.get(cache.base)
+            cache.role = packed.layout.role if packed is not None else role
+        return self.caches[root]
+
+    def _attention(self, marker: Node) -> Attention:
+        call = Marker.of(marker)
+        key_read, value_read = self._read(call.key, "key"), self._read(call.value, "value")
+        key = self._cache(key_read, "key")
+        if key_read.root is value_read.root:
+            key.serves_both, value = True, key
+        else:
+            value = self._cache(value_read, "value")
+        attention = Attention(marker, key, value, key_read, value_read)
+        _check_heads(marker, attention)
+        for cache, read in ((attention.key, key_read), (attention.value, value_read)):
+            cache.reads.append(read)
+            cache.readers.add(marker)
+        return attention
+
+    def _read(self, operand: Node, role: Role) -> Read:
+        """How the operand reads a cache that exists, or else rows that the graph returns."""
+        root, _ = view_chain(operand, self.dropping)
+        if root.target is GATHER_SLOTS:
+            return trace_read(operand, self.dropping, role)
+        check_whole(root, role)
+        if _holds_tokens(root) or root in self.dropping:
+            read = trace_read(operand, self.dropping, role)
+            states, writes = self._history(read, role)
+            if states[0].op == "placeholder" or (writes and _is_zeros(states[0])):
+                return read
+        returned = self.outputs.union(self.windows)
+        root, _ = view_chain(operand, returned)
+        if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
+            raise no_cache(root, role)
+        return trace_read(operand, returned, role)
+
+    def _cache(self, read: Read, role: Role) -> Cache:
+        known = self.caches.get(read.root)
+        if known is None:
+            known = self.caches[read.root] = self._prove(read, role)
+        if known.role != role:
+            raise Refusal(Reason.other_role, role=role, other=known.role)
+        return known
+
+    def _prove(self, read: Read, role: Role) -> Cache:
+        states, writes = self._history(read, role)
+        base = states[0]
+        axes = read.axes
+        for state in reversed(states[1:]):
+            axes = axes_before(state, axes)
+        kind, write_back = self._kind(read, states, writes, axes, role)
+        packed = self.packed_inputs.get(base)
+        in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
+        cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
+        pool = next((state for state in states if state.target is POOL_VIEW), None)
+        cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
+        if kind == "static":
+            cache.kept = self._shifted(read)
+        elif kind != "read-only":
+            cache.kept, cache.returned = self._returned(read)
+        if cache.dtype not in _FLOATS:
+            raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
+        if base.op == "placeholder":
+            self._check_earlier_states(cache, states[:-1])
+        return cache
+
+    def _history(self, read: Read, role: Role) -> tuple[list[Node], list[CacheWrite]]:
+        """The states of the cache from before its writes to the value read, and the writes that led there.
+
+        A write through ``cache.transpose(1, 2)`` becomes one between two transposes, which are states as well.
+        """
+        node, axes = read.root, read.axes
+        states: list[Node] = [node]
+        writes: list[CacheWrite] = []
+        while True:
+            is_returned = node in self.outputs or node in self.windows
+            if _keeps_values(node) and not is_returned:
+                node, axes = node.args[0], axes_before(node, axes)
+            elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
+                write = _write_of(node, axes, role)
+                if write is None:
+                    return states, writes
+                writes.insert(0, write)
+                node = write.base
+            else:
+                return states, writes
+            states.insert(0, node)
+
+    def _kind(
+        self, read: Read, states: list[Node], writes: list[CacheWrite], axes: str, role: Role
+    ) -> tuple[Kind, Node | None]:
+        """What kind of cache, of which the first state is in the order ``axes``, and the copy back into that."""
+        root, base = read.root, states[0]
+        keeps_order = not any(map(permutes_vectors, states))
+        kept, returned = self._returned(read)
+        if writes and writes[-1].form in ("cat", "slice"):
+            grows = is_growing(writes if kept is None else [*writes, kept])
+            if grows and returned is not None and base.op == "placeholder" and keeps_order:
+                return "growing", None
+            shifted = self._shifted(read)
+            changes = writes if shifted is None else [*writes, shifted]
+            write_back = _find_write_back(changes[-1].node, base, read.axes, axes)
+            if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
+                return "static", write_back
+            raise no_cache(root, role)
+        if base.op == "placeholder":
+            if not writes:
+                if _is_overwritten(base):
+                    raise Refusal(Reason.read_before_write, role=role, source=cache_name(base))
+                if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
+                    return "read-only", None
+                raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
+            write_back = _find_write_back(root, base, read.axes, axes)
+            if write_back is None:
+                raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
+            return "static", write_back
+        if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
+            return "allocated", None
+        if returned is not None:
+            writes[:] = [returned_rows(root, read.axes)]
+            return "fresh", None
+        raise no_cache(root, role)
+
+    def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
+        """The output that is the cache or a slice of its tokens, and that slice as a move."""
+        root = read.root
+        if root in self.dropping:
+            dropped = self.windows[root.args[0]]
+            return None, dropped.output if dropped.is_returned else None
+        window = self.windows.get(root)
+        if window is None or not window.is_returned:
+            return None, root if root in self.outputs else None
+        kept = match_slice(window.output, read.axes)
+        return kept, None if kept is None else window.output
+
+    def _shifted(self, read: Read) -> CacheWrite | None:
+        """The slice that a window of fixed size keeps, if attention reads more than that."""
+        window = self.windows.get(read.root)
+        return None if window is None or window.is_returned else match_slice(window.output, read.axes)
+
+    def _is_move(self, node: Node, writes: list[CacheWrite]) -> bool:
+        """Whether ``node`` may be a slice of a growing cache, before or after a ``cat``."""
+        return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
+
+    def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
+        """No one else may look at the cache before or between its writes, nor a write at what it does not replace;
+        raises Refusal."""
+        own = {write.node: write.own for write in cache.writes}
+        views = {node for nodes in own.values() for node in nodes if node.target in (*VIEW_OPS, aten.select.int)}
+        for state, later in pairwise([*states, cache.root]):
+            between = own.get(later, ())
+            for node in (state, *between):
+                for user in node.users:
+                    if user in (later, *between):
+                        other_use = user if _count_uses(node, user) > 1 else None
+                    else:
+                        other_use = self._other_use(cache, node, user, {cache.write_back, *views})
+                    if other_use is not None:
+                        raise used_elsewhere(cache.role, node, other_use)
+
+    def check_reads(self, cache: Cache) -> None:
+        """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
+        if cache.kind == "fresh":
+            self._check_other_outputs(cache)
+            return  # the rows themselves stay as they are; only attention and the caller see them quantized
+        returned = cache.returned if cache.kind in ("allocated", "growing") else None
+        views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
+        kept = cache.kept.node if cache.kept is not None else returned
+        if kept is not None and kept is not cache.root:
+            views.update(node for node in sliced_by(kept) if node is not cache.root)
+        understood = {cache.write_back, *views}
+        for node in (cache.root, *views):
+            for user in node.users:
+                if node is returned and user is self.output:
+                    continue
+                other_use = self._other_use(cache, node, user, understood)
+                if other_use is not None and node is cache.root:
+                    raise used_elsewhere(cache.role, node, other_use)
+                if other_use is not None:
+                    raise Refusal(Reason.escaping_view, role=cache.role, user=user_name(other_use))
+
+    def _check_other_outputs(self, cache: Cache) -> None:
+        """What the caller writes to the cache must show in no other output; raises Refusal."""
+        returned = cache.returned
+        for other in self.outputs - {returned}:
+            if returned is not None and share_memory(returned, other):
+                raise Refusal(Reason.escaping_view, role=cache.role, user=f"another output, {operation(other)}")
+
+    def _other_use(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> Node | None:
+        """What uses ``node``, a value of the cache or a view of it, in none of the known ways: ``user`` or, if that is
+        a view, what uses this.
+
+        Known are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
+        originals of sites that read the cache, which are erased if they are rewritten (and if one is not, neither is
+        any other reader of the cache); it is the marker of such a site, and ``node`` is what it reads as its key or
+        value and nothing else; it is a view with known uses only.
+        """
+        if user in understood or user in cache.computing or user.target in SIZE_OPS:
+            return None
+        if user in self.originals and self.originals[user] <= cache.readers:
+            return None
+        if is_marker(user):
+            call = Marker.of(user)
+            operands = (call.key, call.value) if cache.serves_both else (getattr(call, cache.role),)
+            uses = sum(node is operand for operand in operands)
+            return None if user in cache.readers and uses > 0 and user.args.count(node) == uses else user
+        if user.target not in (*VIEW_OPS, POOL_VIEW):
+            return user
+        others = (self._other_use(cache, user, further, understood) for further in user.users)
+        return next(filter(None, others), None)
+
+
+def _count_uses(node: Node, user: Node) -> int:
+    return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))
+
+
+def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
+    """``node`` as a write of a cache; raises Refusal for one in a form that is not understood.
+
+    One into a tensor that the graph has made assembles new rows (a part with rotary positions and one without, say) or
+    something that is made for this attention alone, however it does that.
+    """
+    try:
+        return match_slice(node, axes) or match_write(node, axes, role)
+    except Refusal:
+        if first_state(node).op == "placeholder":
+            raise
+        return None
+
+
+def _holds_tokens(root: Node) -> bool:
+    """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
+    if root.target not in WRITE_OPS:
+        return root.op == "placeholder"
+    first = first_state(root)
+    return first.op == "placeholder" or _is_zeros(first)
+
+
+def _is_overwritten(base: Node) -> bool:
+    return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
+
+
+def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
+    """The ``copy_`` into ``base`` of ``node``, in the order ``axes``, or of a permutation of it."""
+    for user in node.users:
+        if user.target is aten.copy_.default and user.args[0] is base and axes == axes_of_base:
+            return user
+        if _keeps_values(user):
+            found = _find_write_back(user, base, axes_after(user, axes), axes_of_base)
+            if found is not None:
+                return found
+    return None
+
+
+def _keeps_values(node: Node) -> bool:
+    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_vectors(node)
+
+
+def _is_zeros(node: Node) -> bool:
+    return node.target is aten.empty.memory_format or (node.target is aten.full.default and node.args[1] == 0)
+
+
+def _is_new_rows(node: Node) -> bool:
+    """Whether a returned ``cat`` only assembles new rows (as rotary embeddings do), rather than extending a cache."""
+    if node.target is not aten.cat.default:
+        return False
+    base = node.args[0][0]
+    while base.op == "call_function" and base.target in (*SAME_OPS, aten.slice.Tensor):
+        base = base.args[0]
+    return base.op != "placeholder"
+
+
+def _check_heads(marker: Node, attention: Attention) -> None:
+    """Grouped-query attention over the same tokens; raises Refusal.
+
+    Comparing symbolic sizes here guards on the answer. That is wanted: head counts and head_dim are constants of a
+    model even under ``dynamic=True``, and a key and a value cache of distinct symbolic lengths grow together.
+    """
+    call = Marker.of(marker)
+    query = shape_of(call.query)
+    key, value = attention.key, attention.value
+    for cache, operand in ((key, call.key), (value, call.value)):
+        fits = len(query) == 4 and bool(query[0] == shape_of(operand)[0])
+        fits = fits and int(query[1]) % int(shape_of(operand)[1]) == 0
+        fits = fits and (cache is value or int(query[3]) == cache.head_dim)
+        if not fits:
+            raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))
+    same_length = bool(attention.key_read.num_tokens == attention.value_read.num_tokens)
+    ranges = head_ranges(attention.key_read, attention.value_read)
+    if not same_length or (ranges is None and key.num_kv_heads != value.num_kv_heads):
+        shapes = [list(key.shape), list(value.shape)]
+        raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
+    if ranges is None:
+        raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
+    if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
+        raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
+    if key is value and attention.key_read.first_sequence != attention.value_read.first_sequence:
+        raise Refusal(Reason.shared_key_value, detail="keys and values are those of different sequences")
+
+
+assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

@@ -1,0 +1,136 @@
+"""Stage B, analysis: attention whose keys and values a model computes from caches in every step.
+
+Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) caches a *latent* of each token, a vector
+of one head, and beside it the rotary part of its keys, which all heads share. A projection makes the keys and values of
+all heads of them. Such caches are packed, and dequantized where the model reads them: beside what it computes there of
+all tokens, which is many times as large, that is little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.layout.axes import CACHE_AXES
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.passes.graph.aten import VIEW_OPS, shape_of
+from kvcompile.passes.graph.names import cache_name
+from kvcompile.passes.marker import Marker, is_marker
+from kvcompile.passes.prove.reads import Read
+from kvcompile.passes.prove.writes import match_write
+from kvcompile.passes.refusal import Reason, Refusal
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
+
+
+@dataclass(frozen=True)
+class LatentsRead:
+    """How attention depends on caches of latents.
+
+    Attributes:
+        roles: the cache values that it depends on, in the order of the graph, and the role that each is packed in. That
+            which keys and values are computed from is a key; beside it, one that only keys are computed from is a value
+            (Transformers keeps the two in ``keys`` and ``values`` of a layer). Otherwise each has the role of the
+            operand that is computed from it.
+        computing: the nodes that lead from them to the attention, its marker included.
+    """
+
+    roles: dict[Node, Role]
+    computing: frozenset[Node]
+
+
+def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead | None:
+    """The caches of latents that attention is computed from, up to the attention before it.
+
+    Args:
+        marker: of the attention.
+        is_cache: whether a node may be the value of a cache, after its writes.
+
+    Returns:
+        None unless both its keys and values depend on such caches, and one of them is projected from them.
+
+    Raises:
+        Refusal: its query is computed from one of them, too.
+    """
+    call = Marker.of(marker)
+    key, value = (_behind([operand], is_cache) for operand in (call.key, call.value))
+    if not (key and value) or not (_is_projected(key) or _is_projected(value)):
+        return None
+    given = [call.original, call.key, call.value, *([call.mask] if call.mask is not None else [])]
+    every, query = _behind(given, is_cache), _behind([call.query], is_cache)
+    roots = [node for node, is_computed in every.items() if not is_computed]
+    has_shared = any(root in key and root in value for root in roots)
+    roles: dict[Node, Role] = {}
+    for root in roots:
+        if root in query:
+            raise Refusal(Reason.used_elsewhere, role="key", source=cache_name(root), user="the query")
+        roles[root] = "key" if root in key and (root in value or not has_shared) else "value"
+    computing = frozenset(node for node, is_computed in every.items() if is_computed)
+    return LatentsRead(roles, computing | {marker})
+
+
+def has_one_head(node: Node, *axes: int) -> bool:
+    """Whether ``node``, no result of attention, is [batch, 1, tokens, width] or [batch, tokens, 1, width], of floats.
+
+    ``axes``: those that may be that of heads; 1 and 2 if none is given.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
+        return False
+    return any(statically_known_true(value.shape[axis] == 1) for axis in axes or (1, 2))
+
+
+def read_whole(root: Node) -> Read:
+    """The read of all tokens of a cache value of one head, whose tokens are on the axis along which it is written."""
+    shape = shape_of(root)
+    orders = [axes for axes in CACHE_AXES if statically_known_true(shape[axes.index("h")] == 1)]
+    axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
+    return Read(root, (), axes, shape[axes.index("t")], shape[3], 1, shape[axes.index("b")])
+
+
+def views_of(root: Node, computing: Collection[Node]) -> set[Node]:
+    """Those of ``computing`` that are views of ``root``."""
+    views: set[Node] = set()
+    pending = [root]
+    while pending:
+        found = {user for user in pending.pop().users if user in computing and user.target in VIEW_OPS} - views
+        views |= found
+        pending += found
+    return views
+
+
+def _is_written(root: Node, axes: str) -> bool:
+    try:
+        return match_write(root, axes, "key") is not None
+    except Refusal:
+        return False
+
+
+def _behind(operands: Iterable[Node], is_cache: Callable[[Node], bool]) -> dict[Node, bool]:
+    """The nodes from caches to ``operands``, in the order of the graph, and whether each is computed from a cache; if
+    not, it is one. Attention of earlier layers is not looked through."""
+    pending, seen = list(operands), set(operands)
+    while pending:
+        node = pending.pop()
+        inputs = (
+            [] if is_marker(node) or is_cache(node) else [other for other in node.all_input_nodes if other not in seen]
+        )
+        seen.update(inputs)
+        pending += inputs
+    behind: dict[Node, bool] = {}
+    for node in next(iter(seen)).graph.nodes if seen else ():
+        if node in seen and is_cache(node):
+            behind[node] = False
+        elif node in seen and not is_marker(node) and not behind.keys().isdisjoint(node.all_input_nodes):
+            behind[node] = True
+    return behind
+
+
+def _is_projected(behind: dict[Node, bool]) -> bool:
+    return any(is_computed and node.target in _PRODUCTS for node, is_computed in behind.items())

@@ -1,0 +1,124 @@
+"""Stage B, analysis: why what attention reads is no cache, or not one of its own.
+
+It is made of new rows alone, or of a cache in a way that cannot be packed; it is a part of something larger; something
+else uses it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.passes.graph.aliases import lead_apart
+from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.names import cache_name, operation, user_name
+from kvcompile.passes.graph.states import first_state, states_of
+from kvcompile.passes.marker import is_marker
+from kvcompile.passes.pools.analyse import read_pool
+from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.stacks.analyse import read_stack
+from kvcompile.passes.stacks.rules import UsedAsWholeError
+
+aten = torch.ops.aten
+
+_ARRANGING = WRITE_OPS | VIEW_OPS | SELECTIONS | {aten.copy.default}
+_CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+def no_cache(root: Node, role: Role) -> Refusal:
+    """Why ``root`` is no cache."""
+    values = list(_reached(root, _values_of))
+    codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
+    if codes is not None:
+        return Refusal(Reason.already_quantized, role=role, source=cache_name(codes), dtype=codes.meta["val"].dtype)
+    moved = next((node for node in (*values, *root.users) if _changes_device(node)), None)
+    if moved is not None:
+        devices = (node.meta["val"].device for node in (moved.args[0], moved))
+        return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
+    if _is_copied_back(root):
+        first = first_state(root)
+        op = operation(root if first.op == "placeholder" else first)
+        return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
+    # Attention of earlier layers is no part of how it is made: what a model computes from that is new.
+    made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
+    return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)
+
+
+def _is_copied_back(root: Node) -> bool:
+    """Whether an input is overwritten with ``root``, a later state of it, or a new tensor of which it is a part."""
+    states = states_of(root)
+    made_here = states[0].op == "call_function"
+    copied = (states_of(copy.args[1]) for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default))
+    return any(
+        root in others or (made_here and others[0] is states[0] and not lead_apart(states, others)) for others in copied
+    )
+
+
+def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
+    """``root`` and what it is made of, as far as ``operands_of`` leads."""
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        yield node
+        operands = [operand for operand in operands_of(node) if operand not in seen]
+        seen.update(operands)
+        pending.extend(operands)
+
+
+def _values_of(node: Node) -> list[Node]:
+    """The operands whose values ``node`` has, number by number, however changed or arranged.
+
+    Those of a sum or product that are broadcast are none of them (scales and masks), nor are those of a projection.
+    """
+    operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
+    if len(operands) < 2 or node.target in _ARRANGING:
+        return operands
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return []
+    size = node.meta["val"].numel()
+    return [operand for operand in operands if statically_known_true(operand.meta["val"].numel() == size)]
+
+
+def _changes_device(node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or len(node.all_input_nodes) != 1 or value.dim() != 4:
+        return False
+    before = node.all_input_nodes[0].meta.get("val")
+    return isinstance(before, torch.Tensor) and before.device != value.device
+
+
+def _is_later_state(node: Node) -> bool:
+    """Whether ``node`` is a cache that was passed in, after a write."""
+    return node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder"
+
+
+def check_whole(root: Node, role: Role) -> None:
+    """Raise Refusal if attention reads one layer or role of a larger tensor, or tokens that an index gathers."""
+    first = first_state(root)
+    if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
+        return
+    if root.target is not aten.index.Tensor:
+        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=cache_name(first), detail=detail)
+    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
+        raise Refusal(Reason.gathered, role=role, source=cache_name(first), detail=detail)
+
+
+def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
+    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
+    try:
+        read(*nodes)
+    except UsedAsWholeError as error:
+        return f"which is also used by {user_name(error.user)}"
+    return None
+
+
+def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:
+    """``user`` uses ``state`` of a cache in a way of its own."""
+    return Refusal(Reason.used_elsewhere, role=role, source=cache_name(state), user=user_name(user))

@@ -1,0 +1,468 @@
+"""Recognise the ways in which models write a KV cache, after functionalisation.
+
+Every recognised write is brought to one normal form: tokens ``x`` [batch, num_kv_heads, n, head_dim] go to integer
+``positions`` ([n], or [batch, n]) along the token axis, optionally only where ``valid``. They have the dtype of the
+cache: an assignment rounds to it, and a write whose result has another is none of a cache.
+
+====================================  ===========================================
+in the model                          in the functional graph
+====================================  ===========================================
+``cache.index_copy_(2, pos, k)``      ``index_put(cache, [None, None, pos], k)``
+``cache[:, :, pos] = k``              the same
+``cache[arange(B), :, pos] = k``      ``index_put(cache, [iota, None, pos], k)``
+``cache[:, :, a:b] = k``, ``copy_``   ``slice_scatter(cache, copy(slice, k), ...)``
+``cache[:, :, i] = k``                ``select_scatter(cache, copy(select, k), ...)``
+``cache.scatter_(2, index, k)``       ``scatter.src(cache, 2, expand(pos), k)``
+``cache.copy_(where(m, k, cache))``   ``where(m, k, cache)``
+``torch.cat([cache, k], 2)``          ``cat([cache, k], 2)``
+``cache[a:b, :, pos] = k``            one of the above on ``slice(cache, 0, a, b)``,
+                                      put back by ``slice_scatter(cache, ..., 0)``
+====================================  ===========================================
+
+Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
+tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``, and
+``cache[:, :, :-n] = cache[:, :, n:].clone()`` a ``slice_scatter`` of a slice of the same cache; of a cache that grows
+``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, ...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.kernels.layout.axes import heads_first
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
+from kvcompile.passes.graph.aten import same_sizes, shape_of, sliced_by, views_alike, with_defaults
+from kvcompile.passes.graph.cast_to_cache import converted
+from kvcompile.passes.graph.inline import inline, size_node
+from kvcompile.passes.refusal import Reason, Refusal
+
+aten = torch.ops.aten
+
+Normalised = tuple[Node | None, Node, Node | None]
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """One write of a cache.
+
+    Attributes:
+        node: the functional write; its value is the cache after it.
+        base: the cache before it.
+        form: what kind of write, for the report.
+        axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
+        own: nodes beside ``node`` through which it uses ``base``, of which they read the shape or what they put back.
+        normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
+            ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
+        moves: whether it moves tokens.
+        first_sequence: of some neighbouring sequences that it writes, an int or a node of one; None if it is all.
+    """
+
+    node: Node
+    base: Node
+    form: str
+    axes: str
+    own: tuple[Node, ...]
+    normalise: Callable[[Graph], Normalised]
+    moves: bool = False
+    first_sequence: Any = None
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether fewer tokens are left than before."""
+        before, after = (_num_tokens(state, self.axes) for state in (self.base, self.node))
+        return self.form == "slice" and not statically_known_true(before == after)
+
+
+def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
+    """Read ``node`` as a write along the tokens of a cache in the order ``axes``.
+
+    Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
+    """
+    matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
+    write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
+    if write is not None and _dtype(write.base) != _dtype(node):
+        raise _refuse(node, role, f"it makes {_dtype(node)} of a cache of {_dtype(write.base)}")
+    return write
+
+
+def match_slice(node: Node, axes: str) -> CacheWrite | None:
+    """Read ``node``, a slice or a copy of one, as a move of the tokens that it keeps to the beginning of a cache.
+
+    Returns None if it is no slice of tokens.
+    """
+    return _with_later_sizes(lambda: _match_slice(node, axes))
+
+
+def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | None:
+    """The write that ``match`` finds; matched anew when its nodes are inserted.
+
+    Sizes are as they are known by then: what is checked after the first match may have made symbols constant.
+    """
+    write = match()
+
+    def normalise(graph: Graph) -> Normalised:
+        write = match()
+        assert write is not None, "the same write as before"
+        return write.normalise(graph)
+
+    return write and replace(write, normalise=normalise)
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _refuse(node: Node, role: str, detail: str) -> Refusal:
+    return Refusal(Reason.unknown_write, role=role, op=node.target, detail=detail)
+
+
+def _whole(node: Node, axes: str, n: Any) -> list[Any]:
+    """The shape of ``n`` tokens in the layout of the cache that ``node`` updates."""
+    shape = list(shape_of(node))
+    shape[axes.index("t")] = n
+    return shape
+
+
+def _num_tokens(node: Node, axes: str) -> Any:
+    return shape_of(node)[axes.index("t")]
+
+
+def _has_size_1(shape: Sequence[Any], axes: str) -> bool:
+    """Whether heads and channels are of size 1, so that what has this shape is the same for all of a token."""
+    return all(statically_known_true(shape[axes.index(axis)] == 1) for axis in "hd")
+
+
+def _write(
+    node: Node,
+    base: Node,
+    form: str,
+    axes: str,
+    fn: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    value: Node,
+    *args: Any,
+    own: tuple[Node, ...] = (),
+) -> CacheWrite:
+    """The write that ``fn`` makes of ``value``, in the dtype of the cache, and ``args``."""
+
+    def normalise(graph: Graph) -> Normalised:
+        return inline(graph, fn, converted(graph, value, node), *_materialise(graph, args))
+
+    return CacheWrite(node, base, form, axes, own, normalise)
+
+
+def _move(
+    node: Node, base: Node, form: str, axes: str, source: Callable[..., Tensor], *args: Any, own: tuple[Node, ...] = ()
+) -> CacheWrite:
+    """The move to which every token comes from its ``source``, which ``source`` makes of ``args``."""
+
+    def normalise(graph: Graph) -> Normalised:
+        return None, inline(graph, source, *_materialise(graph, args)), None
+
+    return CacheWrite(node, base, form, axes, own, normalise, moves=True)
+
+
+def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
+    return [size_node(graph, arg) if isinstance(arg, torch.SymInt) else arg for arg in args]
+
+
+def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
+    """Positions with Python's meaning of negative ones; those outside the cache point behind its packed data.
+
+    The last block may have room for tokens that the model's cache has not. A write there must not go unnoticed, so it
+    is sent to where the store checks bounds: generated C++ raises, and the Triton store writes nothing.
+    """
+    positions = positions.long()
+    positions = torch.where(positions < 0, positions + num_tokens, positions)
+    inside = (positions >= 0) & (positions < num_tokens)
+    return torch.where(inside, positions, num_tokens + BLOCK_TOKENS)
+
+
+def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
+    base, indices, value, *rest = node.args
+    indices = [*indices, *[None] * (4 - len(indices))]
+    if rest and rest[0]:
+        raise _refuse(node, role, "it accumulates")
+    token_axis, batch_axis = axes.index("t"), axes.index("b")
+    index = indices[token_axis]
+    others = [i for i, other in enumerate(indices) if other is not None and i != token_axis]
+    if index is None or index.meta["val"].dtype == torch.bool:
+        raise _refuse(node, role, "no integer index along the token dimension")
+    num_tokens = _num_tokens(base, axes)
+    rank = index.meta["val"].dim()
+    batch, num_heads, head_dim = (shape_of(base)[axes.index(axis)] for axis in "bhd")
+
+    if not others and rank <= 1:
+        n = shape_of(index)[0] if rank else 1
+
+        def shared(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            x = x if rank else x.unsqueeze(token_axis)
+            x = x.expand(_whole(node, axes, n))
+            return heads_first(x, axes), wrapped(pos.reshape(-1), num_tokens), None
+
+        return _write(node, base, "index_put", axes, shared, value, index)
+
+    # Indices of two dimensions give the first dimensions of the value, unless those are neighbours behind another one.
+    if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
+
+        def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+            pos = torch.broadcast_tensors(sequence, pos)[1]
+            x = x.expand(*pos.shape, num_heads, head_dim)
+            if pos.dim() == 1:  # a position for each sequence; or several, for the only one
+                added = 0 if batch == 1 else 1
+                pos, x = pos.unsqueeze(added), x.unsqueeze(added)
+            return x.transpose(1, 2), wrapped(pos, num_tokens), None
+
+        if max(rank, 1) <= indices[batch_axis].meta["val"].dim() <= 2:
+            return _write(node, base, "index_put per sequence", axes, per_sequence, value, indices[batch_axis], index)
+    raise _refuse(node, role, "it indexes more than the token dimension")
+
+
+def _is_arange(node: Node, size: Any) -> bool:
+    """Whether ``node`` is ``arange(size)``, possibly as a column."""
+    shape = shape_of(node)
+    if len(shape) == 2 and not statically_known_true(shape[1] == 1):
+        return False
+    while node.target in (aten.view.default, aten.unsqueeze.default):
+        node = node.args[0]
+    return (
+        node.target is torch.ops.prims.iota.default
+        and statically_known_true(node.args[0] == size)
+        and node.kwargs.get("start") == 0
+        and node.kwargs.get("step") == 1
+    )
+
+
+def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The value behind ``copy(slice(cache), value)``, and the nodes of that idiom that touch the cache."""
+    value = node.args[1]
+    if value.target is aten.copy.default:
+        return value.args[1], (value, value.args[0])
+    return value, ()
+
+
+def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
+    base, part, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
+    if axis == axes.index("b"):
+        return _match_some_sequences(node, axes, role)
+    if axis != axes.index("t") or step != 1:
+        raise _refuse(node, role, f"it writes a slice of dimension {axis}")
+    written, first_sequence = node, None
+    own: tuple[Node, ...] = ()
+    if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
+        written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
+    shift = _match_shift(node, axes)
+    if shift is not None:
+        return shift
+    value, read = _source(written)
+    num_tokens = _num_tokens(base, axes)
+
+    def normalise(x: Tensor, first: Any, *shape: Any) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x.expand(shape), axes)
+        return x, wrapped(torch.arange(x.shape[2], device=x.device) + first, num_tokens), None
+
+    first, shape = _first_of_slice(start, num_tokens), shape_of(written.args[1])
+    write = _write(node, base, "slice_scatter", axes, normalise, value, first, *shape, own=(*own, *read))
+    return write if first_sequence is None else _of_some_sequences(write, first_sequence)
+
+
+def _match_shift(node: Node, axes: str) -> CacheWrite | None:
+    """Neighbouring tokens of a cache copied to another place in it."""
+    value, read = _source(node)
+    base, first = _slice_of_tokens(value, axes)
+    if base is not node.args[0] or not same_sizes(shape_of(value), shape_of(node.args[1])):
+        return None
+    num_tokens, n = _num_tokens(base, axes), _num_tokens(value, axes)
+    to = _first_of_slice(with_defaults(node, None, None, 0, None)[3], num_tokens)
+    device = node.meta["val"].device
+
+    def source(first: Any, to: Any, n: Any) -> Tensor:
+        copied, place = (wrapped(torch.arange(n, device=device) + begin, num_tokens) for begin in (first, to))
+        return torch.arange(num_tokens, device=device).index_put([place], copied)
+
+    return _move(node, base, "shift", axes, source, first, to, n, own=(*sliced_by(value), *read))
+
+
+def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
+    """A write to a slice of the batch, which is then put back."""
+    part = node.args[1]
+    write = match_write(part, axes, role)
+    if write is None or write.moves or write.first_sequence is not None or not _is_put_back(node, part):
+        raise _refuse(node, role, "it writes a slice of the batch that is not a write of its tokens")
+    own = (part, write.base, *write.own)
+    write = replace(write, node=node, base=node.args[0], own=own)
+    return _of_some_sequences(write, _first_sequence(node, axes, role))
+
+
+def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
+    return replace(write, form=f"{write.form} of some sequences", first_sequence=first_sequence)
+
+
+def _is_put_back(scatter: Node, part: Node) -> bool:
+    """Whether ``scatter`` puts ``part``, a write to a slice, to where that was taken from."""
+    base, _, *place = with_defaults(scatter, None, None, 0, None, None, 1)
+    taken = part.args[0]
+    if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
+        return False
+    before, *taken_from = with_defaults(taken, None, 0, None, None, 1)
+    return views_alike(before, base) and taken_from == place
+
+
+def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
+    """The first index of a slice of the batch, an int or a node of one."""
+    start, _, step = with_defaults(scatter, None, None, 0, None, None, 1)[3:]
+    if step != 1:
+        raise _refuse(scatter, role, "it writes sequences that are not neighbours")
+    first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
+    if not statically_known_true((first.meta["val"] if isinstance(first, Node) else first) >= 0):
+        raise _refuse(scatter, role, "the first sequence that it writes may be counted from the last")
+    return first
+
+
+def _first_of_slice(start: Any, size: Any) -> Any:
+    """The first index of a slice; a node of it may still be negative, and count from the end."""
+    start = 0 if start is None else start
+    return torch.sym_max(start + size, 0) if isinstance(start, int) and start < 0 else start
+
+
+def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
+    base, _, axis, index = node.args
+    if axis != axes.index("t"):
+        raise _refuse(node, role, f"it writes one index of dimension {axis}")
+    value, own = _source(node)
+    num_tokens = _num_tokens(base, axes)
+    shape = shape_of(node.args[1])
+
+    def normalise(x: Tensor, position: Any) -> tuple[Tensor, Tensor, None]:
+        x = x.expand(shape).unsqueeze(axes.index("t"))
+        positions = torch.zeros(1, dtype=torch.int64, device=x.device) + position
+        return heads_first(x, axes), wrapped(positions, num_tokens), None
+
+    return _write(node, base, "select_scatter", axes, normalise, value, index, own=own)
+
+
+def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
+    base, axis, index, value = node.args
+    if axis != axes.index("t"):
+        raise _refuse(node, role, f"it scatters along dimension {axis}")
+    n = _num_tokens(index, axes)
+    source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
+    shape = shape_of(source)
+    whole = _whole(node, axes, n)
+    if len(shape) != 4 or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
+        raise _refuse(node, role, "its index may differ between heads or channels of a token")
+    num_tokens = _num_tokens(base, axes)
+    batch = shape[axes.index("b")]
+    all_batches = (1, whole[axes.index("b")])
+    if not statically_known_true(_num_tokens(source, axes) == n) or not any(
+        statically_known_true(batch == size) for size in all_batches
+    ):
+        raise _refuse(node, role, "its index repeats positions")
+
+    def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
+        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)
+        return heads_first(x, axes), wrapped(pos, num_tokens), None
+
+    if not same_sizes(shape_of(value), whole):
+        raise _refuse(node, role, "its source has another shape than its index")
+    return _write(node, base, "scatter", axes, normalise, value, source)
+
+
+def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
+    mask, value, base = node.args
+    if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != 4:
+        return None
+    if tuple(shape_of(base)) != tuple(shape_of(node)):
+        return None
+    shape = [1] * (4 - mask.meta["val"].dim()) + list(shape_of(mask))
+    if not _has_size_1(shape, axes):
+        raise _refuse(node, role, "its mask differs between heads or channels of a token")
+    num_tokens = _num_tokens(base, axes)
+
+    def normalise(x: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = heads_first(x.expand(_whole(node, axes, num_tokens)), axes)
+        valid = heads_first(m.reshape(shape), axes).flatten(1).expand(x.shape[0], num_tokens)
+        positions = torch.arange(num_tokens, device=x.device).expand(x.shape[0], num_tokens)
+        return x, positions, valid
+
+    return _write(node, base, "where", axes, normalise, value, mask)
+
+
+def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
+    tensors, axis = with_defaults(node, None, 0)
+    if len(shape_of(node)) != 4 or axis != axes.index("t"):
+        return None
+    if len(tensors) != 2:
+        raise _refuse(node, role, f"it concatenates {len(tensors)} tensors")
+    base, value = tensors
+
+    def normalise(x: Tensor, length: Any) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x, axes)
+        return x, torch.arange(x.shape[2], device=x.device) + length, None
+
+    return _write(node, base, "cat", axes, normalise, value, _num_tokens(base, axes))
+
+
+def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
+    """Tokens of a cache in another order: every token of the result is one of the cache."""
+    base, indices = node.args
+    token_axis = axes.index("t")
+    index = indices[token_axis] if len(indices) > token_axis else None
+    if index is None or len(shape_of(node)) != 4 or any(i is not None and i is not index for i in indices):
+        return None
+    num_tokens = _num_tokens(base, axes)
+    is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
+    if not is_vector or not statically_known_true(_num_tokens(node, axes) == num_tokens):
+        return None
+    return _move(node, base, "index", axes, lambda source: wrapped(source, num_tokens), index)
+
+
+def _slice_of_tokens(node: Node, axes: str) -> tuple[Node | None, Any]:
+    """The tensor of which ``node`` is a slice, or a copy of one, of neighbouring tokens, and the first of them."""
+    chain = sliced_by(node)
+    if chain and len(shape_of(node)) == 4:
+        base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
+        if axis == axes.index("t") and step == 1:
+            return base, _first_of_slice(start, _num_tokens(base, axes))
+    return None, None
+
+
+def _match_slice(node: Node, axes: str) -> CacheWrite | None:
+    base, first = _slice_of_tokens(node, axes)
+    if base is None:
+        return None
+    num_tokens, n = _num_tokens(base, axes), _num_tokens(node, axes)
+    device = node.meta["val"].device
+
+    def source(first: Any, n: Any) -> Tensor:
+        return wrapped(torch.arange(n, device=device) + first, num_tokens)
+
+    return _move(node, base, "slice", axes, source, first, n, own=sliced_by(node)[1:])
+
+
+def returned_rows(node: Node, axes: str) -> CacheWrite:
+    """New keys or values that the graph returns, as the first write of a cache that grows from nothing."""
+
+    def normalise(x: Tensor) -> tuple[Tensor, Tensor, None]:
+        x = heads_first(x, axes)
+        return x, torch.arange(x.shape[2], device=x.device), None
+
+    return _write(node, node, "returned", axes, normalise, node)
+
+
+_MATCHERS: dict[Any, Callable[[Node, str, str], CacheWrite | None]] = {
+    aten.index_put.default: _match_index_put,
+    aten.slice_scatter.default: _match_slice_scatter,
+    aten.select_scatter.default: _match_select_scatter,
+    aten.scatter.src: _match_scatter,
+    aten.where.self: _match_where,
+    aten.cat.default: _match_cat,
+    aten.index.Tensor: _match_index,
+}

@@ -1,0 +1,279 @@
+"""Stage B, rewriting: logical caches become packed ones, writes become stores, markers become packed attention.
+
+The graph's inputs keep their number and order: the placeholder of a cache is replaced, at its place, by that of its
+packed data, so that everything that refers to inputs by position stays true. The caller of the compiled graph passes
+packed data there; :class:`InputAction` and :class:`OutputAction` say what it has to do with each input and output.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from kvcompile.kernels.layout.axes import in_order
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.packing import move_tokens, read_tokens, to_cache_dtype
+from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
+from kvcompile.passes.graph.aten import SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
+from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.marker import Marker, replace_marker
+from kvcompile.passes.prove.cache import Attention, Cache
+from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
+from kvcompile.passes.prove.reads import Read
+from kvcompile.passes.prove.writes import CacheWrite
+from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
+from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
+from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
+
+aten = torch.ops.aten
+
+_LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int, POOL_VIEW, GATHER_SLOTS}
+"""Operations that proven caches go through; left without users, they are remains of the logical cache."""
+
+
+def is_mutated(placeholder: Node) -> bool:
+    """Whether a functional graph changes an input: copies into it at its end, or hands it to an op that does."""
+    return any(user.op == "call_function" and user.is_impure(impure_random=False) for user in placeholder.users)
+
+
+class CacheRewriter:
+    """Rewrites proven caches and the attention that reads them, in one graph."""
+
+    def __init__(self, gm: GraphModule, example_inputs: list[Any]) -> None:
+        self.graph: Graph = gm.graph
+        self.placeholders = self.graph.find_nodes(op="placeholder")
+        self.output = self.graph.output_node()
+        self.fake_mode = fake_mode_of(self.graph)
+        self.example_inputs = list(example_inputs)
+        self.input_actions: list[InputAction] = []
+        self.output_actions: list[OutputAction] = []
+        self.packed: dict[Node, Node] = {}
+
+    def finish(self, gm: GraphModule) -> Rewritten:
+        gm.graph.lint()
+        gm.recompile()
+        return Rewritten(tuple(self.input_actions), tuple(self.output_actions), self.example_inputs)
+
+    def rewrite_cache(self, cache: Cache, layout: PackedLayout) -> None:
+        """Pack the storage of ``cache`` and turn its writes into stores; attention is rewritten afterwards."""
+        # Everything goes right behind the logical write: its operands are defined there, and its readers come later.
+        anchors = [write.node.next for write in cache.writes]
+        if cache.base.op == "placeholder":
+            data = self._packed_placeholder(cache, layout)
+        else:
+            with self.graph.inserting_before(anchors[0]):
+                data = self._new_data(cache, layout)
+        state = in_place = data
+        dropped = False
+        for write, anchor in zip(cache.writes, anchors, strict=True):
+            with self.graph.inserting_before(anchor):
+                state = self._changed(cache, layout, state, write)
+            dropped = dropped or write.drops_tokens or (cache.kind == "static" and cache.drops_tokens)
+            in_place = in_place if dropped else state
+        if cache.kind in ("static", "growing") and in_place is not data:
+            self._write_back(cache, data, in_place)
+        self.packed[cache.root] = state
+        if cache.computing:
+            self._dequantize(cache, layout)
+        if cache.kept is not None:
+            with self.graph.inserting_before(cache.kept.node.next):
+                state = self._changed(cache, layout, state, cache.kept)
+        if cache.kind == "static" and cache.drops_tokens:
+            self._write_back(cache, data, state)
+        if cache.kind in ("allocated", "fresh", "growing"):
+            self._replace_outputs(cache, layout, state)
+
+    def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
+        """Let all that computes keys and values from a cache of latents read its packed data instead."""
+        dtype, axes = cache.dtype, cache.axes
+
+        def latents(data: Tensor, num_tokens: int) -> Tensor:
+            x = to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
+            return in_order(x, axes).contiguous()
+
+        users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
+        with self.graph.inserting_before(users[0]):
+            num_tokens = size_node(self.graph, shape_of(cache.root)[axes.index("t")])
+            dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
+        for user in users:
+            user.replace_input_with(cache.root, dequantized)
+
+    def _changed(self, cache: Cache, layout: PackedLayout, state: Node, write: CacheWrite) -> Node:
+        """The packed data after a write, inserted at the graph's insertion point."""
+        if write.form == "slice" and not write.drops_tokens:
+            return state
+        x, positions, valid = write.normalise(self.graph)
+        if x is not None:
+            if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
+                state = self._window(cache, layout, state, self._all_tokens(cache), write)
+            return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
+        if write.drops_tokens:
+            return self._window(cache, layout, state, positions, write)
+        return inline(self.graph, move_tokens, state, layout, positions)
+
+    def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
+        """Replace the marker by attention on the packed caches."""
+        marker = attention.marker
+        with self.graph.inserting_before(marker):
+            kv_len = size_node(self.graph, attention.key_read.num_tokens)
+            k_data = self._read(attention.key_read, key)
+            data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
+            ranges = head_ranges(attention.key_read, attention.value_read)
+            assert ranges is not None, "it was checked when the caches were proven"
+            call = Marker.of(marker)
+            result = joined(self.graph, [self._attend(call, heads, data, (key, value), kv_len) for heads in ranges])
+            channels = attention.value_read.num_channels
+            if channels != value.head_dim:
+                result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
+            dtype = marker.meta["val"].dtype
+            if result.meta["val"].dtype != dtype:
+                result = inline(self.graph, lambda out: out.to(dtype), result)
+        replace_marker(self.graph, marker, result)
+
+    def _attend(
+        self,
+        marker: Marker,
+        heads: HeadRange,
+        data: tuple[Node, Node],
+        layouts: tuple[PackedLayout, PackedLayout],
+        kv_len: Any,
+    ) -> Node:
+        """Attention of a range of heads, inserted at the graph's insertion point."""
+        call = narrowed(self.graph, marker, heads)
+        k_data = data_of_heads(self.graph, data[0], heads.key, heads.num_heads)
+        v_data = k_data if data[1] is data[0] else data_of_heads(self.graph, data[1], heads.value, heads.num_heads)
+        if heads.tiles != 1:
+            call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
+        result = insert_attention(self.graph, call, k_data, v_data, *layouts, kv_len)
+        if heads.tiles != 1:
+            result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
+        return result
+
+    def _read(self, read: Read, layout: PackedLayout) -> Node:
+        """The packed data that attention reads, inserted at the graph's insertion point if it is not all of a cache."""
+        data = self.packed[read.root]
+        if read.gathers:
+            return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
+        if read.divides_batch:
+            sizes = [size_node(self.graph, size) for size in (read.num_sequences, read.num_heads)]
+            divided: Node = inline(self.graph, lambda data, *sizes: data.unflatten(1, sizes).squeeze(3), data, *sizes)
+            return divided
+        if read.first_sequence is None:
+            return data
+        first, count = (size_node(self.graph, size) for size in (read.first_sequence, read.num_sequences))
+        part: Node = inline(self.graph, lambda data, first, count: data.narrow(1, first, count), data, first, count)
+        return part
+
+    def erase_logical(self, caches: list[Cache]) -> None:
+        """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
+        for cache in caches:
+            if cache.write_back is not None:
+                self.graph.erase_node(cache.write_back)
+        bases = {cache.base for cache in caches if cache.kind != "fresh"}
+        remains = set(bases)
+        for node in self.graph.nodes:
+            if not remains.isdisjoint(node.all_input_nodes) and node.target in _LOGICAL_OPS:
+                remains.add(node)
+        for node in self.graph.nodes:
+            if node in remains and node.target in SIZE_OPS:
+                with self.graph.inserting_before(node):
+                    node.replace_all_uses_with(size_node(self.graph, node.meta["val"]))
+        for node in reversed(list(self.graph.nodes)):
+            if node in remains and not node.users:
+                self.graph.erase_node(node)
+
+    def _data_shape(self, cache: Cache, layout: PackedLayout) -> tuple[Any, ...]:
+        count = layout.growing_blocks if cache.in_growing_buffer else layout.blocks
+        return (count(self._stored_tokens(cache)), cache.size("b"), cache.num_kv_heads, layout.block_bytes)
+
+    def _stored_tokens(self, cache: Cache) -> Any:
+        """Tokens that the storage of a cache holds before some are dropped."""
+        if cache.kind == "static" or not cache.drops_tokens:
+            return cache.num_tokens
+        stored = takewhile(lambda write: not write.drops_tokens, cache.writes)
+        return shape_of([cache.base, *(write.node for write in stored)][-1])[cache.axes.index("t")]
+
+    def _packed_placeholder(self, cache: Cache, layout: PackedLayout) -> Node:
+        index = self.placeholders.index(cache.base)
+        with self.fake_mode:
+            fake = torch.empty(self._data_shape(cache, layout), dtype=torch.uint8, device=cache.base.meta["val"].device)
+        with self.graph.inserting_before(cache.base):
+            data = self.graph.placeholder(f"{cache.base.name}_packed")
+        data.meta["val"] = fake
+        self.example_inputs[index] = fake
+        self.input_actions.append(self._input_action(cache, layout, index))
+        return data
+
+    def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
+        if cache.kind != "growing":
+            kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
+            return InputAction(index, kind, layout, cache.input_axes)
+        new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
+        grown = None if cache.drops_tokens else cache.returned
+        outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is grown)
+        return InputAction(index, "growing", layout, cache.axes, new_tokens, outputs)
+
+    def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
+        """Packed zeros, for a cache that the graph makes."""
+        device = cache.root.meta["val"].device
+        shape = [size_node(self.graph, size) for size in self._data_shape(cache, layout)]
+        return inline(self.graph, lambda *sizes: torch.zeros(sizes, dtype=torch.uint8, device=device), *shape)
+
+    def _write_back(self, cache: Cache, data: Node, state: Node) -> None:
+        """The packed input is mutated: its last state is copied into it, which Inductor turns into in-place stores.
+
+        Nothing else aliases the packed data: it replaces one placeholder, whose logical tensor AOTAutograd had already
+        found to alias no other input, and the stores are its only users beside attention, which reads the last state.
+        """
+        anchor = cache.write_back if cache.write_back is not None else self.output
+        with self.graph.inserting_before(anchor):
+            copy = self.graph.call_function(aten.copy_.default, (data, state))
+        copy.meta["val"] = data.meta["val"]
+
+    def _all_tokens(self, cache: Cache) -> Node:
+        """The positions of all tokens of a cache."""
+        device, count = cache.base.meta["val"].device, size_node(self.graph, cache.num_tokens)
+        return inline(self.graph, lambda n: torch.arange(n, device=device), count)
+
+    def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node, write: CacheWrite) -> Node:
+        """New packed data whose first tokens are those at ``source``, byte by byte, with room for those that follow.
+
+        A window that began where its first token lies would copy nothing. But that is another token of a block at
+        every step, and each compiled graph and kernel would have to take it as an argument. A copy is bounded by the
+        window, which attention reads at every step anyway; and it goes to data of its own, so that the cache that was
+        passed, and all that share its storage, keep their tokens. The next step appends to a block of spare room.
+
+        A window of fixed size keeps its input, into which the last state is copied. Attention reads more than that:
+        tokens that no longer are in the window of the last query are in that of the first.
+        """
+        if cache.returned is not None:
+            count = layout.growing_blocks(shape_of(cache.returned)[cache.axes.index("t")] + BLOCK_TOKENS)
+        else:
+            later = [change.node for change in cache.changes[cache.changes.index(write) :] if change.form == "cat"]
+            count = layout.blocks(shape_of(later[-1])[cache.axes.index("t")] if later else cache.num_tokens)
+        blocks = size_node(self.graph, count)
+
+        def move(data: Tensor, source: Tensor, blocks: Any) -> Tensor:
+            return move_tokens(data, layout, source, data.new_zeros((blocks, *data.shape[1:])))
+
+        return inline(self.graph, move, state, source, blocks)
+
+    def _replace_outputs(self, cache: Cache, layout: PackedLayout, state: Node) -> None:
+        outputs = list(self.output.args[0])
+        replaced = [index for index, node in enumerate(outputs) if node is cache.returned]
+        for index in replaced:
+            if cache.kind == "growing" and not cache.drops_tokens:
+                outputs[index] = None
+                continue
+            outputs[index] = state
+            growing, shape = cache.kind != "allocated", tuple(shape_of(cache.returned))
+            self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.axes))
+        self.output.args = (tuple(outputs),)
+        # Inductor keeps the strides of these outputs; a packed one has strides of its own, and None has none.
+        visible = self.output.meta.get("user_visible_output_idxs", ())
+        self.output.meta["user_visible_output_idxs"] = [index for index in visible if index not in replaced]

@@ -1,0 +1,62 @@
+"""Stage B, after rewriting: pools that stayed plain are indexed with PyTorch's own operators again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from kvcompile.passes.graph.inline import inline
+from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+
+aten = torch.ops.aten
+
+
+def expand_pools(graph: Graph) -> None:
+    """Index pools themselves, with PyTorch's own operators, where the two that stand for that are left."""
+    pools: dict[Node, Node] = {}  # state of a cache -> state of the pool that it is a view of
+    heads_first: dict[Node, bool] = {}
+    for node in list(graph.nodes):
+        cache = node.args[0] if node.op == "call_function" and node.args else None
+        if node.target is POOL_VIEW and cache not in pools:
+            pools[node], heads_first[node] = cache, node.args[2]
+        elif isinstance(cache, Node) and cache in pools:
+            with graph.inserting_before(node):
+                if node.target is aten.index_put.default:
+                    _, (_, slots), vectors = node.args
+                    pools[node] = inline(graph, _put(heads_first[cache]), pools[cache], slots, vectors)
+                    heads_first[node] = heads_first[cache]
+                elif node.target is GATHER_SLOTS:
+                    gathered = inline(graph, _gather(heads_first[cache]), pools[cache], node.args[1])
+                    node.replace_all_uses_with(gathered)
+                else:
+                    assert node.target is POOL_VIEW, f"{node.format_node()} is no use of a pool"
+                    node.replace_all_uses_with(pools[cache])
+    for node in reversed(list(graph.nodes)):
+        if node.target in (POOL_VIEW, GATHER_SLOTS) or node in pools:
+            graph.erase_node(node)
+
+
+def _put(heads_first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def put(pool: Tensor, slots: Tensor, vectors: Tensor) -> Tensor:
+        return aten.index_put.default(pool, _indices(pool, slots, heads_first), vectors[0])
+
+    return put
+
+
+def _gather(heads_first: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def gather(pool: Tensor, slots: Tensor) -> Tensor:
+        return aten.index.Tensor(pool, _indices(pool, slots, heads_first))
+
+    return gather
+
+
+def _indices(pool: Tensor, slots: Tensor, heads_first: bool) -> list[Tensor | None]:
+    """The indices of a pool that name these slots of it."""
+    if pool.dim() == 3:
+        return [slots]
+    block_size = pool.shape[2 if heads_first else 1]
+    block, offset = slots // block_size, slots % block_size
+    return [block, None, offset] if heads_first else [block, offset]

@@ -1,0 +1,144 @@
+"""Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
+
+On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
+plain-PyTorch meaning is traced into the graph and Inductor generates the code; but a store of many tokens to a cache
+with a residual is the op there too: it changes whole blocks, which ones is known when it runs, and code that is traced
+before would go through the whole cache.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx import Graph, Node
+
+from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.gather import gather_tokens
+from kvcompile.kernels.spec.packing import write_tokens
+from kvcompile.kernels.spec.residual import is_few
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.inline import inline, insert_call, size_node
+from kvcompile.passes.marker import Marker
+
+
+def insert_store(
+    graph: Graph,
+    data: Node,
+    layout: PackedLayout,
+    x: Node,
+    positions: Node,
+    valid: Node | None,
+    first_sequence: Node | int | None = None,
+) -> Node:
+    """Insert a store at the graph's insertion point; returns the packed data after it.
+
+    The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
+    (or its scatter lowering, on a CPU) do it in place.
+
+    Args:
+        graph: the graph.
+        data: packed data.
+        layout: of ``data``.
+        x: new tokens, of all sequences or of neighbouring ones.
+        positions: theirs, int64 [n] or [batch of x, n].
+        valid: bool of the same shape: which are written.
+        first_sequence: the first of neighbouring sequences.
+    """
+    if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
+
+        def store(
+            data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, first_sequence: int | None
+        ) -> Tensor:
+            return write_tokens(data, layout, x, positions, valid, first_sequence)
+
+        return inline(graph, store, data, x, positions, valid, first_sequence)
+    # auto_functionalized_v2 returns (op result, new value of every base): one base here, the packed data.
+    call = graph.call_function(
+        auto_functionalized_v2,
+        (torch.ops.kvcompile.store.default,),
+        {
+            "x": x,
+            "positions": positions,
+            "valid": valid,
+            "format": layout.spec,
+            "role": layout.role,
+            "_data_base_index": 0,
+            **_view_of(graph, x, first_sequence),
+            "_all_bases": [data],
+        },
+    )
+    call.meta["val"] = (None, data.meta["val"])
+    result = graph.call_function(operator.getitem, (call, 1))
+    result.meta["val"] = data.meta["val"]
+    return result
+
+
+def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[str, Any]:
+    """What tells ``auto_functionalized_v2`` that an op is given a slice of its base: the sequences of ``x``."""
+    if first_sequence is None:
+        return {}
+    first = first_sequence.meta["val"] if isinstance(first_sequence, Node) else first_sequence
+    end = size_node(graph, first + shape_of(x)[0])
+    return {"_data_slice_dim": 1, "_data_slice_start": first_sequence, "_data_slice_end": end}
+
+
+def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:
+    """Insert packed data of the tokens of a pool at ``slots``, int64 [batch, n], at the graph's insertion point."""
+    if _uses_kernels(data):
+        op = torch.ops.kvcompile.gather.default
+        return insert_call(graph, op, data, slots, layout.spec, layout.role, layout.head_dim)
+    gathered: Node = inline(graph, lambda data, slots: gather_tokens(data, layout, slots), data, slots)
+    return gathered
+
+
+def insert_attention(
+    graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
+) -> Node:
+    """Insert the attention of ``marker`` on packed caches at the graph's insertion point; returns its output."""
+    scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
+    if not _uses_kernels(k_data):
+
+        def attention(
+            query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, sinks: Tensor | None, kv_len: Any
+        ) -> Tensor:
+            return attend(
+                query,
+                k_data,
+                v_data,
+                key,
+                value,
+                mask=mask,
+                sinks=sinks,
+                kv_len=kv_len,
+                is_causal=marker.is_causal,
+                scale=scale,
+                softcap=marker.softcap,
+            )
+
+        return inline(graph, attention, marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len)
+    ranges = None
+    if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
+        ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
+    own_v_data = None if v_data is k_data else v_data
+    return insert_call(
+        graph, torch.ops.kvcompile.attention.default,
+        marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
+        key.spec, value.spec, value.head_dim, ranges,
+    )  # fmt: skip
+
+
+def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
+    """What ``mask`` shows: one node for all layers, which come after the first that asks."""
+    op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
+    known = next((user for user in mask.users if user.target is op and user.args == args), None)
+    return known if known is not None else insert_call(graph, op, *args)
+
+
+def _uses_kernels(data: Node) -> bool:
+    return data.meta["val"].device.type == "cuda"

@@ -1,0 +1,206 @@
+"""Read what a graph does with a *stack*: an input that has the dimensions of a cache, and others besides.
+
+These, the *stacked* dimensions, are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``.
+What is behind each of their indices is a *part*. For every node that holds parts, this finds the value that each of
+them has there. They have values of their own as long as the graph does nothing else with the stack than to select and
+write parts, to do the same to all of them (a write of keys and values at once, say:
+:mod:`kvcompile.passes.stacks.rules`), and to copy the last state back or to return it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
+from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, shape_of
+from kvcompile.passes.graph.states import states_of
+from kvcompile.passes.stacks.rules import RULES, UsedAsWholeError
+from kvcompile.passes.stacks.values import Initial, Made, State, Value, selected
+
+aten = torch.ops.aten
+
+
+_VIEWS_AND_COPIES = VIEW_OPS | SELECTIONS | {aten.copy.default}
+
+
+@dataclass
+class Stack:
+    """What a graph does with a stack.
+
+    Attributes:
+        node: its placeholder.
+        dims: its stacked dimensions, in ascending order.
+        states: the nodes that hold several parts, and what they hold.
+        lists: the nodes that are lists of such.
+        parts: the nodes that hold a single part, and the value that it has there.
+        sizes: the nodes that ask for a size of ``states``.
+        write_back: the ``copy_`` into ``node`` at the end of the graph, if it is written.
+        last: what ``write_back`` copies; a state also where the graph has made it of other tensors.
+        returned: the outputs of the graph, by position, that hold several parts.
+    """
+
+    node: Node
+    dims: tuple[int, ...]
+    states: dict[Node, State] = field(default_factory=dict)
+    lists: dict[Node, list[State]] = field(default_factory=dict)
+    parts: dict[Node, Value] = field(default_factory=dict)
+    sizes: list[Node] = field(default_factory=list)
+    write_back: Node | None = None
+    last: State | None = None
+    returned: dict[int, State] = field(default_factory=dict)
+
+    @property
+    def written(self) -> dict[PartIndex, Value]:
+        """The last values of the parts that the graph changes."""
+        last = self.last.values if self.last is not None else {}
+        return {part: value for part, value in last.items() if value != Initial(part)}
+
+    @property
+    def used(self) -> list[PartIndex]:
+        """The parts whose first value the graph reads, or that it changes."""
+        pending: list[Value] = [*self.parts.values(), *self.written.values()]
+        pending += [value for state in self.returned.values() for value in state.values.values()]
+        seen: set[Value] = set()
+        while pending:
+            value = pending.pop()
+            if value not in seen:
+                seen.add(value)
+                pending += value.operands() if isinstance(value, Made) else ()
+        return sorted({value.part for value in seen if isinstance(value, Initial)} | self.written.keys())
+
+    def find(self, operand: Node) -> State | None:
+        return self.states.get(operand)
+
+    def state(self, operand: Node, user: Node) -> State:
+        if operand not in self.states:
+            raise UsedAsWholeError(user)
+        return self.states[operand]
+
+    def items(self, operand: Node, user: Node) -> list[State]:
+        if operand not in self.lists:
+            raise UsedAsWholeError(user)
+        return self.lists[operand]
+
+    def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
+        state = self.states.get(operand)
+        if state is None:
+            return selected(user, operand, dims, part, rank)
+        if state.dims != dims or len(shape_of(operand)) != rank or part not in state.values:
+            raise UsedAsWholeError(user)
+        return state.values[part]
+
+
+def read_stack(node: Node, operand: Node) -> Stack | None:
+    """Read what the graph of input ``node`` does with it, if it is a stack.
+
+    Args:
+        node: a placeholder.
+        operand: keys or values of attention that begin there; how they are selected tells the stacked dimensions.
+
+    Returns:
+        None if it has no more dimensions than a cache.
+
+    Raises:
+        UsedAsWholeError: it has, but they are used in another way.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() <= CACHE_RANK:
+        return None
+    stack = Stack(node, _stacked_dims(node, operand))
+    # How many layers a stack has is a constant of the model: guarding on it, where sizes are symbols, is wanted.
+    sizes = [int(shape_of(node)[dim]) for dim in stack.dims]
+    parts = itertools.product(*map(range, sizes))
+    stack.states[node] = State(stack.dims, {part: Initial(part) for part in parts})
+    copied = [user.args[1] for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
+    for user in node.graph.nodes:
+        if not (stack.states.keys() | stack.lists.keys()).isdisjoint(user.all_input_nodes):
+            _read_use(stack, user)
+        if user in copied and user not in stack.states:
+            _read_stacked(stack, user)
+    if stack.write_back is not None and any(_is_input(stack, value) for value in stack.written.values()):
+        raise UsedAsWholeError(stack.write_back)
+    return stack
+
+
+def _read_stacked(stack: Stack, node: Node) -> None:
+    """Note what ``node``, the last state of the stack, holds, if it was stacked of new values of its parts."""
+    rank, first = len(shape_of(node)), stack.states[stack.node]
+    state = first.map(lambda part, value: selected(node, node, stack.dims, part, rank))
+    if not any(isinstance(value, Made) and value.at is node for value in state.values.values()):
+        stack.states[node] = state
+
+
+def _read_use(stack: Stack, user: Node) -> None:
+    """Note what ``user`` does with a node that holds several parts; raises UsedAsWholeError."""
+    if user.op == "output":
+        _read_output(stack, user)
+    elif user.target in SIZE_OPS:
+        stack.sizes.append(user)
+    elif user.target is aten.copy_.default and user.args[0] is stack.node:
+        stack.write_back, stack.last = user, stack.state(user.args[1], user)
+        if stack.last.dims != stack.dims or stack.last.values.keys() != stack.states[stack.node].values.keys():
+            raise UsedAsWholeError(user)
+    elif user.target in RULES:
+        held = RULES[user.target](stack, user)
+        if isinstance(held, list):
+            stack.lists[user] = held
+        elif held.dims:
+            stack.states[user] = held
+        else:
+            stack.parts[user] = held.values[()]
+    else:
+        raise UsedAsWholeError(user)
+
+
+def _read_output(stack: Stack, output: Node) -> None:
+    """A stack that grows is returned: new values of parts, which the caller sees nowhere else."""
+    for place, node in enumerate(output.args[0]):
+        state = stack.states.get(node)
+        if state is None:
+            continue
+        if stack.write_back is not None or any(_is_input(stack, value) for value in state.values.values()):
+            raise UsedAsWholeError(output)
+        stack.returned[place] = state
+
+
+def _is_input(stack: Stack, value: Value) -> bool:
+    """Whether a last value is what an input was, or a view of it.
+
+    It must be read before that input is overwritten. In one tensor it is; but of copies into several inputs Inductor
+    lets a later one read what an earlier one has written (two inputs that swap their values end up equal).
+    """
+    while isinstance(value, Made) or (isinstance(value, Node) and value.op == "call_function"):
+        if value.target not in _VIEWS_AND_COPIES:
+            return False
+        source = value.args[1] if value.target is aten.copy.default else value.args[0]
+        value = stack.parts.get(source, source)
+    return isinstance(value, Initial) or value.op == "placeholder"
+
+
+def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
+    """The dimensions of input ``node`` that are indexed by constants on the way to ``operand``; else its first ones."""
+    axes = list(range(len(shape_of(node))))
+    chosen: list[int] = []
+    for user in states_of(operand)[1:]:
+        if user.target in (aten.select.int, aten.squeeze.dim):
+            chosen.append(axes.pop(user.args[1]))
+        elif user.target is operator.getitem and user.args[0].target is aten.unbind.int:
+            unbind = user.args[0]
+            dim = unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+            chosen.append(axes.pop(dim))
+        elif user.target is aten.permute.default:
+            axes = [axes[dim] for dim in user.args[1]]
+        elif user.target is aten.transpose.int:
+            one, other = user.args[1:]
+            axes[one], axes[other] = axes[other], axes[one]
+        elif user.target not in RULES:
+            break
+        if len(axes) == CACHE_RANK:
+            return tuple(sorted(chosen))
+    return tuple(range(len(shape_of(node)) - CACHE_RANK))

@@ -1,0 +1,267 @@
+"""What each operator does to the parts of a tensor: the same to every part, or it only chooses or arranges them.
+
+Rules get the reader of a graph (:mod:`kvcompile.passes.stacks.analyse`) and a node of which some operand holds parts,
+and return what the node holds. An operator that has no rule, or is used in a way that has none, sees more of the tensor
+than its parts, and raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from kvcompile.kernels.layout.axes import PartIndex, stacked_dims_of_source
+from kvcompile.passes.graph.aten import CASTS, SAME_OPS, shape_of, with_defaults
+from kvcompile.passes.stacks.values import Made, State, Value, without
+
+aten = torch.ops.aten
+
+
+class UsedAsWholeError(Exception):
+    """A tensor is no stack, because of what ``user`` does with it."""
+
+    def __init__(self, user: Node) -> None:
+        self.user = user
+        super().__init__("the caller" if user.op == "output" else user.format_node() or user.name)
+
+
+class Reader(Protocol):
+    """What a graph holds, as far as it is read."""
+
+    def find(self, operand: Node) -> State | None:
+        """What ``operand`` holds, if it holds parts."""
+
+    def state(self, operand: Node, user: Node) -> State:
+        """What ``operand`` holds; raises UsedAsWholeError if it holds no parts."""
+
+    def items(self, operand: Node, user: Node) -> list[State]:
+        """What each tensor of a list holds."""
+
+    def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
+        """The part of an operand of ``user`` that goes into one of a tensor of ``rank`` and stacked ``dims``."""
+
+
+Rule = Callable[[Reader, Node], State | list[State]]
+
+
+def _same(reader: Reader, user: Node) -> State:
+    return reader.state(user.args[0], user)
+
+
+def _cast(reader: Reader, user: Node) -> State:
+    state = reader.state(user.args[0], user)
+    return state.map(lambda part, value: Made(user, user.target, (value, *user.args[1:]), user.kwargs))
+
+
+def _reorder(reader: Reader, user: Node) -> State:
+    """``permute`` and ``transpose``."""
+    state = reader.state(user.args[0], user)
+    rank = len(shape_of(user))
+    order = list(range(rank))
+    if user.target is aten.transpose.int:
+        one, other = user.args[1:]
+        order[one], order[other] = other, one
+    else:
+        order = user.args[1]
+    dims = tuple(map(order.index, state.dims))
+    of_parts = [state.dim_of_part(dim) for dim in order if dim not in state.dims]
+    if of_parts == sorted(of_parts):
+        return State(dims, state.values)
+    return state.map(lambda part, value: Made(user, aten.permute.default, (value, of_parts)), dims)
+
+
+def _select(reader: Reader, user: Node) -> State:
+    operand, dim, index = with_defaults(user, None, 0, 0)
+    state = reader.state(operand, user)
+    if dim in state.dims:
+        return state.select(dim, _constant(user, index, state.size(dim)))
+    args = (state.dim_of_part(dim), index)
+    return state.map(lambda part, value: Made(user, user.target, (value, *args)), without(state.dims, dim))
+
+
+def _slice(reader: Reader, user: Node) -> State:
+    operand, dim, *bounds = with_defaults(user, None, 0, None, None, 1)
+    state = reader.state(operand, user)
+    if dim in state.dims:
+        return state.narrow(dim, _range(user, bounds, state.size(dim)))
+    args = (state.dim_of_part(dim), *bounds)
+    return state.map(lambda part, value: Made(user, user.target, (value, *args)))
+
+
+def _squeeze(reader: Reader, user: Node) -> State:
+    state, dim = reader.state(user.args[0], user), user.args[1]
+    if dim not in state.dims or state.size(dim) != 1:
+        raise UsedAsWholeError(user)
+    return state.select(dim, 0)
+
+
+def _unbind(reader: Reader, user: Node) -> list[State]:
+    operand, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
+    state = reader.state(operand, user)
+    if dim not in state.dims:
+        raise UsedAsWholeError(user)
+    return [state.select(dim, index) for index in range(state.size(dim))]
+
+
+def _split(reader: Reader, user: Node) -> list[State]:
+    operand, _, dim = with_defaults(user, None, None, user.kwargs.get("dim", 0))
+    state = reader.state(operand, user)
+    if dim not in state.dims:
+        raise UsedAsWholeError(user)
+    pieces, begin = [], 0
+    for piece in user.meta["val"]:
+        end = begin + int(piece.shape[dim])
+        pieces.append(state.narrow(dim, _range(user, (begin, end), state.size(dim))))
+        begin = end
+    return pieces
+
+
+def _getitem(reader: Reader, user: Node) -> State:
+    items = reader.items(user.args[0], user)
+    return items[_constant(user, user.args[1], len(items))]
+
+
+def _copy(reader: Reader, user: Node) -> State:
+    state, rank = reader.state(user.args[0], user), len(shape_of(user))
+
+    def copied(part: PartIndex, value: Value) -> Value:
+        return Made(user, user.target, (value, reader.part(user, user.args[1], state.dims, part, rank)))
+
+    return state.map(copied)
+
+
+def _where(reader: Reader, user: Node) -> State:
+    rank = len(shape_of(user))
+    states = [reader.find(arg) for arg in user.args[1:] if len(shape_of(arg)) == rank]
+    state = next((state for state in states if state is not None), None)
+    if state is None:
+        raise UsedAsWholeError(user)
+    dims = state.dims
+
+    def chosen(part: PartIndex, value: Value) -> Value:
+        return Made(user, user.target, tuple(reader.part(user, arg, dims, part, rank) for arg in user.args))
+
+    return state.map(chosen)
+
+
+def _cat(reader: Reader, user: Node) -> State:
+    """Along a dimension of the parts: each grows."""
+    tensors, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
+    state, rank = reader.state(tensors[0], user), len(shape_of(user))
+    if dim in state.dims or any(len(shape_of(tensor)) != rank for tensor in tensors):
+        raise UsedAsWholeError(user)
+
+    def longer(part: PartIndex, value: Value) -> Value:
+        others = [reader.part(user, tensor, state.dims, part, rank) for tensor in tensors[1:]]
+        return Made(user, user.target, ([value, *others], state.dim_of_part(dim)))
+
+    return state.map(longer)
+
+
+def _scatter(reader: Reader, user: Node) -> State:
+    """``select_scatter`` and ``slice_scatter``."""
+    selects = user.target is aten.select_scatter.default
+    base, source, dim, *where = with_defaults(user, None, None, 0, *((0,) if selects else (None, None, 1)))
+    state, rank = reader.state(base, user), len(shape_of(base))
+    dims = without(state.dims, dim) if selects else state.dims
+
+    def changed(part: PartIndex, value: Value) -> Value:
+        new = reader.part(user, source, dims, part, rank - selects)
+        return Made(user, user.target, (value, new, state.dim_of_part(dim), *where))
+
+    if dim not in state.dims:
+        return state.map(changed)
+    at, size = state.dims.index(dim), state.size(dim)
+    indices: Sequence[int] = [_constant(user, where[0], size)] if selects else _range(user, where, size)
+
+    def replaced(part: PartIndex, value: Value) -> Value:
+        if part[at] not in indices:
+            return value
+        place = () if selects else (indices.index(part[at]),)
+        return reader.part(user, source, dims, part[:at] + place + part[at + 1 :], rank - selects)
+
+    return state.map(replaced)
+
+
+def _index(reader: Reader, user: Node) -> State:
+    """One vector of indices of one dimension of the parts."""
+    base, indices = user.args
+    state = reader.state(base, user)
+    of_parts, given = _indices(user, state, indices, len(shape_of(base)))
+    if len(given) != 1 or any(len(shape_of(index)) != 1 for index in given.values()):
+        raise UsedAsWholeError(user)
+    return state.map(lambda part, value: Made(user, user.target, (value, of_parts)))
+
+
+def _index_put(reader: Reader, user: Node) -> State:
+    base, indices, source, accumulate = with_defaults(user, None, None, None, False)
+    state, rank = reader.state(base, user), len(shape_of(base))
+    of_parts, given = _indices(user, state, indices, rank)
+    num_index_dims = max(len(shape_of(index)) for index in given.values())
+    dims = stacked_dims_of_source(list(given), num_index_dims, rank, state.dims)
+    if dims is None:
+        raise UsedAsWholeError(user)
+
+    def changed(part: PartIndex, value: Value) -> Value:
+        new = reader.part(user, source, dims, part, rank - len(given) + num_index_dims)
+        return Made(user, user.target, (value, of_parts, new, accumulate))
+
+    return state.map(changed)
+
+
+def _indices(
+    user: Node, state: State, indices: Sequence[Node | None], rank: int
+) -> tuple[list[Node | None], dict[int, Node]]:
+    """The index of every dimension of parts, and those that there are by dimension; raises if others are indexed.
+
+    Masks, which index several dimensions at once, are none of the indices that writes of tokens have.
+    """
+    of_parts = [*indices, *[None] * (rank - len(indices))]
+    given = {dim: index for dim, index in enumerate(of_parts) if index is not None}
+    masks = any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values())
+    if masks or not given or not given.keys().isdisjoint(state.dims):
+        raise UsedAsWholeError(user)
+    return [index for dim, index in enumerate(of_parts) if dim not in state.dims], given
+
+
+def _constant(user: Node, index: Any, size: int) -> int:
+    """``index`` counted from the first; raises UsedAsWholeError if it is no constant, or out of range."""
+    if not isinstance(index, int) or not -size <= index < size:
+        raise UsedAsWholeError(user)
+    return index % size
+
+
+def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
+    """The indices of a slice; raises UsedAsWholeError if they are no constants, or none."""
+    if not all(bound is None or isinstance(bound, int) for bound in bounds):
+        raise UsedAsWholeError(user)
+    indices = range(size)[slice(*bounds)]
+    if not indices:
+        raise UsedAsWholeError(user)
+    return indices
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(SAME_OPS, _same),
+    **dict.fromkeys(CASTS, _cast),
+    aten.permute.default: _reorder,
+    aten.transpose.int: _reorder,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.squeeze.dim: _squeeze,
+    aten.unbind.int: _unbind,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    operator.getitem: _getitem,
+    aten.copy.default: _copy,
+    aten.where.self: _where,
+    aten.cat.default: _cat,
+    aten.select_scatter.default: _scatter,
+    aten.slice_scatter.default: _scatter,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+}

@@ -1,0 +1,193 @@
+"""Stage B, before analysis: a graph input that holds several caches becomes one input for every cache.
+
+Models keep one tensor for keys and values (``kv[0]``, ``kv[1]``) or one for all layers (``cache[layer, 0]``). If such a
+*stack* is used in no other way than by its *parts* (:mod:`kvcompile.passes.stacks.analyse`), these are values of their
+own, and become inputs of their own: scalar replacement of aggregates, to a compiler. A write of all parts becomes one
+of each, and a stack that grows by ``cat`` and is returned becomes as many outputs. The passes behind this one know no
+stacks. A part is proven, given a format and rewritten as a cache that came by itself, or stays a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.passes.calling import JoinedOutput, SplitStack
+from kvcompile.passes.graph.inline import insert_call, size_node
+from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.stacks.analyse import Stack, read_stack
+from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.stacks.values import Initial, Made, State, Value
+
+if TYPE_CHECKING:
+    from kvcompile.passes.calling import Rewritten
+
+aten = torch.ops.aten
+
+
+def split_stacks(
+    gm: GraphModule, example_inputs: list[Any], packed_stacks: Mapping[int, tuple[int, ...]]
+) -> tuple[SplitStack, ...]:
+    """Split the stacks among the inputs of ``gm`` that hold keys or values of attention; changes ``gm`` in place.
+
+    Args:
+        gm: functional ATen graph with markers.
+        example_inputs: its fake inputs; those of parts take the place of those of stacks.
+        packed_stacks: the inputs that are stacks outside of the graph, and their stacked dimensions.
+    """
+    calls = [Marker.of(node) for node in markers_of(gm.graph)]
+    attended = {first_state(operand): operand for call in calls for operand in (call.key, call.value)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    split = []
+    for index, placeholder in enumerate(placeholders):
+        try:
+            stack = read_stack(placeholder, attended[placeholder]) if placeholder in attended else None
+        except UsedAsWholeError:
+            continue  # the sites that read it are refused, and say so
+        if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
+            split.append(_Splitter(gm, stack, index, example_inputs).split())
+    return tuple(split)
+
+
+def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Collection[int]) -> None:
+    """Give the plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
+
+    A part of a plain stack is a view of it. Adoption copies each to memory of its own, where it is contiguous.
+
+    Args:
+        gm: the rewritten graph.
+        rewritten: of ``gm``, with its stacks.
+        packed_stacks: the inputs that are packed stacks when the graph is compiled.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    packed = {action.index: action for action in rewritten.inputs}
+    for stack in rewritten.stacks:
+        adopted = any(packed[place].kind != "growing" for place in stack.places.values() if place in packed)
+        for place in stack.places.values() if adopted or stack.index in packed_stacks else ():
+            if place not in packed:
+                fake = rewritten.example_inputs[place]
+                with fake.fake_mode:
+                    fake = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+                placeholders[place].meta["val"] = rewritten.example_inputs[place] = fake
+
+
+def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int]:
+    """Positions of inputs, of which some are stacks, after these were split."""
+    return sorted({*inputs, *(place for stack in stacks if stack.index in inputs for place in stack.places.values())})
+
+
+def names_of_parts(names: Mapping[int, str], stacks: Sequence[SplitStack]) -> dict[int, str]:
+    """What the user calls each input, after stacks were split: ``kv[0]``, ``kv[:, 0]``."""
+    return {
+        **names,
+        **{
+            place: f"{names[stack.index]}[{_subscript(stack.dims, part)}]"
+            for stack in stacks
+            for part, place in stack.places.items()
+        },
+    }
+
+
+def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
+    indices = dict(zip(dims, map(str, part), strict=True))
+    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
+
+
+class _Splitter:
+    """Lets a graph use the parts of one stack instead of the stack."""
+
+    def __init__(self, gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> None:
+        """``index``: of the stack among ``example_inputs``."""
+        self._graph = gm.graph
+        self._stack = stack
+        self._index = index
+        self._example_inputs = example_inputs
+        self._places: dict[PartIndex, int] = {}
+        self._inputs: dict[PartIndex, Node] = {}
+        self._made: dict[Made, Node] = {}
+
+    def split(self) -> SplitStack:
+        for part in self._stack.used:
+            self._add_input(part)
+        returned = tuple(self._return(place, state) for place, state in self._stack.returned.items())
+        self._replace_uses()
+        return SplitStack(self._index, self._stack.dims, self._places, returned)
+
+    def _add_input(self, part: PartIndex) -> None:
+        stack, first = self._stack.node, not self._places
+        whole = stack.meta["val"]
+        kept = [dim for dim in range(whole.dim()) if dim not in self._stack.dims]
+        size, stride = ([of[dim] for dim in kept] for of in (whole.shape, whole.stride()))
+        with whole.fake_mode:
+            fake = torch.empty_strided(size, stride, dtype=whole.dtype, device=whole.device)
+        last = self._graph.find_nodes(op="placeholder")[-1]
+        with self._graph.inserting_before(stack) if first else self._graph.inserting_after(last):
+            node = self._graph.placeholder("_".join([stack.name, *map(str, part)]))
+        node.meta["val"] = fake
+        self._inputs[part] = node
+        self._places[part] = self._index if first else len(self._example_inputs)
+        if first:
+            self._example_inputs[self._index] = fake
+        else:
+            self._example_inputs.append(fake)
+
+    def _return(self, place: int, state: State) -> JoinedOutput:
+        output = self._graph.output_node()
+        outputs = list(output.args[0])
+        places: dict[PartIndex, int] = {}
+        order = sorted(range(len(state.dims)), key=state.dims.__getitem__)
+        by_dims = {tuple(part[at] for at in order): value for part, value in state.values.items()}
+        for part in sorted(by_dims):
+            places[part] = len(outputs) if places else place
+            outputs += [None] if len(places) > 1 else []
+            outputs[places[part]] = self._node_of(by_dims[part])
+        output.args = (tuple(outputs),)
+        # Inductor keeps the strides of these outputs; the caller joins the parts to a tensor with strides of its own.
+        visible = output.meta.get("user_visible_output_idxs", ())
+        output.meta["user_visible_output_idxs"] = [index for index in visible if index != place]
+        return JoinedOutput(place, tuple(sorted(state.dims)), places)
+
+    def _replace_uses(self) -> None:
+        """The stack, and all that holds several parts of it, is gone afterwards."""
+        stack, graph = self._stack, self._graph
+        sources: set[Node] = set()
+        gone = {stack.node, *stack.states, *stack.lists, *stack.parts, *stack.sizes}
+        if stack.write_back is not None:
+            gone.add(stack.write_back)
+            # The values are made before the first input is overwritten, as they were from one tensor.
+            written = {part: self._node_of(value) for part, value in stack.written.items()}
+            with graph.inserting_before(stack.write_back):
+                for part, value in written.items():
+                    copy = graph.call_function(aten.copy_.default, (self._inputs[part], value))
+                    copy.meta["val"] = self._inputs[part].meta["val"]
+        for node, value in stack.parts.items():
+            node.replace_all_uses_with(self._node_of(value))
+        for node in stack.sizes:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(size_node(graph, node.meta["val"]))
+        for node in reversed(graph.nodes):
+            # What was stacked for a write of all parts serves no one, and must not count as a use of a part.
+            unused = node in sources and not node.users and not node.is_impure()
+            if node in gone or unused:
+                sources.update(operand for operand in node.all_input_nodes if operand.op == "call_function")
+                graph.erase_node(node)
+
+    def _node_of(self, value: Value) -> Node:
+        if isinstance(value, Initial):
+            return self._inputs[value.part]
+        if isinstance(value, Node):
+            return self._node_of(self._stack.parts[value]) if value in self._stack.parts else value
+        if value not in self._made:
+            self._made[value] = self._make(value)
+        return self._made[value]
+
+    def _make(self, value: Made) -> Node:
+        args = pytree.tree_map_only((Initial, Made, Node), self._node_of, value.args)
+        with self._graph.inserting_before(value.at):
+            return insert_call(self._graph, value.target, *args, **value.kwargs)

@@ -1,0 +1,154 @@
+"""The values of the *parts* of a tensor, while a graph is read: what each of them is before any node of it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
+
+from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.passes.graph.aten import same_sizes, shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Initial:
+    """The value that a part of an input has when the graph begins."""
+
+    part: PartIndex
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A value that no node of the graph has: what ``at`` does to all parts, done to one of them.
+
+    Attributes:
+        at: the node in whose place it is made.
+        target: the operator.
+        args: its arguments, values among them.
+        kwargs: its keyword arguments.
+    """
+
+    at: Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def operands(self) -> Iterator[Value]:
+        return (leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, (Initial, Made, Node)))
+
+
+Value: TypeAlias = Initial | Made | Node
+"""The value of a part; a node that has it may itself be one that selects a part."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a tensor holds.
+
+    Attributes:
+        dims: its stacked dimensions. The others are those of its parts, in their order.
+        values: its parts, by an index for each of ``dims``.
+    """
+
+    dims: tuple[int, ...]
+    values: Mapping[PartIndex, Value]
+
+    def dim_of_part(self, dim: int) -> int:
+        """The dimension of parts that dimension ``dim``, not a stacked one, of the tensor is."""
+        return dim - sum(stacked < dim for stacked in self.dims)
+
+    def size(self, dim: int) -> int:
+        """The size of stacked dimension ``dim``."""
+        return 1 + max(part[self.dims.index(dim)] for part in self.values)
+
+    def map(self, change: Callable[[PartIndex, Value], Value], dims: tuple[int, ...] | None = None) -> State:
+        """The state of other values, in a tensor whose stacked dimensions are ``dims``."""
+        values = {part: change(part, value) for part, value in self.values.items()}
+        return State(self.dims if dims is None else dims, values)
+
+    def select(self, dim: int, index: int) -> State:
+        """The state of the tensor that is selected at ``index`` of stacked dimension ``dim``."""
+        at = self.dims.index(dim)
+        values = {part[:at] + part[at + 1 :]: value for part, value in self.values.items() if part[at] == index}
+        return State(without(self.dims, dim), values)
+
+    def narrow(self, dim: int, indices: range) -> State:
+        """The state of the tensor that has ``indices`` of stacked dimension ``dim``."""
+        at = self.dims.index(dim)
+        values = {
+            (*part[:at], indices.index(part[at]), *part[at + 1 :]): value
+            for part, value in self.values.items()
+            if part[at] in indices
+        }
+        return State(self.dims, values)
+
+
+def without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Where ``dims`` are in a tensor that lacks dimension ``dim``, which is not counted if it is one of them."""
+    return tuple(other - (other > dim) for other in dims if other != dim)
+
+
+def selected(at: Node, node: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
+    """The part of ``node`` that goes into a part of a tensor of ``rank``, to which ``node`` is broadcast.
+
+    Args:
+        at: the node that takes it.
+        node: any tensor, of at most that rank.
+        dims: the stacked dimensions of the tensor.
+        part: an index for each of ``dims``.
+        rank: of the tensor.
+    """
+    value: Value = node
+    missing = rank - len(shape_of(node))
+    shape = [1] * missing + list(shape_of(node))
+    for dim, index in sorted(zip(dims, part, strict=True), reverse=True):
+        if dim < missing:
+            continue  # the same for all parts
+        index = 0 if statically_known_true(shape[dim] == 1) else index
+        value = _one_of(at, value, dim - missing, index)
+    return value
+
+
+def _one_of(at: Node, value: Value, dim: int, index: int) -> Value:
+    """``select`` of a value; of what was stacked along ``dim``, that which was stacked there."""
+    pieces = _stacked(value, dim) if isinstance(value, Node) else None
+    return Made(at, aten.select.int, (value, dim, index)) if pieces is None else pieces[index]
+
+
+def _stacked(node: Node, dim: int) -> list[Value] | None:
+    """The tensors that ``node`` is the ``torch.stack`` of along ``dim``, or the ``cat`` of, after ``unsqueeze``."""
+    if node.target is aten.permute.default:
+        return _stacked_and_permuted(node, dim)
+    joined = node.args[0] if node.target is aten.view.default else node
+    if joined.op != "call_function" or joined.target is not aten.cat.default:
+        return None
+    pieces, *axis = joined.args
+    if (axis[0] if axis else joined.kwargs.get("dim", 0)) != dim:
+        return None
+    shape = list(shape_of(node))
+    if joined is node:
+        if any(piece.target is not aten.unsqueeze.default or piece.args[1] != dim for piece in pieces):
+            return None
+        pieces = [piece.args[0] for piece in pieces]
+    whole = statically_known_true(shape.pop(dim) == len(pieces))
+    alike = all(same_sizes(shape_of(piece), shape) and _dtype(piece) == _dtype(node) for piece in pieces)
+    return list(pieces) if whole and alike else None
+
+
+def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
+    source, order = node.args
+    pieces = _stacked(source, order[dim])
+    rest = [other - (other > order[dim]) for other in order if other != order[dim]]
+    return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype

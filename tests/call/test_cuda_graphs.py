@@ -1,0 +1,193 @@
+"""Under CUDA graphs a decode step is recorded once, and replayed with whatever caches it is called with."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kvcompile
+from kvcompile.kernels import ops
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
+
+PROMPT, STEPS = 30, 6
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One element for every CUDA graph that is recorded from here on."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    recorded = []
+    record = CUDAGraphTreeManager.record_function
+
+    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
+        recorded.append(function_id)
+        return record(self, inputs, function_id)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
+    return recorded
+
+
+def prompt_cache(model: Any, policy: Any, seed: int) -> Any:
+    """A packed static cache of a random prompt, which eager code has read."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = kvcompile.static_cache(model, 2, MAX_LEN, policy)
+    prompt = torch.randint(0, 97, (2, PROMPT), generator=generator).to(model.device)
+    model(input_ids=prompt, past_key_values=cache)
+    return cache
+
+
+def decode(step: Any, cache: Any, token: int) -> Tensor:
+    ids = torch.full((2, 1), token, device="cuda")
+    torch.compiler.cudagraph_mark_step_begin()
+    return step(input_ids=ids, past_key_values=cache).logits.clone()
+
+
+def compiled(model: Any, policy: Any) -> Any:
+    options = {"policy": policy, "on_unsupported": "error", "triton.cudagraphs": True}
+    return torch.compile(model, backend="kvquant", options=options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["int8_per_token_head", "int4", "turboquant_4bit_nc"])
+def test_a_decode_step_is_recorded_once_for_all_caches(
+    policy: str, recordings: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama(device="cuda")
+    step = compiled(model, policy)
+    caches = [prompt_cache(model, policy, seed) for seed in range(3)]
+    references = copy.deepcopy(caches)
+    with caplog.at_level(logging.WARNING):
+        for token in range(STEPS):
+            for cache, reference in zip(caches, references, strict=True):
+                logits, expected = decode(step, cache, token), decode(model, reference, token)
+                assert (logits - expected).norm() < 1e-3 * expected.norm()
+    assert [layer.get_seq_length() for cache in caches for layer in cache.layers] == [PROMPT + STEPS] * 6
+    assert len(recordings) == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert not [record for record in caplog.records if "cudagraph" in record.getMessage().lower()]
+
+
+@pytest.mark.gpu
+def test_the_mode_reduce_overhead_replays_too(recordings: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQUANT_POLICY", "int8_per_token_head")
+    model = tiny_llama(device="cuda")
+    step = torch.compile(model, backend="kvquant", mode="reduce-overhead")
+    cache = fresh_cache(model, "static")
+    model(input_ids=torch.randint(0, 97, (2, PROMPT), device="cuda"), past_key_values=cache)
+    for token in range(STEPS):
+        decode(step, cache, token)
+    assert isinstance(cache.layers[0].keys, kvcompile.PackedTensor)
+    assert len(recordings) == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_graph_that_makes_a_cache_or_lets_one_grow_is_not_recorded(kind: str, recordings: list[Any]) -> None:
+    model = tiny_llama(device="cuda", num_layers=1)
+    step = compiled(model, "int8_per_token_head")
+    kept = []
+    for _ in range(4):
+        cache = fresh_cache(model, kind)
+        ids = torch.randint(0, 97, (2, PROMPT), device="cuda")
+        logits = step(input_ids=ids, past_key_values=cache).logits
+        expected = model(input_ids=ids).logits
+        assert (logits - expected).norm() < 2e-2 * expected.norm()
+        kept.append((cache, cache.layers[0].keys[:, :, :PROMPT].dequantize().clone()))
+    for cache, keys in kept:
+        assert torch.equal(cache.layers[0].keys[:, :, :PROMPT].dequantize(), keys)
+    assert not recordings
+
+
+class _CompiledError(Exception):
+    """Leaves the backend with what Inductor would have compiled."""
+
+
+@pytest.fixture
+def inner_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Inductor is asked to compile, on a CPU that passes for a GPU."""
+    call: dict[str, Any] = {}
+
+    def compile_fx_inner(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        call.update(kwargs, gm=gm, example_inputs=example_inputs)
+        raise _CompiledError
+
+    monkeypatch.setattr("kvcompile.backend.compile_fx_inner", compile_fx_inner)
+    pass_for_a_gpu(monkeypatch)
+    return call
+
+
+def pass_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcompile.passes.calling.Rewritten.on_cuda", True)
+    monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
+
+
+def compile_step(model: Any, cache: Any) -> None:
+    with pytest.raises(Exception, match="_CompiledError"):
+        compiled(model, "int8_per_token_head")(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_what_else_a_step_changes_becomes_an_output_and_weights_stay_where_they_are(inner_call: dict[str, Any]) -> None:
+    model = tiny_llama(num_layers=2)
+    compile_step(model, prompt_cache(model, "int8_per_token_head", 0))
+    gm, examples = inner_call["gm"], inner_call["example_inputs"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    stores = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.store_pair.default)
+    changed = [placeholders.index(data) for node in stores for data in node.args]
+    assert len(changed) == 4  # keys and values of two layers
+    assert all(examples[index].dtype == torch.uint8 and set(examples[index].stride()) == {0} for index in changed)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    outputs = gm.graph.output_node().args[0]
+    assert [node.meta["val"].shape for node in outputs] == [(2, 1, 97), (), ()]  # logits and two lengths
+    static = set(inner_call["static_input_idxs"])
+    weights = {index for index, value in enumerate(examples) if value.is_floating_point() and value.numel() > 32}
+    assert static >= weights | set(changed)
+    assert not {index for index, value in enumerate(examples) if value.dim() == 0} & static
+
+
+def referred(data: Tensor) -> Tensor:
+    """What a reference on a CPU refers to."""
+    address = int(data.as_strided((8,), (1,)).view(torch.int64))
+    return torch.frombuffer((ctypes.c_uint8 * data.numel()).from_address(address), dtype=torch.uint8).view(data.shape)
+
+
+def test_generated_code_stores_and_attends_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_for_a_gpu(monkeypatch)
+    write, attend = ops.write_tokens_, ops.attend
+    monkeypatch.setattr(ops, "write_tokens_", lambda data, *rest: write(referred(data), *rest))
+    monkeypatch.setattr(
+        ops, "attend", lambda query, k, v, *rest, **more: attend(query, referred(k), referred(v), *rest, **more)
+    )
+    chunk, model = 5, tiny_llama(num_layers=2)
+    step = compiled(model, "int4_per_token_head")
+    caches = [prompt_cache(model, "int4_per_token_head", seed) for seed in range(2)]
+    references = copy.deepcopy(caches)
+    for token in range(2):
+        ids = torch.full((2, chunk), token)
+        for cache, reference in zip(caches, references, strict=True):
+            logits = step(input_ids=ids, past_key_values=cache).logits
+            with monkeypatch.context() as eager:
+                eager.setattr(ops, "write_tokens_", write)
+                eager.setattr(ops, "attend", attend)
+                expected = model(input_ids=ids, past_key_values=reference).logits
+            assert (logits - expected).norm() < 1e-3 * expected.norm()
+    assert [layer.get_seq_length() for layer in caches[1].layers] == [PROMPT + 2 * chunk] * 2
+
+
+def test_a_step_on_growing_caches_asks_for_no_recording(inner_call: dict[str, Any]) -> None:
+    model = tiny_llama(num_layers=1)
+    compile_step(model, fresh_cache(model, "dynamic"))
+    assert not inner_call["cudagraphs"]

@@ -1,0 +1,68 @@
+"""One meaning for a hand-written model: cache buffers written in every form, over prefill, a chunk and decoding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hand_written_decoder import HEAD_DIM, WRITES, Decoder, Write, index_copy
+from torch._dynamo.utils import counters
+
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.policy.policy import Policy
+
+PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+CHUNKS = [100, 7, *[1] * 24]  # across the block boundaries at 64 and 128
+
+
+def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
+    formats = Policy.load(preset).formats_for("", 0, 1)
+    assert formats is not None
+    model = copy.deepcopy(model)
+    model.keys = PackedTensor.from_dense(model.keys, PackedLayout(formats.key, "key", HEAD_DIM))
+    model.values = PackedTensor.from_dense(model.values, PackedLayout(formats.value, "value", HEAD_DIM))
+    return model
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Generated code has parallel loops."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("write", WRITES)
+def test_compiled_logits_equal_eager_logits_on_packed_buffers(
+    write: Write, preset: str, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
+) -> None:
+    if device == "cpu":
+        if dtype is torch.bfloat16 or WRITES.index(write) % 4 != PRESETS.index(preset):
+            pytest.skip("one preset for each form, in float32, is enough on a CPU")
+        # The passes make the same of the other forms; what Inductor meets is index_copy.
+        request.getfixturevalue("two_threads" if write is index_copy else "without_code_generation")
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = Decoder(write, batch=2).to(device, dtype).eval()
+    expected_model = with_packed_buffers(model, preset)
+    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    ids = torch.randint(0, 97, (2, sum(CHUNKS)), device=device)
+    start = 0
+    with torch.no_grad():
+        for chunk in ids.split(CHUNKS, dim=1):
+            logits, expected = compiled(chunk, start), expected_model(chunk, start)
+            start += chunk.shape[1]
+            assert (logits - expected).norm() < TOLERANCE[dtype] * expected.norm()
+    assert isinstance(model.keys, PackedTensor)
+    assert isinstance(model.values, PackedTensor)
+    assert counters["kvquant"]["refused"] == 0

@@ -1,0 +1,164 @@
+"""Caches of more sequences than a step has: ``cache[:batch, :, positions] = k``, as in Meta's Llama, is packed too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile import last_report
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.policy.policy import Policy
+
+MAX_BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 4, 4, 2, 64, 140
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+POLICIES = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def compiled(step: Callable[..., Any], policy: str = POLICIES[0], **how: Any) -> Callable[..., Any]:
+    options = {"policy": policy, "on_unsupported": "error", **how}
+    return torch.compile(step, backend="kvquant", options=options)
+
+
+def packed_copy(cache: Tensor, role: str, policy: str, axes: str) -> PackedTensor:
+    formats = Policy.load(policy).formats_for("", 0, 1)
+    assert formats is not None
+    return PackedTensor.from_dense(cache.clone(), formats.layout(role, HEAD_DIM, cache.dtype), axes)
+
+
+def new_tokens(batch: int, n: int, device: str) -> list[Tensor]:
+    """Query, keys and values of ``n`` tokens, [batch, n, heads, head_dim]."""
+    return [torch.randn(batch, n, heads, HEAD_DIM, device=device) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def of_the_first(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    batch, n = k.shape[:2]
+    keys[:batch, start : start + n], values[:batch, start : start + n] = k, v
+    visible = torch.arange(start + n, device=q.device) <= torch.arange(start, start + n, device=q.device)[:, None]
+    return attend(q, keys[:batch, : start + n], values[:batch, : start + n], visible)
+
+
+def of_those_behind(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    batch, n = k.shape[:2]
+    positions = torch.arange(start, start + n, device=q.device)
+    keys[1 : 1 + batch].index_copy_(1, positions, k)
+    values[1 : 1 + batch].index_copy_(1, positions, v)
+    visible = torch.arange(MAX_LEN, device=q.device) <= positions[:, None]
+    return attend(q, keys[1 : 1 + batch], values[1 : 1 + batch], visible)
+
+
+def of_one_and_heads_first(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    positions = torch.arange(start, start + k.shape[1], device=q.device)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    keys[-1:, :, positions], values[-1:, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+    visible = torch.arange(MAX_LEN, device=q.device) <= positions[:, None]
+    return attend(q, keys[-1:].transpose(1, 2), values[-1:].transpose(1, 2), visible)
+
+
+def of_the_first_behind_tokens(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    batch, n = k.shape[:2]
+    keys[start : start + n, :batch], values[start : start + n, :batch] = k.transpose(0, 1), v.transpose(0, 1)
+    visible = torch.arange(MAX_LEN, device=q.device) <= torch.arange(start, start + n, device=q.device)[:, None]
+    return attend(q, keys[:, :batch].transpose(0, 1), values[:, :batch].transpose(0, 1), visible)
+
+
+STEPS = {of_the_first: (2, "bthd"), of_those_behind: (2, "bthd"), of_one_and_heads_first: (1, "bthd")}
+STEPS[of_the_first_behind_tokens] = (3, "tbhd")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_only_the_sequences_of_a_step_are_written_and_read(
+    step: Callable[..., Tensor], policy: str, device: str, request: pytest.FixtureRequest
+) -> None:
+    batch, axes = STEPS[step]
+    if device == "cpu" and (step is not of_those_behind or policy != "int4"):
+        request.getfixturevalue("without_code_generation")
+    sizes = {"b": MAX_BATCH, "h": NUM_KV_HEADS, "t": MAX_LEN, "d": HEAD_DIM}
+    caches = [torch.randn([sizes[axis] for axis in axes], device=device) for _ in range(2)]
+    expected = [packed_copy(cache, role, policy, axes) for cache, role in zip(caches, ("key", "value"), strict=True)]
+    run = compiled(step, policy)
+    start = 0
+    for n in (70, 1, 5):
+        new = new_tokens(batch, n, device)
+        torch.testing.assert_close(run(*new, *caches, start), step(*new, *expected, start), rtol=1e-3, atol=1e-3)
+        start += n
+    for cache, other in zip(caches, expected, strict=True):
+        assert isinstance(cache, PackedTensor)
+        torch.testing.assert_close(cache.dequantize(), other.dequantize(), rtol=0, atol=1e-5)
+    assert all("of some sequences" in cache.write_form for cache in last_report().sites[0].caches)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_how_many_sequences_and_which_may_change_from_step_to_step() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int, start: int) -> Tensor:
+        batch, n = k.shape[:2]
+        rows, places = slice(first, first + batch), slice(start, start + n)
+        keys[rows, places], values[rows, places] = k, v
+        visible = torch.arange(MAX_LEN) < start + n
+        return attend(q, keys[rows], values[rows], visible.expand(n, -1))
+
+    caches = [torch.randn(MAX_BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)]
+    expected = [
+        packed_copy(cache, role, POLICIES[0], "bthd") for cache, role in zip(caches, ("key", "value"), strict=True)
+    ]
+    run = torch.compile(
+        step, backend="kvquant", options={"policy": POLICIES[0], "on_unsupported": "error"}, dynamic=True
+    )
+    for batch, first, n, start in ((2, 0, 3, 0), (3, 1, 5, 62), (2, 2, 1, 7)):
+        new = new_tokens(batch, n, "cpu")
+        out = run(*new, *caches, first, start)
+        torch.testing.assert_close(out, step(*new, *expected, first, start), rtol=1e-4, atol=1e-5)
+    for cache, other in zip(caches, expected, strict=True):
+        assert torch.equal(cache.dequantize(), other.dequantize())
+
+
+def other_sequences(cache: Tensor, x: Tensor) -> None:
+    part = cache[:2].clone()
+    part[:, 3:4] = x
+    cache[1:3] = part
+
+
+def whole_sequences(cache: Tensor, x: Tensor) -> None:
+    cache[:2] = x.expand(-1, MAX_LEN, -1, -1)
+
+
+def sequences_that_are_no_neighbours(cache: Tensor, x: Tensor) -> None:
+    cache[:, 3:4][::2] = x
+
+
+def moved_tokens(cache: Tensor, x: Tensor) -> None:
+    cache[:2] = cache[:2].roll(-1, 1)
+    cache[:2, -1:] = x
+
+
+OTHER_WRITES = [other_sequences, whole_sequences, sequences_that_are_no_neighbours, moved_tokens]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("write", OTHER_WRITES, ids=lambda write: write.__name__)
+def test_sequences_that_are_not_written_by_tokens_are_refused(write: Callable[[Tensor, Tensor], None]) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        write(keys, k), write(values, v)
+        return attend(q, keys[:2], values[:2], torch.ones(1, MAX_LEN, dtype=torch.bool))
+
+    caches = [torch.randn(MAX_BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    new = new_tokens(2, 1, "cpu")
+    out = compiled(step, on_unsupported="ignore")(*new, *caches)
+    torch.testing.assert_close(out, step(*new, *expected))
+    assert [type(cache) for cache in caches] == [Tensor, Tensor]
+    torch.testing.assert_close(caches, expected, rtol=0, atol=0)
+    assert last_report().sites[0].reason_code == "unknown_write"

@@ -1,0 +1,88 @@
+"""What is assigned to a cache is rounded to the dtype of the cache and then quantized, as in eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile import last_report
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+
+BATCH, NUM_HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 64
+POLICY = "int8_per_token_head"
+
+Write = Callable[[Tensor, Tensor], None]
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def slice_assignment(cache: Tensor, k: Tensor) -> None:
+    cache[:, :, 3 : 3 + k.shape[2]] = k
+
+
+def copy_of_a_part(cache: Tensor, k: Tensor) -> None:
+    cache.narrow(2, 3, k.shape[2]).copy_(k)
+
+
+def select_assignment(cache: Tensor, k: Tensor) -> None:
+    cache[:, :, 3] = k[:, :, 0]
+
+
+def some_sequences(cache: Tensor, k: Tensor) -> None:
+    cache[1:, :, 3 : 3 + k.shape[2]] = k[1:]
+
+
+def steps_on_both(write: Write, dtype: torch.dtype, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The caches and the output of a compiled step, each with what eager code makes of packed copies."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        write(keys, k), write(values, v)
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    q, *caches = (torch.randn(BATCH, NUM_HEADS, n, HEAD_DIM).to(dtype) for n in (1, MAX_LEN, MAX_LEN))
+    packed = [
+        PackedTensor.from_dense(cache.clone(), PackedLayout(POLICY, role, HEAD_DIM))
+        for cache, role in zip(caches, ("key", "value"), strict=True)
+    ]
+    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    out, expected = compiled(q, k, v, *caches), step(q, k, v, *packed)
+    return [(out, expected), *((cache.packed, eager.packed) for cache, eager in zip(caches, packed, strict=True))]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("write", [slice_assignment, copy_of_a_part, select_assignment, some_sequences])
+def test_every_assignment_of_another_dtype_stores_the_bytes_of_eager_code(write: Write) -> None:
+    new = torch.randn(2, BATCH, NUM_HEADS, 1, HEAD_DIM)
+    _, *caches = steps_on_both(write, torch.bfloat16, *new)
+    assert all(torch.equal(compiled, eager) for compiled, eager in caches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_generated_code_keeps_the_rounding(dtype: torch.dtype) -> None:
+    k, v = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM)
+    v[..., 0] = 1e5  # infinite in float16
+    (out, expected), *caches = steps_on_both(slice_assignment, dtype, k, v)
+    assert all(torch.equal(compiled, eager) for compiled, eager in caches)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert bool(out.isnan().any()) == (dtype == torch.float16)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_that_would_change_its_dtype_stays_as_it_is() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        return F.scaled_dot_product_attention(q, keys, values), keys, values
+
+    compiled = torch.compile(step, backend="kvquant", options={"on_unsupported": "ignore"})
+    q, k, v = torch.randn(3, BATCH, NUM_HEADS, 1, HEAD_DIM)
+    caches = torch.randn(2, BATCH, NUM_HEADS, MAX_LEN, HEAD_DIM).bfloat16()
+    for result, plain in zip(compiled(q, k, v, *caches), step(q, k, v, *caches), strict=True):
+        torch.testing.assert_close(result, plain)
+    (site,) = last_report().sites
+    assert site.reason_code == "unknown_write"
+    assert "makes torch.float32 of a cache of torch.bfloat16" in str(site.reason)

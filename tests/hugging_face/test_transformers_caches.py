@@ -1,0 +1,107 @@
+"""The caches of Transformers: early-initialised ones are packed, offloaded and quantized ones stay, with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcompile import collect_reports
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.report.report import Report
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import DEVICES, MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
+
+cache_utils = transformers.cache_utils
+pytestmark = pytest.mark.usefixtures("without_code_generation")
+
+LOSSLESS = {"default": {"dtype": "float32"}}
+CHUNKS = (9, 1)
+
+
+def run(model: Any, cache: Any, expected_cache: Any) -> Report:
+    """Compiled steps on ``cache``, which give what eager ones give on ``expected_cache``."""
+    options = {"policy": LOSSLESS, "on_unsupported": "ignore"}
+    compiled = torch.compile(model, backend="kvquant", options=options)
+    ids = torch.randint(0, 97, (2, sum(CHUNKS)), generator=torch.Generator().manual_seed(1)).to(model.device)
+    with collect_reports() as report, torch.no_grad():
+        for chunk in ids.split(CHUNKS, 1):
+            logits = compiled(input_ids=chunk, past_key_values=cache).logits
+            expected = model(input_ids=chunk, past_key_values=expected_cache).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    return report
+
+
+def test_a_static_cache_that_was_initialised_early_is_packed() -> None:
+    model = tiny_llama(num_layers=1)
+    cache, expected = fresh_cache(model, "static"), fresh_cache(model, "static")
+    cache.early_initialization(batch_size=2, num_heads=2, head_dim=64, dtype=model.dtype, device=model.device)
+    report = run(model, cache, expected)
+    assert report.totals.rewritten == report.totals.sites > 0
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    assert torch.equal(cache.layers[0].values.dequantize(), expected.layers[0].values)
+
+
+class Stream:
+    """What offloading asks of a stream of a GPU."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_an_offloaded_cache_stays_as_it_is(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offloaded() -> Any:
+        with monkeypatch.context() as patch:
+            if device == "cpu":
+                patch.setattr(torch, "Stream", Stream)
+            if kind == "dynamic":
+                return transformers.DynamicCache(config=model.config, offloading=True)
+            return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN, offloading=True)
+
+    # A layer is fetched while the one before it runs. With one layer alone it is read before it has arrived.
+    model = tiny_llama(device=device, num_layers=2)
+    if device == "cpu":  # Transformers offloads from GPUs alone
+        if kind == "static":
+            pytest.skip("one kind is enough on a CPU")
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    cache = offloaded()
+    report = run(model, cache, offloaded())
+    assert {site.reason_code for site in report.sites} <= {"plain_read_only", "moved", "computed_from_cache"}
+    assert type(cache.layers[0].keys) is Tensor
+    if device == "cpu":
+        assert {site.reason_code for site in report.sites} == {"plain_read_only"}
+        assert "without a graph break in between (offloaded caches" in str(report.sites[0].remedy)
+
+
+class QuantizedLayer(cache_utils.QuantizedLayer):
+    """A backend of ``QuantizedCache``, with codes of 8 bits and a scale for each token and head."""
+
+    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        scale = tensor.abs().amax(axis, keepdim=True).clamp(min=1e-6) / 127
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, q_tensor: tuple[Tensor, Tensor]) -> Tensor:
+        codes, scale = q_tensor
+        return codes * scale
+
+
+def test_a_quantized_cache_of_transformers_stays_as_it_is() -> None:
+    def quantized() -> Any:
+        return cache_utils.Cache(layers=[QuantizedLayer(axis_key=-1, axis_value=-1, residual_length=8)])
+
+    report = run(tiny_llama(num_layers=1), quantized(), quantized())
+    prefill, *steps = report.sites
+    assert prefill.reason_code == "no_cache"  # it attends to its own keys, which are quantized for later steps
+    assert {site.reason_code for site in steps} == {"already_quantized"}
+    assert "holds torch.int8: the model has quantized it already" in str(steps[0].reason)

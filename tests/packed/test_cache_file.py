@@ -1,0 +1,211 @@
+"""Saved caches come back packed, equal and ready to be continued; a file that does not fit is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_caches import HEAD_DIM, pair, quantized, values
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import kvcompile
+from kvcompile.errors import CacheFileError
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import fresh_cache, tiny_llama  # noqa: E402
+from transformers import Cache, cache_utils  # noqa: E402
+
+NAMES = ["int8_per_token_head", "int4_per_token_head", "turboquant_3bit"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    return tmp_path / "prompt.safetensors"
+
+
+def saved_and_loaded(cache: Any, file: Path, **metadata: str) -> Any:
+    kvcompile.save_cache(cache, file, metadata)
+    return kvcompile.load_cache(file, metadata=metadata)
+
+
+def assert_equal(loaded: Tensor, cache: Tensor) -> None:
+    assert type(loaded) is type(cache)
+    if isinstance(cache, PackedTensor):
+        assert loaded.cache_meta == cache.cache_meta
+        assert loaded.packed.data_ptr() != cache.packed.data_ptr()
+        assert torch.equal(loaded.packed, cache.packed)
+    assert loaded.shape == cache.shape
+    assert torch.equal(loaded + 0, cache + 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_tensors_come_back_packed(name: str, growing: bool, dtype: torch.dtype, file: Path) -> None:
+    cache, _ = pair(PackedLayout(name, "key", HEAD_DIM), growing=growing, dtype=dtype)
+    assert_equal(saved_and_loaded(cache, file), cache)
+    slack = file.stat().st_size - cache.packed.nbytes
+    assert 0 < slack < 2000, "the file holds the packed bytes, and a header"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda c: c[:, :, 5:40], lambda c: c[1:], lambda c: c[:, 1], lambda c: c.transpose(1, 2)],
+)
+def test_views_are_saved_alone(view: Any, file: Path) -> None:
+    cache, _ = pair(PackedLayout("int4_per_token_head", "value", HEAD_DIM))
+    assert_equal(saved_and_loaded(view(cache), file), view(cache))
+
+
+def test_caches_with_a_residual_come_back(file: Path) -> None:
+    formats = kvcompile.Policy.load({"default": {"dtype": "int4"}, "sink_tokens": 64}).formats_for("", 0, 1)
+    assert formats is not None
+    layout = formats.layout("key", HEAD_DIM, torch.float32)
+    cache = PackedTensor.from_dense(values(2, 3, 200, HEAD_DIM), layout)
+    assert_equal(saved_and_loaded(cache, file), cache)
+
+
+def test_a_tree_keeps_its_form_and_the_identity_of_its_tensors(file: Path) -> None:
+    packed, _ = pair(PackedLayout("fp8_e4m3", "key", HEAD_DIM))
+    plain, transposed = torch.randn(3, 4), torch.randn(3, 4).to(torch.bfloat16).t()
+    tree = {"layers": [(packed, plain), (packed, transposed)], 3: plain, "length": 7, "name": None, "open": True}
+    loaded = saved_and_loaded(tree, file)
+    assert list(loaded) == list(tree)
+    assert [loaded[name] for name in ("length", "name", "open")] == [7, None, True]
+    ((first, second), (same, third)), again = loaded["layers"], loaded[3]
+    assert same is first
+    assert again is second
+    for one, other in ((first, packed), (second, plain), (third, transposed)):
+        assert_equal(one, other)
+
+
+@torch.no_grad()
+def filled(kind: str) -> tuple[Any, Any]:
+    """A model and a cache of a prompt of 20 tokens: plain, partly or all packed, or plain with full windows."""
+    model = tiny_llama(num_layers=2)
+    ids = torch.randint(0, 97, (2, 20))
+    cache = kvcompile.static_cache(model, 2, 64, "int4") if kind == "packed" else fresh_cache(model, kind)
+    if kind == "sliding":
+        cache = Cache(layers=[cache_utils.DynamicSlidingWindowLayer(16) for _ in range(2)])
+    model(ids, past_key_values=cache)
+    if kind == "dynamic":
+        for layer in cache.layers:
+            layout = PackedLayout("int8_per_token_head", "key", 64)
+            layer.keys = PackedTensor.from_dense(layer.keys, layout, growing=True)
+    return model, cache
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "packed", "sliding"])
+@torch.no_grad()
+def test_a_cache_of_transformers_is_continued_where_it_was_saved(kind: str, file: Path) -> None:
+    model, cache = filled(kind)
+    loaded = saved_and_loaded(cache, file, model="tiny")
+    assert type(loaded) is type(cache)
+    assert int(loaded.get_seq_length()) == 20
+    for ids in torch.randint(0, 97, (2, 5)).split([3, 1, 1], dim=1):
+        expected, logits = (model(ids, past_key_values=each).logits for each in (cache, loaded))
+        assert torch.equal(logits, expected)
+    assert int(loaded.get_seq_length()) == int(cache.get_seq_length()) == 25
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert set(vars(one)) == set(vars(other))
+        assert_equal(one.keys, other.keys)
+        assert_equal(one.values, other.values)
+
+
+def test_both_parts_of_an_encoder_decoder_cache_come_back(file: Path) -> None:
+    cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    for part, tokens in ((cache.self_attention_cache, 3), (cache.cross_attention_cache, 9)):
+        part.update(values(2, 3, tokens, HEAD_DIM), values(2, 3, tokens, HEAD_DIM), 0)
+    cache.is_updated[0] = True
+    loaded = saved_and_loaded(cache, file)
+    assert loaded.is_updated == {0: True}
+    assert_equal(loaded.cross_attention_cache.layers[0].values, cache.cross_attention_cache.layers[0].values)
+    assert loaded.self_attention_cache.layers[0].update(*[values(2, 3, 1, HEAD_DIM)] * 2)[0].shape[2] == 4
+    loaded.self_attention_cache.update(*[values(2, 3, 1, HEAD_DIM)] * 2, 1)  # a layer that it did not have
+
+
+def test_layers_that_share_the_keys_of_others_come_back_empty(file: Path) -> None:
+    config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2)
+    cache = transformers.DynamicCache(config=config)
+    for index in range(2):
+        cache.update(values(2, 3, 5, HEAD_DIM), values(2, 3, 5, HEAD_DIM), index)
+    loaded = saved_and_loaded(cache, file)
+    assert list(map(type, loaded.layers)) == list(map(type, cache.layers))
+    for one, other in zip(loaded.layers[:2], cache.layers[:2], strict=True):
+        assert_equal(one.keys, other.keys)
+    assert all(layer.keys is None for layer in loaded.layers[2:])
+
+
+def rewrite_header(file: Path, **changes: str) -> None:
+    with safe_open(file, "pt") as opened:
+        header = {**opened.metadata(), **changes}
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+    save_file(tensors, file, header)
+
+
+def content_of(file: Path) -> Any:
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["content"])
+
+
+WRONG_HEADERS = {
+    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 2"),
+    "another kind of file": ({"format": "pt"}, "is no cache"),
+    "another Transformers": ({"transformers": "4.40.1"}, r"a cache of Transformers 4\.40\.1"),
+    "another model": ({"model": "other"}, "model is 'other' in the file, and 'tiny' was expected"),
+    "an unknown class": ({"content": '{"object": "os", "state": []}'}, "no cache class 'os'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_HEADERS.values(), ids=WRONG_HEADERS.keys())
+def test_a_file_that_does_not_fit_is_an_error(changes: dict[str, str], message: str, file: Path) -> None:
+    cache = transformers.DynamicCache()
+    cache.update(values(1, 2, 3, HEAD_DIM), values(1, 2, 3, HEAD_DIM), 0)
+    kvcompile.save_cache(cache, file, {"model": "tiny"})
+    rewrite_header(file, **changes)
+    with pytest.raises(CacheFileError, match=message):
+        kvcompile.load_cache(file, metadata={"model": "tiny"})
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [(["int9", "key", HEAD_DIM], "unknown cache format 'int9'"), (["int8_per_token_head", "key", 32], "2304 bytes")],
+)
+def test_bytes_that_do_not_fit_their_layout_are_an_error(layout: list[Any], message: str, file: Path) -> None:
+    kvcompile.save_cache(pair(PackedLayout("int8_per_token_head", "key", HEAD_DIM))[0], file)
+    rewrite_header(file, content=json.dumps({**content_of(file), "layout": layout}))
+    with pytest.raises(CacheFileError, match=message):
+        kvcompile.load_cache(file)
+
+
+def test_a_damaged_file_is_an_error(file: Path) -> None:
+    kvcompile.save_cache(torch.randn(100), file)
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CacheFileError, match=r"prompt\.safetensors"):
+        kvcompile.load_cache(file)
+
+
+def test_what_cannot_be_saved_is_named_and_leaves_the_file_alone(file: Path) -> None:
+    kvcompile.save_cache(torch.ones(2), file)
+    with pytest.raises(CacheFileError, match=r"layers\.1\.parts is a builtins\.set"):
+        kvcompile.save_cache({"layers": [torch.ones(1), {"parts": {1}}]}, file)
+    with pytest.raises(CacheFileError, match="keys is a Parameter"):
+        kvcompile.save_cache({"keys": torch.nn.Parameter(torch.ones(1))}, file)
+    assert kvcompile.load_cache(file).tolist() == [1, 1]
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_values_are_those_that_were_written(file: Path) -> None:
+    x, layout = values(2, 3, 70, HEAD_DIM), PackedLayout("int8_per_token_head", "key", HEAD_DIM)
+    loaded = saved_and_loaded(PackedTensor.from_dense(x, layout), file)
+    assert torch.equal(loaded.dequantize(), quantized(x, layout))
+    loaded[:, :, 69:] = x[:, :, :1]
+    assert torch.equal(loaded[:, :, 69:].dequantize(), quantized(x, layout)[:, :, :1])

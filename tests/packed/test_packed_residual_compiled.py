@@ -1,0 +1,172 @@
+"""Compiled models on caches with a residual mean what eager code on such caches means, and store in place.
+
+On a CPU most tests run the rewritten graphs node by node; what Inductor makes of such a graph is the matter of the last
+one. On a GPU all of them run what Inductor generates.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import test_packed_tensor_compiled
+import torch
+from hand_written_decoder import Decoder, masked_update, slice_assignment
+from test_packed_tensor_compiled import PROGRAMS, compare
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from kvcompile import last_report
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.policy.policy import Policy
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import DEVICES, fresh_cache, tiny_llama  # noqa: E402
+
+SINKS = {
+    "default": {"key": {"dtype": "int8", "granularity": "per_channel"}, "value": {"dtype": "turboquant_4bit"}},
+    "residual_length": 65,
+    "sink_tokens": 4,
+}
+CHUNKS = [120, 6, *[1] * 5]  # across the boundaries of blocks at 64 and 128
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu":
+        request.getfixturevalue("without_code_generation")
+    return request.param
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def packed(plain: Tensor, role: str, policy: Any, *, growing: bool = False) -> PackedTensor:
+    formats = Policy.load(policy).formats_for("", 0, 1)
+    return PackedTensor.from_dense(plain, formats.layout(role, plain.shape[-1], plain.dtype), growing=growing)
+
+
+def pack_layers(cache: Any, policy: Any, *, growing: bool) -> Any:
+    """A copy of a Hugging Face cache with packed tensors."""
+    cache = copy.deepcopy(cache)
+    for layer in cache.layers:
+        layer.keys = packed(layer.keys, "key", policy, growing=growing)
+        layer.values = packed(layer.values, "value", policy, growing=growing)
+    return cache
+
+
+def eager_cache(model: Any, kind: str, policy: Any, batch: int) -> Any:
+    """A Hugging Face cache that is packed and holds no token."""
+    cache = fresh_cache(model, kind)
+    config = model.config
+    example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
+    for index in range(config.num_hidden_layers):
+        layer = cache.layers[index]
+        layer.lazy_initialization(example, example)
+        if kind == "dynamic":
+            layer.keys = layer.values = example[:, :, :0]
+    return pack_layers(cache, policy, growing=kind == "dynamic")
+
+
+def compiled(model: Any, policy: Any) -> Any:
+    options = {"policy": policy, "on_unsupported": "error", "fx_graph_cache": False}
+    return torch.compile(model, backend="kvquant", options=options)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("static", SINKS), ("dynamic", "int4")], ids=["static", "dynamic"])
+def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling(
+    kind: str, policy: Any, device: str
+) -> None:
+    model = tiny_llama(device=device, num_layers=1)
+    step, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
+    graphs = []
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
+        logits = step(input_ids=ids, past_key_values=cache).logits
+        assert_near(logits, model(input_ids=ids, past_key_values=expected_cache).logits)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    assert graphs[3] == graphs[-1] <= 4
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("static", "int4"), ("dynamic", SINKS)], ids=["static", "dynamic"])
+def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(
+    kind: str, policy: Any, device: str
+) -> None:
+    model = tiny_llama(device=device, num_layers=1)
+    step, cache = compiled(model, policy), fresh_cache(model, kind)
+    ids = torch.randint(0, 97, (2, 105), device=device)
+    model(input_ids=ids[:, :100], past_key_values=cache)
+    filled = cache.layers[0].keys[:, :, 64:100].clone()
+    expected_cache = pack_layers(cache, policy, growing=kind == "dynamic")
+    for token in ids[:, 100:].split(1, dim=1):
+        logits = step(input_ids=token, past_key_values=cache).logits
+        assert_near(logits, model(input_ids=token, past_key_values=expected_cache).logits)
+    assert torch.equal(cache.layers[0].keys[:, :, 64:100].clone().dequantize(), filled)
+
+
+@pytest.mark.parametrize(("write", "policy"), [(slice_assignment, "int4"), (masked_update, SINKS)])
+def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, device: str) -> None:
+    model = Decoder(write, batch=2).eval().to(device)
+    expected_model = copy.deepcopy(model)
+    expected_model.keys = packed(model.keys, "key", policy)
+    expected_model.values = packed(model.values, "value", policy)
+    step, start = compiled(model, policy), 0
+    for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
+        assert_near(step(ids, start), expected_model(ids, start))
+        start += ids.shape[1]
+    assert isinstance(model.keys, PackedTensor)
+    torch.testing.assert_close(model.keys.dequantize(), expected_model.keys.dequantize(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> None:
+    model = tiny_llama(torch.bfloat16, num_layers=1)
+    step, cache = compiled(model, "int4"), fresh_cache(model, "static")
+    step(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
+    (site,) = last_report().sites
+    key, value = site.caches
+    assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_per_token_head")
+    assert (key.bytes_per_token_after, value.bytes_per_token_after) == (36, 36)
+    layout = cache.layers[0].keys.packed_layout
+    assert key.residual_bytes == layout.header_blocks * layout.block_bytes >= 65 * 128
+    assert value.residual_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["a slice", "a masked update", "cat of a crop", "a crop as input"])
+def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout("float32", "key", 16, Residual(1, 1, torch.float32))
+    monkeypatch.setattr(test_packed_tensor_compiled, "INT8", layout)
+    program, make_cache = PROGRAMS[name]
+    compare(program, make_cache, backend="aot_eager")
+
+
+def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
+    model = tiny_llama(torch.bfloat16, num_layers=1)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=4096)
+    ids = torch.randint(0, 97, (2, 64))  # the token that is decoded begins a block, which takes the slot
+    step = compiled(model, "int4")
+    model(input_ids=ids, past_key_values=cache)
+    expected_cache = pack_layers(cache, "int4", growing=False)
+    logits, codes = run_and_get_code(step, input_ids=ids[:, :1], past_key_values=cache)
+    expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
+    assert (logits.logits - expected.logits).norm() < 2e-2 * expected.logits.norm()
+    keys, expected_keys = cache.layers[0].keys, expected_cache.layers[0].keys
+    tags = keys.packed_layout.tags(keys.packed)
+    assert torch.equal(tags, keys.packed_layout.tags(expected_keys.packed))
+    assert tags.eq(2).all()
+    # The token itself: its projection is rounded to bfloat16 in other places.
+    torch.testing.assert_close(keys[:, :, 64].dequantize(), expected_keys[:, :, 64].dequantize(), rtol=0.05, atol=0.01)
+    assert torch.equal(keys[:, :, :64].dequantize(), expected_keys[:, :, :64].dequantize())
+    body = codes[-1][codes[-1].index("def call") :]
+    assert not re.search(r"clone\(|\.copy_\(", body)
+    for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", body):
+        sizes = [int(size) for size in shape.replace(" ", "").split(",") if size]
+        assert torch.Size(sizes).numel() < 2 * 2 * 4096 * 64 // 4, f"a buffer of shape {sizes}"

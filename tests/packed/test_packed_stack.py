@@ -1,0 +1,165 @@
+"""A stack of packed caches is a tensor: it reads as the plain one, and a write to it is one to its parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_caches import INT8, quantized, values
+from stack_forms import plain
+from torch import Tensor
+
+import kvcompile
+from kvcompile import cache_nbytes
+from kvcompile.call.adoption import AdoptionError, adopt_stack
+from kvcompile.packed.stack import PackedStack
+
+pytestmark = pytest.mark.usefixtures("seed_without_grad")
+
+
+def small_stack(role_dim: int = 1) -> tuple[PackedStack, Tensor]:
+    """Layers of plain keys and packed values, and the plain tensor that it must be indistinguishable from."""
+    x = values(3, 2, 2, 2, 70, INT8.head_dim)
+    stack = PackedStack.from_dense(x, {(layer, 1): (INT8, "bhtd") for layer in range(3)}, (0, role_dim))
+    expected = x.clone()
+    expected.select(role_dim, 1).copy_(quantized(x.select(role_dim, 1), INT8))
+    return stack, expected
+
+
+behind_layers_or_sequences = pytest.mark.parametrize("role_dim", [1, 2])
+
+
+SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a plain part": lambda c: c[1, 0],
+    "a packed part": lambda c: c[-1, 1],
+    "one after the other": lambda c: c[2][1],
+    "unbind": lambda c: c.unbind(1)[1][2],
+    "parts of a layer": lambda c: c[1],
+    "keys": lambda c: c[:, 0],
+    "some layers": lambda c: c[1:],
+    "every other layer": lambda c: c[::2, 1:],
+    "no layer": lambda c: c[3:],
+    "split": lambda c: c.split(2)[1],
+    "tokens": lambda c: c[..., 3:9, :],
+    "a head": lambda c: c[:, :, :, 1],
+    "a copy": lambda c: c.clone(),
+    "deepcopy": copy.deepcopy,
+    "beams": lambda c: c.index_select(2, torch.tensor([0, 0])),
+    "indexed tokens": lambda c: c[:, :, :, :, torch.tensor([3, 1])],
+    "indexed layers": lambda c: c[torch.tensor([2, 0])],
+    "another shape": lambda c: c.view(6, *c.shape[2:]),
+    "sequences first": lambda c: c.permute(2, 4, 1, 0, 3, 5)[0],
+    "tokens before heads": lambda c: c.transpose(3, 4)[..., 3, :, :],
+    "another dtype": lambda c: c.to(torch.float64),
+    "a sum": lambda c: c + 1,
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS.keys())
+@behind_layers_or_sequences
+def test_a_stack_reads_as_the_plain_tensor(role_dim: int, select: Callable[[Tensor], Tensor]) -> None:
+    stack, expected = small_stack(role_dim)
+    result = plain(select(stack))
+    assert result.dtype == select(expected).dtype
+    assert torch.equal(result + 0, select(expected))
+
+
+def write_part(cache: Tensor, x: Tensor) -> None:
+    cache[1, 1, :, :, 3:5] = x
+
+
+def write_tokens_of_all(cache: Tensor, x: Tensor) -> None:
+    cache[:, :, :, :, torch.tensor([4, 66])] = x
+
+
+def index_copy_all(cache: Tensor, x: Tensor) -> None:
+    cache.index_copy_(4, torch.tensor([0, 69]), x.expand(3, 2, 2, 2, 2, -1).contiguous())
+
+
+def write_through_a_permutation(cache: Tensor, x: Tensor) -> None:
+    cache.permute(2, 4, 1, 0, 3, 5)[:, torch.tensor([5])] = x[:, :, 0]
+
+
+def write_per_sequence_and_head(cache: Tensor, x: Tensor) -> None:
+    cache[..., torch.tensor([[0], [1]]), torch.tensor([[5, 6], [7, 8]]), :] = x[0]
+
+
+def write_layer(cache: Tensor, x: Tensor) -> None:
+    cache[0] = x[:, :, :1]
+
+
+def copy_layer(cache: Tensor, x: Tensor) -> None:
+    cache[0].copy_(cache[2])
+
+
+def clear_layers(cache: Tensor, x: Tensor) -> None:
+    cache[1:].zero_(), cache[0].fill_(2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_part,
+        write_tokens_of_all,
+        index_copy_all,
+        write_through_a_permutation,
+        write_per_sequence_and_head,
+        write_layer,
+        copy_layer,
+        clear_layers,
+    ],
+)
+@behind_layers_or_sequences
+def test_a_write_to_a_stack_is_one_to_its_parts(role_dim: int, write: Callable[[Tensor, Tensor], None]) -> None:
+    stack, expected = small_stack(role_dim)
+    x = values(1, 2, 2, INT8.head_dim)
+    write(stack, x)
+    write(expected, x)
+    expected.select(role_dim, 1).copy_(quantized(expected.select(role_dim, 1), INT8))
+    torch.testing.assert_close(stack.dequantize(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("write", [lambda c: c.mul_(2), lambda c: c[0].add_(c[1]), lambda c: c.view(-1).zero_()])
+def test_a_write_that_would_be_lost_raises_and_changes_nothing(write: Callable[[Tensor], Any]) -> None:
+    stack, _ = small_stack()
+    before = stack.dequantize()
+    with pytest.raises(NotImplementedError, match="packed KV cache"):
+        write(stack)
+    assert torch.equal(stack.dequantize(), before)
+
+
+SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}
+
+
+@pytest.mark.parametrize(("save", "load"), SAVE_AND_LOAD.values(), ids=SAVE_AND_LOAD.keys())
+def test_a_stack_is_saved_packed_and_loaded(
+    save: Callable[..., None], load: Callable[..., Any], tmp_path: Path
+) -> None:
+    stack, expected = small_stack()
+    save({"cache": stack, "again": stack}, tmp_path / "file")
+    loaded = load(tmp_path / "file")
+    assert loaded["cache"] is loaded["again"]
+    assert [type(part) for part in loaded["cache"].parts] == [type(part) for part in stack.parts]
+    assert torch.equal(loaded["cache"].dequantize(), expected)
+
+
+def test_adoption_swaps_a_stack_for_all_who_hold_it_or_says_why_not() -> None:
+    x = values(2, 1, 2, 70, INT8.head_dim)
+    holders = [x, {"cache": x}]
+    x.note = "mine"
+    for unfit, reason in (
+        (torch.zeros(1, 2, 70, INT8.head_dim), "not a 4-dimensional"),
+        (x.int(), "floating-point"),
+        (x[:1], "view"),
+    ):
+        with pytest.raises(AdoptionError, match=reason):
+            adopt_stack(unfit, {(0,): (INT8, "bhtd")})
+    del unfit
+    assert adopt_stack(x, {(0,): (INT8, "bhtd")}) is holders[0] is holders[1]["cache"]
+    assert isinstance(x, PackedStack)
+    assert x.note == "mine"
+    assert cache_nbytes(holders) == cache_nbytes(x[0]) + x[1].nbytes

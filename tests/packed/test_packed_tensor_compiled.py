@@ -1,0 +1,163 @@
+"""Compiled by any backend, code on a packed cache means what it means in eager, through the same dispatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from packed_caches import HEAD_DIM, INT8, assert_same, pair, values
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+
+X = values(2, 3, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def compare(function, make_cache, *args, backend, **options):
+    """Compares ``function``, compiled and in eager on equal caches; returns the cache and the results of the former."""
+    cache = make_cache()
+    expected_cache = make_cache()
+    expected_cache.copy_(cache)
+    result = torch.compile(function, backend=backend, fullgraph=True, **options)(cache, *args)
+    expected = function(expected_cache, *args)
+    assert torch.equal(cache, expected_cache)
+    for one, other in zip(as_tuple(result), as_tuple(expected), strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, PackedTensor):
+            assert_same(one, other.dequantize())
+        else:
+            torch.testing.assert_close(one, other)
+    return cache, result
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def fixed():
+    return pair(INT8)[0]
+
+
+def growing():
+    return pair(INT8, growing=True)[0]
+
+
+def decode_step(cache, position):
+    cache.index_copy_(2, position, X)
+    return F.scaled_dot_product_attention(X.repeat(1, 2, 1, 1), cache, cache, enable_gqa=True)
+
+
+def repeat_kv_step(cache, position):
+    cache[:, :, position] = X
+    cache[1, :, position] = X[0]
+    repeated = cache[:, :, None].expand(2, 3, 2, 70, HEAD_DIM).reshape(2, 6, 70, HEAD_DIM)
+    return F.scaled_dot_product_attention(X.repeat(1, 2, 1, 1), repeated, repeated)
+
+
+PROGRAMS = {
+    "index_copy_": (lambda c: c.index_copy_(2, torch.tensor([3, 64]), X), fixed),
+    "a slice": (lambda c: (c.__setitem__((slice(None), slice(None), slice(63, 65)), X), c.sum())[1], fixed),
+    "a view of the cache": (lambda c: (c[:, :, 5:7].copy_(X), c.sum())[1], fixed),
+    "zero_": (lambda c: (c.zero_(), c.sum())[1], fixed),
+    "zero_ of a slice": (lambda c: (c[:, :, 3:67].zero_(), c.sum())[1], fixed),
+    "a masked update": (lambda c: c.copy_(torch.where((torch.arange(70) == 5)[:, None], X[:, :, :1], c)), fixed),
+    "scatter_": (lambda c: c.scatter_(2, torch.tensor([3, 69])[:, None].expand(2, 3, 2, HEAD_DIM), X), fixed),
+    "a rolled window": (lambda c: c.roll(-1, -2), fixed),
+    "beams reordered": (lambda c: c.index_select(0, torch.tensor([1, 1, 0])), growing),
+    "sequences repeated": (lambda c: c.repeat_interleave(2, dim=0), growing),
+    "cat": (lambda c: torch.cat([c, X], -2), fixed),
+    "cat of a crop": (lambda c: torch.cat([c[..., :-3, :], X], -2), growing),
+    "cat and a window": (lambda c: (torch.cat([c, X], -2), torch.cat([c, X], -2)[:, :, -19:]), fixed),
+    "a written view as input": (lambda c: c.index_copy_(2, torch.tensor([3, 4]), X), lambda: fixed()[:, :, 5:40]),
+    "a crop as input": (lambda c: torch.cat([c, X], -2), lambda: growing()[:, :, :-3]),
+    "a narrowed cache as input": (lambda c: torch.cat([c, X], -2), lambda: growing().narrow(2, 0, 60)),
+    "narrow": (lambda c: (c.narrow(2, 5, 2).copy_(X), c.narrow(2, 4, 2).sum())[1], fixed),
+    "matmul": (lambda c: X @ c.transpose(2, 3), fixed),
+    "another dtype": (lambda c: c.to(torch.float16), fixed),
+}
+
+
+@pytest.mark.parametrize(("program", "make_cache"), PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_a_program_means_the_same_compiled_without_graph_breaks(program, make_cache):
+    compare(program, make_cache, backend="aot_eager")
+
+
+@pytest.mark.parametrize(("step", "dynamic"), [(decode_step, False), (repeat_kv_step, True)])
+def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
+    compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic)
+
+
+# A scale; a rotation, a zero point and two codes a byte; two planes of codes; no scale beside the codes. Every format's
+# own code is traced so in kernels/test_formats.py.
+@pytest.mark.parametrize(
+    "name", ["int8_per_token_head", "int4_per_token_head", "turboquant_2.5bit", "fp8_e5m2_scale0.37"]
+)
+def test_formats_of_every_structure_are_traceable_with_symbolic_sizes(name):
+    layout = PackedLayout(name, "value", HEAD_DIM)
+    compare(decode_step, lambda: pair(layout)[0], torch.tensor([63, 64]), backend="aot_eager", dynamic=True)
+
+
+def test_it_works_in_inference_mode():
+    with torch.inference_mode():
+        compare(decode_step, fixed, torch.tensor([63, 64]), backend="aot_eager")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_view_that_a_graph_returns_is_a_view_of_its_input(backend):
+    cache, views = compare(lambda c: (c[:, :, :5], c[1], c[:, :, 7:66].transpose(1, 2)), fixed, backend=backend)
+    for view in views:
+        view.zero_()
+    assert cache[:, :, 7:66].abs().max() == 0
+    assert cache[0, :, 66:].abs().max() > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_growing_cache_is_compiled_once_for_all_lengths(backend):
+    counter = CompileCounterWithBackend(backend)
+
+    def append(cache, x):
+        cache = torch.cat([cache, x], 2)
+        return F.scaled_dot_product_attention(x, cache, cache), cache
+
+    compiled = torch.compile(append, backend=counter, fullgraph=True)
+    cache = expected_cache = pair(INT8, tokens=60, growing=True)[0]
+    for _ in range(70):  # across the boundaries of blocks at 64 and 128
+        x = values(2, 3, 1, HEAD_DIM)
+        result, cache = compiled(cache, x)
+        expected, expected_cache = append(expected_cache, x)
+        torch.testing.assert_close(result, expected)
+    assert torch.equal(cache, expected_cache)
+    assert cache.shape[2] == 130
+    assert counter.frame_count <= 2
+
+
+REFUSED = {
+    "an unknown in-place operator": (lambda c: c.add_(1), fixed, "would change a packed KV cache in place"),
+    "a write to a dequantized view": (lambda c: c.view(-1).zero_(), fixed, "the write would be lost"),
+    "a write to a growing cache": (lambda c: c.zero_(), growing, "writes in place to a growing packed cache"),
+}
+
+
+@pytest.mark.parametrize(("program", "make_cache", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_right_raises_while_compiling(program, make_cache, reason):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        torch.compile(program, backend="eager", fullgraph=True)(make_cache())
+
+
+def test_two_inputs_that_view_one_cache_are_refused_when_one_is_written():
+    def write_and_read(cache, view):
+        cache.index_copy_(2, torch.tensor([3, 4]), X)
+        return view.sum()
+
+    cache = fixed()
+    with pytest.raises(Exception, match="takes two views of one packed cache as inputs"):
+        torch.compile(write_and_read, backend="aot_eager", fullgraph=True)(cache, cache[:, :, :66])
+
+
+def test_a_window_whose_start_is_symbolic_cannot_leave_a_functional_graph():
+    with pytest.raises(Exception, match="starts at a token which is only known at run time"):
+        torch.compile(lambda c: torch.cat([c, X], 2)[:, :, -19:], backend="aot_eager", fullgraph=True)(growing())

@@ -1,0 +1,144 @@
+"""What README and docs say is true: their commands and their Python run, and what is made from the code is current."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import make_pages
+import pytest
+import torch
+import walk_parts
+from documented_commands import PAGES, ROOT, blocks, command_line, commands, runs_elsewhere
+from model_configs import LLAMA_3_1_8B, write_config
+from tiny_llama import fresh_cache, tiny_llama
+from typer.testing import CliRunner
+
+import kvcompile
+from kvcompile.cli.app import app
+from kvcompile.passes.refusal import Reason
+from kvcompile.policy.policy import Policy
+
+POLICY_PAGE = ROOT / "docs" / "policy.md"
+
+RUN_ELSEWHERE = {
+    "pip install -e . && python examples/quickstart.py": "test_quickstart.py",
+    'pip install -e ".[test]" && pytest': ".ci/run",
+    ".ci/run": "what runs these tests",
+    "ruff check && ruff format --check && mypy": ".ci/run",
+}
+"""Commands in pages that this file does not run, and what does."""
+
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pytest.mark.parametrize("page", make_pages.pages(), ids=lambda page: page.name)
+def test_what_is_made_from_the_code_is_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    version = re.search(r"those of PyTorch (\S+)\.\n", text)
+    if version and version[1] != walk_parts.torch_version():
+        pytest.skip(f"the page shows graphs of PyTorch {version[1]}")
+    assert make_pages.made(text) == text, "run: python docs/make_pages.py"
+
+
+def test_one_command_makes_pages_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- made by reference_parts.cache_size_formula -->\nold\n<!-- end -->\n\nAfter.\n")
+    monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit):
+        make_pages.main(["--check"])
+    assert "old" in page.read_text()
+    make_pages.main([])
+    make_pages.main(["--check"])
+    text = page.read_text()
+    assert "ceiling(num_tokens/64)" in text
+    assert (text.startswith("Before."), "old" in text, text.endswith("After.\n")) == (True, False, True)
+
+
+def test_every_refusal_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "refusals.md").read_text()
+    assert re.findall(r"^### `(\w+)`$", text, re.MULTILINE) == [reason.name for reason in Reason]
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name) if name else page
+        assert other.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+@by_page
+@pytest.mark.usefixtures("folder")
+def test_policies_are_policies(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        Policy.from_text(text)
+
+
+# Commands
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what commands and snippets read."""
+    write_config(tmp_path, LLAMA_3_1_8B)
+    (tmp_path / "policy.yaml").write_text(blocks(POLICY_PAGE, "yaml")[0])
+    (tmp_path / "scales.json").write_text('{"largest": {"layers.0.attn": {"key": 1.0, "value": 1.0}}}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVQUANT_POLICY", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [command for command in command_line() if not runs_elsewhere(command)])
+def test_commands_of_the_command_line_run(arguments: str, folder: Path) -> None:
+    result = CliRunner().invoke(app, shlex.split(arguments), prog_name="kvcompile")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.stdout
+
+
+@pytest.mark.parametrize("command", commands("sh"))
+def test_other_commands_are_of_files_that_exist_or_run_elsewhere(command: str) -> None:
+    if command in RUN_ELSEWHERE:
+        return
+    program, *arguments = shlex.split(command)
+    assert program in ("python", "pytest"), command
+    for argument in arguments:
+        if "/" in argument:
+            assert (ROOT / argument.partition("::")[0]).exists(), command
+
+
+# Python
+
+
+def given() -> dict[str, Any]:
+    """What snippets take for granted."""
+    model = tiny_llama(num_layers=1)
+    input_ids = torch.randint(0, 97, (1, 5))
+    inputs = {"input_ids": input_ids, "max_new_tokens": 3}
+    cache = fresh_cache(model, "static")
+    tokens = torch.randint(0, 97, (65,))
+    return {"kvcompile": kvcompile, "torch": torch, "model": model, "input_ids": input_ids, "inputs": inputs,
+            "cache": cache, "tokens": tokens}  # fmt: skip
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a module with a file, because ``triton.jit`` looks for the source of functions and Dynamo for their module."""
+    file = folder / f"snippets_of_{page.stem}.py"
+    file.write_text("\n".join(blocks(page, "python")))
+    module = ModuleType(file.stem)
+    vars(module).update(given(), __file__=str(file))
+    monkeypatch.setitem(sys.modules, file.stem, module)
+    exec(compile(file.read_text(), file, "exec"), vars(module))

@@ -1,0 +1,66 @@
+"""Every example runs offline, says what it promises, and is named in the README.
+
+Here they run without code generation, which other tests test; the slow test runs them as users do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples"
+SAME = r"100 % of the tokens are the same"
+EXAMPLES = {
+    "hugging_face_generate": [r"static index_put", r"growing cat", SAME],
+    "hand_written_model": [r"1 rewritten, 0 refused", r"cache 524288 -> 139264 bytes", SAME],
+    "encoder_decoder": [r"4 rewritten, 0 refused", r"cross_attention_cache: 65544 -> 17416 bytes", SAME],
+    "per_layer_policy": [r"3 rewritten, 0 refused, 1 left alone", r"fp8_e4m3", r"int8_per_token_head /\s+\|[^\n]*\n"],
+    "long_context_memory": [r"bf16 +0\.25 .* 16\.00", r"int4_per_token_head +0\.07 .* 4\.25"],
+    "prompt_cache": [r"cache 458760 -> 121864 bytes", r"same logits: True"],
+}
+"""What each prints, beside the examples that have tests of their own."""
+
+GENERATING = [name for name, patterns in EXAMPLES.items() if SAME in patterns]
+TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf"}
+PARTS = {"byte_lm", "tiny_models"}
+
+
+def test_every_example_is_tested_and_in_the_readme() -> None:
+    programs = {path.stem for path in FOLDER.glob("*.py")} - PARTS
+    assert programs == {*EXAMPLES, *TESTED_ELSEWHERE}
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert programs == set(re.findall(r"`examples/(\w+)\.py`", readme))
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_what_it_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--new-tokens", "8"] if name in GENERATING else []
+    importlib.import_module(name).main(few)
+    shown = capsys.readouterr().out
+    for pattern in EXAMPLES[name]:
+        assert re.search(pattern, shown), (pattern, shown)
+
+
+def test_the_memory_plot_is_written(tmp_path: Path) -> None:
+    importlib.import_module("long_context_memory").main(["--plot", str(tmp_path / "memory.png")])
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_as_a_program(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(re.search(pattern, done.stdout) for pattern in EXAMPLES[name]), done.stdout
+    assert not list(tmp_path.iterdir())
+    torch._dynamo.reset()

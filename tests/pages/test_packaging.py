@@ -1,0 +1,136 @@
+"""However kvcompile is installed, everything of it is there, PyTorch finds the backend, and importing it is cheap."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvcompile
+
+ROOT = Path(__file__).parents[2]
+
+SOURCES = {path.relative_to(ROOT) for path in (ROOT / "kvcompile").rglob("*.py")} | {
+    "kvcompile" / path.relative_to(ROOT) for folder in ("passes", "kernels") for path in (ROOT / folder).rglob("*.py")
+}
+
+
+def run_python(program: str, *arguments: str, cwd: Path) -> str:
+    """Output of a program in an interpreter of its own, outside the repository."""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build(kind: str, project: Path, folder: Path) -> Path:
+    """Build a ``wheel`` or ``sdist`` of a copy of the project; the path of the archive."""
+    folder.mkdir()
+    program = f"import setuptools.build_meta as b, sys; print(b.build_{kind}(sys.argv[1]))"
+    return folder / run_python(program, str(folder), cwd=project).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = tmp_path_factory.mktemp("source") / "project"
+    project.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    for name in ("kvcompile", "passes", "kernels"):
+        shutil.copytree(ROOT / name, project / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    assert (project / "kvcompile" / "passes").is_symlink()
+    return build("sdist", project, project / "dist")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the source distribution, as an installer does."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (project,) = folder.iterdir()
+    return build("wheel", project, folder / "dist")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plain installation of the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    return folder
+
+
+def test_the_wheel_holds_every_source_file_and_no_other(wheel: Path) -> None:
+    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    modules = {name for name in names if name.suffix == ".py"}
+    assert modules == SOURCES
+    assert Path("kvcompile/py.typed") in names
+    assert {Path("kvcompile/report/page/style.css"), Path("kvcompile/report/page/filter.js")} <= names
+    assert any(name.name == "LICENSE" for name in names)
+    assert {name.parts[0] for name in names} == {"kvcompile", f"kvcompile-{version()}.dist-info"}
+
+
+def test_the_source_distribution_holds_files_where_the_repository_has_links(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    files = {Path(*Path(member.name).parts[1:]) for member in members if member.isfile()}
+    assert files >= SOURCES
+    assert {Path("README.md"), Path("LICENSE"), Path("pyproject.toml")} <= files
+
+
+def test_a_plain_installation_works_outside_the_repository(installed: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import kvcompile.passes.site, kvcompile.kernels.formats
+assert kvcompile.__file__.startswith(sys.argv[1]), kvcompile.__file__
+assert kvcompile.passes.site.__file__.startswith(sys.argv[1])
+from importlib.metadata import distribution
+(entry,) = distribution("kvcompile").entry_points.select(group="torch_dynamo_backends")
+print(entry.name, entry.value)
+"""
+    assert run_python(program, str(installed), cwd=tmp_path).split() == ["kvquant", "kvcompile.backend:kvquant"]
+
+
+def test_pytorch_lists_the_backend_without_importing_kvcompile(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+assert "kvquant" in torch._dynamo.list_backends()
+assert not [name for name in sys.modules if name.split(".")[0] == "kvcompile"]
+"""
+    run_python(program, cwd=tmp_path)
+
+
+def test_import_kvcompile_is_cheap(tmp_path: Path) -> None:
+    program = """
+import sys, kvcompile
+heavy = {"torch", "triton", "transformers", "pydantic", "sympy", "rich"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    run_python(program, cwd=tmp_path)
+
+
+def test_the_backend_does_not_import_transformers(tmp_path: Path) -> None:
+    run_python("import sys, kvcompile.backend; assert 'transformers' not in sys.modules", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", kvcompile.__all__)
+def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
+    assert getattr(kvcompile, name).__doc__
+    assert name in dir(kvcompile)
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'kvcompile' has no attribute 'polciy'"):
+        _ = kvcompile.polciy
+
+
+def version() -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])

@@ -1,0 +1,61 @@
+"""What the README says is true: its commands, its table and its policy. Its code runs in test_docs.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.site import FormatPair
+from kvcompile.policy.policy import Policy
+from kvcompile.policy.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BF16_BYTES = 2 * 2 * 128
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_two_commands_are_those_that_are_promised() -> None:
+    assert code_blocks("sh") == [
+        "pip install -e . && python examples/quickstart.py\n",
+        'pip install -e ".[test]" && pytest\n',
+    ]
+
+
+def test_ci_runs_the_test_command() -> None:
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert 'pip install --quiet --progress-bar off -e ".[test]"' in ci
+    assert "pytest" in ci
+
+
+def test_the_table_of_formats_is_the_arithmetic_of_the_formats() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\| (\d / \d) \| (\d+) \+ (\d+) \| (\d+) \| (\d+) % \|", README, re.MULTILINE)
+    expected = []
+    for name, pair in PRESETS.items():
+        key = PackedLayout(pair.key, "key", 128).bytes_per_token
+        value = PackedLayout(pair.value, "value", 128).bytes_per_token
+        share = f"{100 * (key + value) / BF16_BYTES:.0f}"
+        bits = f"{FORMATS[pair.key].bits:g} / {FORMATS[pair.value].bits:g}"
+        expected.append((name, bits, str(key), str(value), str(key + value), share))
+    assert rows == expected
+
+
+def test_the_bytes_of_recent_tokens_are_those_of_the_layout() -> None:
+    layout = PRESETS["int4"].layout("key", 128, torch.bfloat16)
+    assert f"`int4` {layout.residual_bytes // 1024} KiB more per sequence and KV head" in README.replace("\n", " ")
+    assert layout.residual_bytes % 1024 == 0
+
+
+def test_the_example_of_a_policy_is_one() -> None:
+    (text,) = code_blocks("yaml")
+    policy = Policy.from_text(text)
+    assert policy.formats_for("layers.31.self_attn", 31, 32) == FormatPair("fp8_e4m3", "fp8_e4m3")
+    assert policy.formats_for("layers.5.cross_attn", 5, 32) is None
+    assert policy.formats_for("layers.5.self_attn", 5, 32) == FormatPair("turboquant_4bit", "int4_per_token_head")

@@ -1,0 +1,74 @@
+"""Options reach the policy or Inductor, and nothing is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch._inductor import list_mode_options
+
+from kvcompile.errors import OptionsError, PolicyError
+from kvcompile.options import BackendOptions
+from kvcompile.policy.policy import Policy
+
+
+def error_of(mode: str | None = None, options: dict[str, Any] | None = None) -> str:
+    with pytest.raises(OptionsError) as caught:
+        BackendOptions.parse(mode, options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_options_the_policy_is_int8_and_inductor_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVQUANT_POLICY", raising=False)
+    expected = BackendOptions(Policy.load("int8_per_token_head"), "warn", {})
+    assert BackendOptions.parse() == BackendOptions.parse(None, {}) == expected
+
+
+def test_our_options_are_taken_out_and_the_others_go_to_inductor() -> None:
+    options = {"policy": "fp8_e4m3", "on_unsupported": "error", "max-autotune": True, "triton.cudagraphs": False}
+    parsed = BackendOptions.parse(None, options)
+    assert parsed.policy == Policy.load("fp8_e4m3")
+    assert parsed.on_unsupported == "error"
+    assert parsed.inductor_config == {"max_autotune": True, "triton.cudagraphs": False}
+    assert len(options) == 4, "the caller's dict is left alone"
+
+
+def test_on_unsupported_in_the_options_wins_over_the_policy() -> None:
+    policy = {"default": {"dtype": "fp8_e4m3"}, "on_unsupported": "error"}
+    assert BackendOptions.parse(None, {"policy": policy}).on_unsupported == "error"
+    assert BackendOptions.parse(None, {"policy": policy, "on_unsupported": "ignore"}).on_unsupported == "ignore"
+
+
+@pytest.mark.parametrize("mode", list(list_mode_options()))
+def test_every_mode_of_torch_compile_becomes_its_inductor_settings(mode: str) -> None:
+    assert BackendOptions.parse(mode).inductor_config == list_mode_options(mode)
+
+
+def test_mode_and_options_exclude_each_other() -> None:
+    assert error_of("max-autotune", {"policy": "fp8_e4m3"}).startswith("mode and options cannot be given together")
+
+
+def test_an_unknown_mode_is_an_error_that_lists_the_modes() -> None:
+    assert error_of("fast").startswith("unknown mode 'fast' (known: default, ")
+
+
+def test_an_unknown_option_is_an_error_that_names_ours_and_what_comes_close() -> None:
+    assert error_of(options={"polcy": "fp8_e4m3"}) == (
+        "unknown option 'polcy'; did you mean 'policy'? "
+        "(known: policy, on_unsupported, and every name in torch._inductor.config)"
+    )
+    assert "did you mean 'max_autotune'" in error_of(options={"max_autotun": True})
+    assert error_of(options={"xyzzy": 1}).startswith("unknown option 'xyzzy' (known: policy, on_unsupported,")
+
+
+def test_an_option_of_the_wrong_type_is_an_error_that_says_which_is_right() -> None:
+    assert error_of(options={"max_autotune": 3}) == "option max_autotune: expected bool, got 3"
+    assert error_of(options={"on_unsupported": "raise"}) == (
+        "option on_unsupported: expected error, warn, ignore, got 'raise'"
+    )
+
+
+def test_an_unknown_preset_is_a_policy_error() -> None:
+    with pytest.raises(PolicyError, match="policy 'int9' is neither a preset nor a file"):
+        BackendOptions.parse(None, {"policy": "int9"})

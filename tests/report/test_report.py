@@ -1,0 +1,293 @@
+"""The report says of every site what became of it and why; counters, logs and explain agree with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import kvcompile
+from kvcompile.errors import UnsupportedSiteError
+from kvcompile.passes.refusal import Reason
+from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.report.report import GraphReport, Report, collect_reports, last_report, note, record
+
+
+def cache(role: str, format: str = "int8_per_token_head", source: str = "keys", after: int = 132) -> CacheSummary:
+    source = f"L['cache'].{source}.{role}"
+    return CacheSummary(role, "static", "index_put", source, (1, 2, "s27", 128), "bfloat16", format, 256, after)
+
+
+def rewritten(layer: int, source: str | None = None) -> Site:
+    source = source or f"layers[{layer}]"
+    caches = (cache("key", source=source), cache("value", "int4_per_token_head", source=source, after=68))
+    return Site(f"model.layers.{layer}.self_attn", layer, "sdpa causal, gqa 4", caches)
+
+
+def refused(layer: int, reason: Reason = Reason.used_elsewhere) -> Site:
+    text = reason.value.format(role="key", source="L['cache'].keys", user="aten.sum")
+    return Site(f"model.layers.{layer}.cross_attn", layer, "sdpa", reason=text, reason_code=reason.name)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counters() -> Iterator[None]:
+    counters["kvquant"].clear()
+    yield
+    counters["kvquant"].clear()
+
+
+# Recording
+
+
+def test_the_last_report_is_that_of_the_graph_compiled_last() -> None:
+    record([rewritten(0)])
+    record([refused(1)])
+    assert last_report() == Report([GraphReport((refused(1),))])
+
+
+def test_collect_reports_gathers_the_graphs_of_all_threads_and_only_of_its_block() -> None:
+    record([rewritten(0)])
+    with collect_reports() as outer:
+        with collect_reports() as inner:
+            threads = [threading.Thread(target=record, args=([rewritten(i)],)) for i in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        record([refused(1)])
+    record([refused(2)])
+    assert {site.layer for site in inner.sites} == set(range(8))
+    assert outer.graphs == [*inner.graphs, GraphReport((refused(1),))]
+
+
+def test_counters_count_sites_by_what_became_of_them() -> None:
+    record([rewritten(0), rewritten(1), refused(2), refused(3, Reason.policy_auto), refused(4, Reason.no_cache)])
+    record([refused(0)])
+    assert dict(counters["kvquant"]) == {
+        "graphs": 2,
+        "sites": 6,
+        "rewritten": 2,
+        "refused": 2,
+        "refused_used_elsewhere": 2,
+        "left_alone": 2,
+    }
+
+
+def test_the_log_has_a_line_a_site_and_the_reason_of_each_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "kvcompile"):
+        record([rewritten(0), refused(1)])
+    assert caplog.messages == [
+        "rewritten: model.layers.0.self_attn: sdpa causal, gqa 4: key static index_put -> int8_per_token_head, "
+        "value static index_put -> int4_per_token_head",
+        "refused: model.layers.1.cross_attn: sdpa: its key cache L['cache'].keys is also used by aten.sum",
+    ]
+
+
+def test_torch_logs_shows_our_log() -> None:
+    program = (
+        "import torch\n"
+        "from kvcompile.passes.site import Site\n"
+        "from kvcompile.report.report import record\n"
+        "record([Site('layers.0', 0, 'sdpa', reason='because', reason_code='training')])\n"
+        "assert 'kvquant' in torch._dynamo.list_backends()\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+kvcompile"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "refused: layers.0: sdpa: because" in done.stderr
+
+
+def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: pytest.LogCaptureFixture) -> None:
+    with collect_reports() as report:
+        record([rewritten(0)])
+        note("a remark")
+        note("a remark")
+    assert report.notes == last_report().notes == ["a remark"]
+    assert counters["kvquant"]["notes"] == 2
+    assert caplog.messages == ["a remark", "a remark"]
+
+
+# Policy about refusals
+
+
+def test_on_unsupported_error_raises_with_module_reason_and_remedy() -> None:
+    with pytest.raises(UnsupportedSiteError) as caught:
+        GraphReport((rewritten(0), refused(1))).enforce("error")
+    assert caught.value.module == "model.layers.1.cross_attn"
+    assert str(caught.value) == (
+        "model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum; "
+        f"{Reason.used_elsewhere.remedy}; "
+        "or give this module `dtype: auto` in the policy, or set on_unsupported to warn"
+    )
+
+
+def test_on_unsupported_warn_warns_once_for_every_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "kvcompile"):
+        GraphReport(tuple(refused(i) for i in range(5))).enforce("warn")
+    (message,) = caplog.messages
+    assert message.startswith("kvquant leaves model.layers.0.cross_attn, model.layers.1.cross_attn,")
+    assert message.endswith("and 2 more to plain Inductor: its key cache L['cache'].keys is also used by aten.sum")
+
+
+def test_on_unsupported_ignore_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "kvcompile"):
+        GraphReport((refused(0),)).enforce("ignore")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("reason", [Reason.policy_auto, Reason.no_cache])
+def test_a_site_left_alone_on_request_or_without_cache_is_no_refusal(reason: Reason) -> None:
+    GraphReport((refused(0, reason),)).enforce("error")
+
+
+# Totals and text
+
+
+def test_totals_add_up() -> None:
+    totals = Report([GraphReport((rewritten(0), rewritten(1), refused(2)))]).totals
+    assert (totals.graphs, totals.sites, totals.rewritten, totals.refused, totals.left_alone) == (1, 3, 2, 1, 0)
+    assert (totals.bytes_per_token_before, totals.bytes_per_token_after) == (4 * 256, 2 * (132 + 68))
+    assert totals.ratio == 1024 / 400
+
+
+def test_a_cache_that_two_sites_share_counts_once() -> None:
+    shared = Report([GraphReport((rewritten(0, "shared"), rewritten(1, "shared")))])
+    assert shared.totals.bytes_per_token_before == 2 * 256
+
+
+def test_a_cache_that_two_graphs_use_counts_once() -> None:
+    prefill, decode = GraphReport((rewritten(0, "zeros"),)), GraphReport((rewritten(0, "layers[0]"),))
+    assert Report([prefill, decode]).totals.bytes_per_token_before == 2 * 256
+    assert Report([prefill, decode]).totals.rewritten == 2
+
+
+def test_two_caches_of_one_module_count_twice() -> None:
+    assert Report([GraphReport((rewritten(0, "a"), rewritten(0, "b")))]).totals.bytes_per_token_before == 4 * 256
+
+
+def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
+    text = str(Report([GraphReport((rewritten(0), refused(1)))], ["a remark"]))
+    assert text.splitlines() == [
+        "graph 1: 2 attention sites",
+        "",
+        "| module                    | cache          | attention      | formats (K / V)       |      bytes |",
+        "|---------------------------|----------------|----------------|-----------------------|------------|",
+        "| model.layers.0.self_attn  | static         | sdpa causal,   | int8_per_token_head / | 512 -> 200 |",
+        "|                           | index_put      | gqa 4          | int4_per_token_head   |            |",
+        "| model.layers.1.cross_attn |                | sdpa           | refused:              |            |",
+        "|                           |                |                | used_elsewhere        |            |",
+        "",
+        "refused: model.layers.1.cross_attn: its key cache L['cache'].keys is also used by aten.sum",
+        "  to do: drop the other use, or move it out of the compiled function: eager code may read a packed",
+        "cache in any way",
+        "note: a remark",
+        "2 attention sites: 1 rewritten, 1 refused, 0 left alone",
+        "512 -> 200 bytes per token and KV head over all packed caches: 2.56 times smaller",
+    ]
+
+
+def test_the_text_fits_100_columns_whatever_the_names() -> None:
+    sites = [rewritten(0), refused(1), rewritten(2)]
+    sites[0].module = ".".join(["a_rather_long_module_name"] * 6)
+    sites[1].module = ""
+    sites[2].attention = "written out, bool mask, softcap, sinks, gqa 8, scale 0.08838834764831845"
+    assert max(map(len, str(Report([GraphReport(tuple(sites))])).splitlines())) <= 100
+
+
+def test_graphs_with_the_same_rows_are_printed_once() -> None:
+    graph = GraphReport((rewritten(0),))
+    text = str(Report([graph, graph]))
+    assert "graph 2: 1 attention site, as in graph 1" in text
+    assert text.count("model.layers.0.self_attn") == 1
+
+
+def test_a_report_without_graphs_says_so() -> None:
+    assert str(Report()) == "kvquant has compiled no graph yet"
+
+
+def test_json_holds_everything() -> None:
+    report = Report([GraphReport((rewritten(0), refused(1)))], ["a remark"])
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert data["totals"]["rewritten"] == 1
+    first, second = data["graphs"][0]["sites"]
+    assert first["outcome"] == "rewritten"
+    assert first["caches"][0]["format"] == "int8_per_token_head"
+    assert second["outcome"] == "refused"
+    assert second["reason_code"] == "used_elsewhere"
+    assert data["notes"] == ["a remark"]
+
+
+# explain
+
+
+class Attention(nn.Module):
+    """One decode step of attention with a cache in the module's own buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 3 * 64)
+        self.register_buffer("keys", torch.zeros(1, 1, 32, 64))
+        self.register_buffer("values", torch.zeros(1, 1, 32, 64))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.proj(x)[:, None].chunk(3, dim=-1)
+        self.keys.index_copy_(2, position, k)
+        self.values.index_copy_(2, position, v)
+        return F.scaled_dot_product_attention(q, self.keys, self.values)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, position)[:, 0]
+        return x
+
+
+INPUTS = (torch.ones(1, 1, 64), torch.tensor([3]))
+
+
+def test_explain_reports_every_site_under_the_policy() -> None:
+    policy = {"rules": [{"match": {"layers": "0"}, "dtype": "fp8_e4m3"}], "default": {"dtype": "auto"}}
+    report = kvcompile.explain(Model(), *INPUTS, policy=policy)
+    first, second = report.sites
+    assert first.module == "layers.0"
+    assert [cache.format for cache in first.caches] == ["fp8_e4m3", "fp8_e4m3"]
+    assert second.reason_code == "policy_auto"
+
+
+def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
+    model, (x, position) = Model(), INPUTS
+    kvcompile.explain(model, x, position=position)
+    for layer in model.layers:
+        assert type(layer.keys) is Tensor
+        assert not layer.keys.any()
+
+
+def test_explain_neither_uses_nor_drops_what_was_compiled_before() -> None:
+    torch._dynamo.reset()
+    model = Model()
+    compiled = torch.compile(model, backend="kvquant")
+    limit = 2
+    with torch.no_grad(), collect_reports() as report, torch._dynamo.config.patch(recompile_limit=limit):
+        compiled(*INPUTS)
+        graphs = len(report.graphs)
+        for _ in range(limit + 1):
+            assert kvcompile.explain(compiled, *INPUTS).totals.rewritten == 2
+        explained = len(report.graphs)
+        compiled(*INPUTS)
+    assert graphs >= 1
+    assert len(report.graphs) <= explained + 1, "one more graph, for the caches that are packed by now"

@@ -1,0 +1,104 @@
+"""``python -m kvcompile explain``: what becomes of a model, from its folder or from a config alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from documented_commands import command_line
+from small_models import MODULES, save, small_model
+from typer.testing import CliRunner
+
+from kvcompile.cli.app import app
+from kvcompile.evaluation import explained_step, models
+from kvcompile.policy.policy import Policy
+from kvcompile.report.report import Report
+from kvcompile.tables import WIDTH
+
+pytestmark = pytest.mark.usefixtures("without_code_generation")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model, in which the commands run."""
+    save(small_model(), tmp_path)
+    (tmp_path / "policy.yaml").write_text("rules: [{match: {layers: 0}, dtype: auto}]\ndefault: {dtype: fp8_e4m3}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVQUANT_POLICY", raising=False)
+    return tmp_path
+
+
+def run(command: str, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout, result.stderr
+
+
+def test_a_step_of_a_model_is_explained_site_by_site(folder: Path) -> None:
+    out, err = run("explain --model . --policy policy.yaml --html report.html")
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= WIDTH
+    assert all(module in out for module in MODULES)
+    assert "1 rewritten, 0 refused, 1 left alone" in out
+    assert MODULES[1] in (folder / "report.html").read_text()
+
+
+def test_a_config_alone_is_enough_and_refusals_are_the_answer_no(folder: Path) -> None:
+    found = json.loads(run("explain --model config.json --layers 1 --cache growing --json")[0])
+    (site,) = found["graphs"][0]["sites"]
+    assert (site["module"], site["caches"][0]["kind"]) == (MODULES[0], "growing")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "head_dim": 24}))
+    out, _ = run("explain --model config.json --layers 1 --tokens 5", code=1)
+    assert "head_dim 24 is not a multiple of 16" in out
+
+
+def test_few_layers_are_few_in_every_field_that_lists_them(folder: Path) -> None:
+    config = transformers.Gemma2Config(
+        num_hidden_layers=4, hidden_size=32, intermediate_size=32, vocab_size=64, head_dim=16, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    model = models.random_model(str(folder / "config.json"), 3, "cpu")
+    assert (len(model.model.layers), model.config.layer_types) == (3, config.layer_types[:3])
+    assert not models.has_weights(str(folder / "config.json"))
+    assert models.has_weights(str(folder))
+
+
+def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Policy]] = []
+
+    def explain_step(model: Any, policy: Policy, **arguments: Any) -> Report:
+        asked.append((len(model.model.layers), policy))
+        return Report()
+
+    monkeypatch.setattr(explained_step, "explain_step", explain_step)
+    examples = [line.partition("kvcompile ")[2] for line in run("explain --help")[0].splitlines() if "    pyth" in line]
+    pages = [command for command in command_line() if command.startswith("explain ")]
+    assert len(examples) > 2
+    assert pages
+    for command in (*examples, *pages):
+        assert run(command)[0]
+    assert [layers for layers, _ in asked] == [2, 2, 1, 2]
+    assert asked[0][1] == Policy.load("policy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--model nowhere/config.json --layers 1", "--model nowhere/config.json: no such file"),
+        ("--model config.json --layers 9", "--layers 9: the model has 2"),
+        ("--model . --policy nix", "'nix' is neither a preset nor a file"),
+        ("--model . --tokens 300", "--tokens 300, and 4 before them, are more than --context 256"),
+        ("--model . --html .", ".: Is a directory"),
+    ],
+)
+def test_mistakes_are_plain_lines(command: str, message: str) -> None:
+    out, err = run(f"explain {command}", code=2)
+    assert out == ""
+    assert err.startswith("kvcompile: error: ")
+    assert message in err

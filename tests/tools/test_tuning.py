@@ -1,0 +1,164 @@
+"""``kvcompile.tune``: the choice is the best that fits, what it predicts is near, and the file reproduces it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from documented_commands import command_line
+from small_models import HEAD_DIM, MODULES, save, small_model, some_bytes
+from typer.testing import CliRunner
+
+import kvcompile
+from kvcompile.cli.app import app
+from kvcompile.evaluation import knapsack, tuning
+from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
+from kvcompile.passes.site import FormatPair
+from kvcompile.policy.policy import Policy
+from kvcompile.tables import WIDTH
+
+FORMATS = ["int8_per_token_head", "int4_per_token_head", "int4_per_channel", "turboquant_3bit", "turboquant_2bit"]
+
+
+# The knapsack
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_of_all_that_fit(seed: int) -> None:
+    chance = random.Random(seed)
+    unit = chance.choice((1, 64))
+    slots = [
+        [Option(unit * chance.randint(0, 30) + 7, chance.random()) for _ in range(chance.randint(1, 4))]
+        for _ in range(5)
+    ]
+    every = list(itertools.product(*(range(len(slot)) for slot in slots)))
+
+    def cost(numbers: tuple[int, ...]) -> int:
+        return sum(slot[number].cost for slot, number in zip(slots, numbers, strict=True))
+
+    def loss(numbers: tuple[int, ...]) -> float:
+        return sum(slot[number].loss for slot, number in zip(slots, numbers, strict=True))
+
+    for capacity in (min(map(cost, every)), sum(map(cost, every)) // len(every), 10**6):
+        chosen = tuple(choose(slots, capacity))
+        assert cost(chosen) <= capacity
+        assert loss(chosen) == pytest.approx(min(loss(numbers) for numbers in every if cost(numbers) <= capacity))
+    with pytest.raises(NoRoomError) as caught:
+        choose(slots, min(map(cost, every)) - 1)
+    assert caught.value.least == min(map(cost, every))
+
+
+def test_a_choice_in_coarse_steps_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knapsack, "MAX_STATES", 50)
+    chance = random.Random(0)
+    slots = [[Option(chance.randint(0, 10_000), chance.random()) for _ in range(5)] for _ in range(8)]
+    chosen = choose(slots, 30_000)
+    assert sum(slot[number].cost for slot, number in zip(slots, chosen, strict=True)) <= 30_000
+
+
+# The search
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_search_meets_its_budget_predicts_its_divergence_and_writes_a_policy_that_reproduces_it(
+    tmp_path: Path,
+) -> None:
+    model, file = small_model(), tmp_path / "policy.yaml"
+    tokens = torch.tensor(list(some_bytes(2 * BLOCK_TOKENS + 1)))
+    found = kvcompile.tune(model, tokens, 5.5, file, formats=FORMATS, decode=1)
+
+    assert found.result.packed_layers == 2
+    assert found.result.effective_bits == found.predicted_bits <= 5.5, "bits are arithmetic"
+    assert found.predicted_bits == pytest.approx(sum(half.bits for half in found.halves) / 4)
+    assert found.result.mean_divergence == pytest.approx(found.predicted_divergence, rel=0.5)
+
+    pairs = {module: {} for module in MODULES}
+    for half in found.halves:
+        pairs[half.module][half.role] = half.format
+    policy = Policy.load(file)
+    assert policy == found.policy
+    for layer, module in enumerate(MODULES):
+        assert policy.formats_for(module, layer, 2) == FormatPair(pairs[module]["key"], pairs[module]["value"])
+    assert f"measured {found.result.effective_bits:.4f}" in file.read_text()
+
+    presets = {preset.preset: preset for preset in found.presets}
+    assert set(presets) == {"int8_per_token_head", "int4", "int4_per_token_head"}
+    assert presets["int8_per_token_head"].bits == 8 * (HEAD_DIM + 4) / HEAD_DIM
+    assert presets["int8_per_token_head"].divergence < found.predicted_divergence
+    assert found.predicted_divergence < presets["int4_per_token_head"].divergence, "the budget allows more bits"
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert all(half.format in text for half in found.halves)
+    assert json.loads(json.dumps(found.to_dict()))["halves"][0]["format"] == found.halves[0].format
+
+
+def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend refuses the first layer, which the search only learns when it measures its result."""
+    measured: list[Policy] = []
+
+    def measure(model: Any, text: Any, policies: list[Policy], **arguments: Any) -> Any:
+        measured.extend(policies)
+        formats = policies[0].formats_for(MODULES[0], 0, 2)
+        return SimpleNamespace(results=[SimpleNamespace(unpacked_modules=() if formats is None else MODULES[:1])])
+
+    monkeypatch.setattr(tuning, "evaluate", measure)
+    tokens = torch.tensor(list(some_bytes(BLOCK_TOKENS + 1)))
+    found = kvcompile.tune(small_model(), tokens, 20, formats=FORMATS[:2], decode=1)
+    assert len(measured) == 2
+    assert {half.module for half in found.halves} == {MODULES[1]}
+    bits = [8 * (HEAD_DIM + 4) / HEAD_DIM, 4 * (HEAD_DIM + 8) / HEAD_DIM]
+    assert found.predicted_bits == (32 + sum(bits) / 2) / 2, "one half of the other layer gets 8 bits, one 4"
+    assert found.policy.rules[0].match.layers == "0"
+    assert found.policy.rules[0].dtype == "auto"
+
+
+def test_mistakes_are_named() -> None:
+    model, tokens = small_model(num_layers=1), torch.tensor(list(some_bytes(BLOCK_TOKENS + 1)))
+    with pytest.raises(EvaluationError, match=r"there is no format 'int9'.* \(formats: int8_per_token_head, "):
+        kvcompile.tune(model, tokens, 4, formats=["int9"])
+    with pytest.raises(EvaluationError, match="no format to choose from"):
+        kvcompile.tune(model, tokens, 4, formats=[])
+    with pytest.raises(EvaluationError, match="a budget of nan bits: give a number above 0"):
+        kvcompile.tune(model, tokens, float("nan"))
+    with pytest.raises(EvaluationError, match=r"no choice of formats fits a budget of 2 bits: the smallest takes 2\.5"):
+        kvcompile.tune(model, tokens, 2, formats=["turboquant_2bit"], decode=1)
+
+
+# The command
+
+
+def run(command: str, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout, result.stderr
+
+
+def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the search, on a model with few positions."""
+    save(small_model(num_layers=1), tmp_path)
+    (tmp_path / "text.txt").write_bytes(some_bytes(300))
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[float, int, int]] = []
+
+    def stop(model: Any, text: Any, budget_bits: float, *, formats: list[str], **arguments: Any) -> None:
+        asked.append((budget_bits, len(text.windows), len(formats)))
+        raise EvaluationError("stop here")
+
+    monkeypatch.setattr(tuning, "tune_on", stop)
+    examples = [line.partition("kvcompile ")[2] for line in run("tune --help")[0].splitlines() if "    python" in line]
+    pages = [re.sub(r"--model \S+", "--model .", command) for command in command_line() if command.startswith("tune ")]
+    for example in (*examples, *pages):
+        assert run(f"{example} --prefill 16 --decode 8", code=2)[1] == "kvcompile: error: stop here\n"
+    assert asked[1:3] == [(4.5, 4, len(tuning.DEFAULT_FORMATS)), (5.0, 2, 2)]
+    assert len(pages) > 0
+    assert "no format 'int9'" in run("tune --model . --budget-bits 4 --formats int9", code=2)[1]
