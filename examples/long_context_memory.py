@@ -19,7 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.planning.plan import Plan, Request, make_plan
+from kvcompile.planning.make_plan import make_plan
+from kvcompile.planning.plan import Plan, Request
 from kvcompile.planning.units import format_context
 
 GIB = 2**30

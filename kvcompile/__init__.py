@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from kvcompile.errors import OptionsError as OptionsError
     from kvcompile.errors import PolicyError as PolicyError
     from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
+    from kvcompile.evaluation.compare import compare as compare
     from kvcompile.evaluation.comparison import Comparison as Comparison
-    from kvcompile.evaluation.comparison import compare as compare
+    from kvcompile.evaluation.tune import tune as tune
     from kvcompile.evaluation.tuning import Tuning as Tuning
-    from kvcompile.evaluation.tuning import tune as tune
     from kvcompile.explaining import explain as explain
     from kvcompile.packed.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed.pool import PackedPool as PackedPool
@@ -48,7 +48,7 @@ _HOME = {
     "UnsupportedSiteError": "errors",
     "cache_nbytes": "packed.memory",
     "collect_reports": "report.report",
-    "compare": "evaluation.comparison",
+    "compare": "evaluation.compare",
     "debug": "debugging.debug",
     "explain": "explaining",
     "last_report": "report.report",
@@ -56,7 +56,7 @@ _HOME = {
     "preset_names": "policy.presets",
     "save_cache": "caches.file",
     "static_cache": "caches.static",
-    "tune": "evaluation.tuning",
+    "tune": "evaluation.tune",
 }
 
 __all__ = sorted(_HOME)

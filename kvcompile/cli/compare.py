@@ -53,7 +53,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a model under a policy with itself: predictions, every layer, and rules for the worst layers."""
-    from kvcompile.evaluation.comparison import compare_on
+    from kvcompile.evaluation.compare import compare_on
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.policy.policy import Policy
 

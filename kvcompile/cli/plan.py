@@ -99,7 +99,8 @@ def plan(
     """Users and tokens that fit under each policy. From a model's config; nothing is run."""
     from kvcompile.cli.plan_text import explanation, summary
     from kvcompile.planning.devices import read_bandwidth
-    from kvcompile.planning.plan import Request, make_plan
+    from kvcompile.planning.make_plan import make_plan
+    from kvcompile.planning.plan import Request
 
     _forbid("together with --kv-budget", kv_budget is not None, **{"--memory": memory, "--reserve": reserve})
     _forbid(

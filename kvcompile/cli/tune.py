@@ -62,7 +62,7 @@ def tune(
 ) -> None:
     """Find the formats of every layer's keys and values that change predictions least within a budget of bits."""
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.evaluation.tuning import DEFAULT_FORMATS, check_search, tune_on
+    from kvcompile.evaluation.tune import DEFAULT_FORMATS, check_search, tune_on
 
     schedule = Schedule(prefill, decode, chunk)
     names = items(formats) if formats else DEFAULT_FORMATS

@@ -13,7 +13,8 @@ Arithmetic only, in the order in which one builds on the other:
     capacity          bytes and a budget -> users, tokens
     devices           names of GPUs -> bandwidths
     decode_time       bytes and a bandwidth -> seconds of a decode step, the context from which a policy pays
-    plan, plan_data   all of it for one request; the same as plain data
+    plan              the answer to one request, as data
+    make_plan         all of the above for one request
 
 ``kvcompile.cli.plan`` reads the request and prints the result.
 """

@@ -1,23 +1,20 @@
-"""A plan: one request answered by all the planner's arithmetic. The text of a plan is made in ``kvcompile.cli``."""
+"""A plan: the answer to one request, as objects and as plain data. ``kvcompile.cli`` makes its text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kvcompile.planning.capacity import bytes_at, longest_context, users_in
-from kvcompile.planning.config_file import Fields, read_config
-from kvcompile.planning.decode_time import ALL, WEIGHTS, DecodeModel, Payoff, payoff
+from kvcompile.planning.decode_time import DecodeModel, Payoff
 from kvcompile.planning.devices import Bandwidth
-from kvcompile.planning.errors import NoRoomError, PlanError
-from kvcompile.planning.model_caches import ModelCaches, read_model_caches
+from kvcompile.planning.model_caches import ModelCaches
 from kvcompile.planning.storage import Measure
-from kvcompile.planning.stored_caches import PolicyCaches, apply_policy
-from kvcompile.planning.units import format_context, format_size
-from kvcompile.planning.weights import Weights, read_weights
+from kvcompile.planning.stored_caches import PolicyCaches
+from kvcompile.planning.weights import Weights
 
 MEASURES: tuple[Measure, ...] = ("payload", "allocated")
 """What users and tokens are counted by: the codes alone, or all that is allocated."""
@@ -123,98 +120,78 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; sizes in bytes, times in seconds."""
-        from kvcompile.planning.plan_data import plan_data
-
         return plan_data(self)
 
 
-def make_plan(request: Request) -> Plan:
-    """Plan ``request``.
-
-    Raises:
-        PlanError: the config or an argument is wrong.
-        NoRoomError: the weights and the reserve leave nothing.
-        PolicyError: a policy is wrong.
-    """
-    fields = read_config(request.config)
-    model = read_model_caches(fields, request.source_tokens)
-    policies = [apply_policy(name, model) for name in request.policies]
-    weights = _weights(request, fields, model)
-    budget = _budget(request, weights)
-    decode = _decode_model(request, weights, policies)
-    return Plan(
-        request=request,
-        model=model,
-        budget=budget,
-        weights=weights,
-        decode=decode,
-        policies=tuple(_plan_policy(policy, policies[0], request, model, budget, decode) for policy in policies),
-        notes=(*model.notes, *_long_contexts(request, model), *(note for policy in policies for note in policy.notes)),
-    )
-
-
-def _weights(request: Request, fields: Fields, model: ModelCaches) -> Weights | None:
-    """The weights, if anything depends on them."""
-    if request.kv_budget is not None and request.bandwidth is None:
-        if request.weights is not None:
-            raise PlanError("--weights changes nothing where --kv-budget is given and --bandwidth is not")
-        return None
-    return read_weights(request.weights, fields, model)
-
-
-def _budget(request: Request, weights: Weights | None) -> Budget:
-    if request.kv_budget is not None:
-        return Budget(request.kv_budget)
-    if request.memory is None or weights is None:
-        raise PlanError("how much memory is there? give --memory, or --kv-budget for the caches alone")
-    nbytes = request.memory - weights.nbytes - request.reserve
-    if nbytes <= 0:
-        raise NoRoomError(
-            f"no room for a cache: of {format_size(request.memory)}, the weights ({weights.name}) take "
-            f"{format_size(weights.nbytes)} and the reserve {format_size(request.reserve)}"
-        )
-    return Budget(nbytes, request.memory, request.reserve)
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Sizes are in bytes, times in seconds; formulas are in ``context``, the tokens of a user."""
+    request, model, weights, decode = plan.request, plan.model, plan.weights, plan.decode
+    return {
+        "config": str(request.config),
+        "model": {
+            "model_type": model.model_type,
+            "dtype": model.dtype,
+            "num_caches": len(model.caches),
+            "max_context": model.max_context,
+        },
+        "budget": {
+            "kv_bytes": plan.budget.nbytes,
+            "memory_bytes": plan.budget.memory,
+            "reserve_bytes": plan.budget.reserve if plan.budget.memory is not None else None,
+        },
+        "weights": weights
+        and {
+            "name": weights.name,
+            "bytes": weights.nbytes,
+            "parameters": weights.parameters.count() if weights.parameters else None,
+        },
+        "decode": decode
+        and {
+            "bytes_per_second": decode.bandwidth.bytes_per_second,
+            "source": decode.bandwidth.source,
+            "users": decode.users,
+            "weight_bytes_read": decode.weights.bytes_read(decode.users),
+            "efficiency": {name: float(share) for name, share in decode.efficiency.items()},
+        },
+        "policies": [_policy_data(policy, request.users) for policy in plan.policies],
+        "notes": list(plan.notes),
+    }
 
 
-def _decode_model(request: Request, weights: Weights | None, policies: list[PolicyCaches]) -> DecodeModel | None:
-    if request.bandwidth is None or weights is None:
-        return None
-    known = {ALL, WEIGHTS} | {name for policy in policies for name in policy.bytes_by_storage("stored")}
-    unknown = [name for name in request.efficiency if name not in known]
-    if unknown:
-        raise PlanError(f"--efficiency: nothing here is read as {unknown[0]!r} (known: {', '.join(sorted(known))})")
-    return DecodeModel(request.bandwidth, weights, request.users, request.efficiency)
+def _policy_data(policy: PolicyPlan, users: int) -> dict[str, Any]:
+    per_token = {measure: policy.caches.bytes_per_token(measure) for measure in ("payload", "stored")}
+    return {
+        "policy": policy.caches.policy,
+        "bytes_per_token": per_token,
+        **{measure: _capacity_data(policy, measure) for measure in MEASURES},
+        "decode": _decode_data(policy, users) if policy.seconds else None,
+    }
 
 
-def _plan_policy(
-    policy: PolicyCaches,
-    baseline: PolicyCaches,
-    request: Request,
-    model: ModelCaches,
-    budget: Budget,
-    decode: DecodeModel | None,
-) -> PolicyPlan:
-    capacity = {measure: _capacity(policy, measure, request.contexts, budget.nbytes) for measure in MEASURES}
-    if decode is None:
-        return PolicyPlan(policy, capacity, {}, None)
-    seconds = {context: decode.seconds(policy, context) for context in request.contexts}
-    if policy is baseline:
-        return PolicyPlan(policy, capacity, seconds, None)
-    against = payoff(decode.cost(baseline), decode.cost(policy), request.speedup, model.limits)
-    return PolicyPlan(policy, capacity, seconds, against)
+def _capacity_data(policy: PolicyPlan, measure: Measure) -> dict[str, Any]:
+    capacity = policy.capacity[measure]
+    return {
+        "formula": str(policy.caches.nbytes(measure)),
+        "longest_context": capacity.longest_context,
+        "contexts": [
+            {"context": context, "bytes_per_user": nbytes, "users": capacity.users[context]}
+            for context, nbytes in capacity.bytes_per_user.items()
+        ],
+    }
 
 
-def _capacity(policy: PolicyCaches, measure: Measure, contexts: tuple[int, ...], budget: int) -> Capacity:
-    nbytes = policy.nbytes(measure)
-    return Capacity(
-        longest_context=longest_context(budget, nbytes),
-        bytes_per_user={context: bytes_at(nbytes, context) for context in contexts},
-        users={context: users_in(budget, nbytes, context) for context in contexts},
-    )
-
-
-def _long_contexts(request: Request, model: ModelCaches) -> list[str]:
-    longest = max(request.contexts)
-    if model.max_context is None or longest <= model.max_context:
-        return []
-    return [f"context {format_context(longest)} exceeds the {model.max_context} tokens that the model is made for"]
+def _decode_data(policy: PolicyPlan, users: int) -> dict[str, Any]:
+    payoff = policy.payoff
+    return {
+        "contexts": [
+            {"context": context, "seconds": seconds, "fits": policy.fits(context, users)}
+            for context, seconds in policy.seconds.items()
+        ],
+        "payoff": payoff
+        and {
+            "speedup": float(payoff.speedup),
+            "context": payoff.context,
+            "until": payoff.until,
+            "greatest_speedup": payoff.greatest if math.isfinite(payoff.greatest) else None,
+        },
+    }

@@ -14,8 +14,9 @@ import pytest
 from kvcompile.errors import PolicyError
 from kvcompile.planning.config_file import read_config
 from kvcompile.planning.errors import PlanError
+from kvcompile.planning.make_plan import make_plan
 from kvcompile.planning.model_caches import ModelCaches, read_model_caches
-from kvcompile.planning.plan import Plan, Request, make_plan
+from kvcompile.planning.plan import Plan, Request
 
 GIB = 2**30
 

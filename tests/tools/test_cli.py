@@ -180,7 +180,7 @@ def test_wrong_usage_is_explained_on_stderr_with_exit_code_2(command: str) -> No
 
 
 def test_a_defect_of_the_program_is_not_taken_for_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcompile.planning.plan.read_config", lambda path: 1 / 0)
+    monkeypatch.setattr("kvcompile.planning.make_plan.read_config", lambda path: 1 / 0)
     result = CliRunner().invoke(app, shlex.split("plan --config config.json --kv-budget 1GiB"))
     assert isinstance(result.exception, ZeroDivisionError)
 

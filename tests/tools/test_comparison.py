@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import kvcompile
 from kvcompile.cli.app import app
-from kvcompile.evaluation import comparison
+from kvcompile.evaluation import compare as compare_module
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
-from kvcompile.evaluation.comparison import Comparison, compare_on
+from kvcompile.evaluation.compare import compare_on
+from kvcompile.evaluation.comparison import Comparison
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.layer_rules import as_text, layer_ranges, rules_for, with_rules
 from kvcompile.evaluation.suggestion import worst
@@ -197,7 +198,7 @@ def test_the_command_prints_tables_and_writes_the_better_policy(
         found.append(found[0] if found else compare_on(*args, **kwargs))
         return found[0]
 
-    monkeypatch.setattr(comparison, "compare_on", compare_once)
+    monkeypatch.setattr(compare_module, "compare_on", compare_once)
     out = run(f"{command} --output {tmp_path}/better.yaml")
     assert max(map(len, out.splitlines())) <= WIDTH
     compared = found[0]
@@ -223,7 +224,7 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
         asked.append((Policy.load(policy), len(text.windows)))
         raise EvaluationError("stop here")
 
-    monkeypatch.setattr(comparison, "compare_on", stop)
+    monkeypatch.setattr(compare_module, "compare_on", stop)
     examples = [line.partition("kvcompile ")[2] for line in run("compare --help").splitlines() if "    python" in line]
     for example in (*examples, *(re.sub(r"--model \S+", "--model .", c) for c in command_line() if "compare " in c)):
         assert run(f"{example} --prefill 16 --decode 8", code=2) == "kvcompile: error: stop here\n"

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import kvcompile
 from kvcompile.cli.app import app
-from kvcompile.evaluation import knapsack, tuning
+from kvcompile.evaluation import knapsack
+from kvcompile.evaluation import tune as tune_module
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
@@ -111,7 +112,7 @@ def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytes
         formats = policies[0].formats_for(MODULES[0], 0, 2)
         return SimpleNamespace(results=[SimpleNamespace(unpacked_modules=() if formats is None else MODULES[:1])])
 
-    monkeypatch.setattr(tuning, "evaluate", measure)
+    monkeypatch.setattr(tune_module, "evaluate", measure)
     tokens = torch.tensor(list(some_bytes(BLOCK_TOKENS + 1)))
     found = kvcompile.tune(small_model(), tokens, 20, formats=FORMATS[:2], decode=1)
     assert len(measured) == 2
@@ -154,11 +155,11 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
         asked.append((budget_bits, len(text.windows), len(formats)))
         raise EvaluationError("stop here")
 
-    monkeypatch.setattr(tuning, "tune_on", stop)
+    monkeypatch.setattr(tune_module, "tune_on", stop)
     examples = [line.partition("kvcompile ")[2] for line in run("tune --help")[0].splitlines() if "    python" in line]
     pages = [re.sub(r"--model \S+", "--model .", command) for command in command_line() if command.startswith("tune ")]
     for example in (*examples, *pages):
         assert run(f"{example} --prefill 16 --decode 8", code=2)[1] == "kvcompile: error: stop here\n"
-    assert asked[1:3] == [(4.5, 4, len(tuning.DEFAULT_FORMATS)), (5.0, 2, 2)]
+    assert asked[1:3] == [(4.5, 4, len(tune_module.DEFAULT_FORMATS)), (5.0, 2, 2)]
     assert len(pages) > 0
     assert "no format 'int9'" in run("tune --model . --budget-bits 4 --formats int9", code=2)[1]
