@@ -7,6 +7,7 @@ public function returns Markdown for one part; :mod:`make_pages` puts them into 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import re
@@ -20,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from kvcompile import backend
 from kvcompile.debugging import stages
 from kvcompile.debugging.stages import Stage
-from kvcompile.passes.pipeline import quantize_kv_cache
+from kvcompile.passes import pipeline
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.pipeline import Pass
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import GraphReport, Report
 
@@ -91,15 +93,19 @@ class Walk:
     def reported(self, number: int, graph: GraphReport) -> None:
         self.report.graphs.append(graph)
 
-    def rewrite(self, gm: GraphModule, example_inputs: list[Any], *args: Any) -> Any:
-        """The backend's rewrite, tried first on a copy of the graph whose tensors are on a GPU."""
-        on_cuda = copy.deepcopy(gm)
+    def passed(self, number: int, step: int, name: str, text: str) -> None:
+        pass
+
+    def run(self, packing: Packing) -> Iterator[Pass]:
+        """The pipeline, tried first on a copy of the graph whose tensors are on a GPU."""
+        on_cuda = copy.deepcopy(packing.gm)
         for node in on_cuda.graph.nodes:
             node.meta["val"] = _on_cuda(node.meta.get("val"))
-        choose_formats, packed_inputs, source_names = args[:3]
-        quantize_kv_cache(on_cuda, _on_cuda(example_inputs), choose_formats, packed_inputs, source_names)
-        self.on_cuda = stages.readable(on_cuda, source_names)
-        return quantize_kv_cache(gm, example_inputs, *args)
+        tried = dataclasses.replace(packing, gm=on_cuda, example_inputs=_on_cuda(packing.example_inputs))
+        for _ in pipeline.run(tried):
+            pass
+        self.on_cuda = stages.readable(on_cuda, {index: known.source for index, known in enumerate(tried.inputs)})
+        return pipeline.run(packing)
 
     def keep_code(self, lowering: GraphLowering) -> Any:
         self.output_code = lowering.codegen()[0].value
@@ -125,7 +131,7 @@ def walk() -> Walk:
     model = torch.compile(Decoder().eval(), backend="kvquant", options={"policy": POLICY, **SCALAR})
     with (
         stages.watched_by(seen),
-        mock.patch.object(backend, "quantize_kv_cache", seen.rewrite),
+        mock.patch.object(backend, "run", seen.run),
         mock.patch.object(GraphLowering, "compile_to_module", lambda lowering: seen.keep_code(lowering)),
         torch.no_grad(),
     ):

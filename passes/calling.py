@@ -6,13 +6,13 @@ caches of the outputs that hold packed data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.axes import BLOCK_AXES, PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 
 
@@ -31,6 +31,51 @@ class PackedInput:
     axes: str
     growing: bool
     is_cache: bool = True
+
+    @property
+    def is_pool_of_blocks(self) -> bool:
+        """Whether it is a pool of blocks, not a cache or a pool of slots."""
+        return self.axes in BLOCK_AXES
+
+    @property
+    def heads_first(self) -> bool:
+        """Whether the blocks of a pool hold heads before tokens."""
+        return BLOCK_AXES.index(self.axes) == 1
+
+
+@dataclass(frozen=True)
+class StackInput:
+    """A packed stack that the caller passes: its stacked dimensions, and each part as an input of its own."""
+
+    dims: tuple[int, ...]
+    parts: Mapping[PartIndex, GraphInput]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of the ATen graph, as the caller knows it.
+
+    A list of these in the order of the graph's placeholders is the one record of positions: Dynamo's is an attribute,
+    AOTAutograd's is the place in the list, and splitting a stack puts its parts in the list.
+
+    Attributes:
+        source: what the user calls it.
+        dynamo_index: its position among the inputs of Dynamo's graph; None for a tensor that AOTAutograd took out of a
+            tensor subclass, and for a part that stands behind all inputs.
+        packed: the packed cache that the caller passes, if passes may use its data.
+        stack: the packed stack that the caller passes.
+        arrives_packed: whether the caller passes a packed tensor of any kind.
+        is_persistent: whether an object of the caller holds the plain tensor, as a cache holds its keys.
+        is_static: whether its address is the same at every call.
+    """
+
+    source: str
+    dynamo_index: int | None = None
+    packed: PackedInput | None = None
+    stack: StackInput | None = None
+    arrives_packed: bool = False
+    is_persistent: bool = False
+    is_static: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,3 +183,57 @@ class SplitStack:
         """A part of a plain tensor."""
         indices: dict[int, Any] = dict(zip(self.dims, part, strict=True))
         return x[tuple(indices.get(dim, slice(None)) for dim in range(x.dim()))]
+
+
+def with_parts_of_stacks(inputs: Sequence[GraphInput], stacks: Sequence[SplitStack]) -> list[GraphInput]:
+    """The record of a graph's inputs after stacks were split; a part is called ``kv[0]`` or ``kv[:, 0]``."""
+    result: dict[int, GraphInput] = dict(enumerate(inputs))
+    for split in stacks:
+        whole = inputs[split.index]
+        for part, place in split.places.items():
+            own = whole.stack.parts[part] if whole.stack is not None else GraphInput("")
+            result[place] = replace(
+                own,
+                source=f"{whole.source}[{_subscript(split.dims, part)}]",
+                dynamo_index=whole.dynamo_index if place == split.index else None,
+                is_persistent=whole.is_persistent,
+                is_static=whole.is_static,
+            )
+    return [result[place] for place in sorted(result)]
+
+
+def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
+    indices = dict(zip(dims, map(str, part), strict=True))
+    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
+
+
+def in_dynamo_order(
+    inputs: Sequence[GraphInput], num_aten: int, num_dynamo: int, rewritten: Rewritten
+) -> tuple[tuple[InputAction, ...], tuple[SplitStack, ...]]:
+    """Actions and split stacks of ``rewritten`` with the positions of Dynamo's inputs.
+
+    Parts of stacks that stand behind all inputs stand behind all of Dynamo's inputs, too.
+
+    Args:
+        inputs: the record of the graph's inputs, after stacks were split.
+        num_aten: inputs of the ATen graph before that.
+        num_dynamo: inputs of Dynamo's graph.
+        rewritten: what the caller has to do.
+    """
+
+    def index_of(place: int) -> int:
+        index = inputs[place].dynamo_index
+        assert index is not None or place >= num_aten, "no cache is taken out of a tensor subclass"
+        return index if index is not None else place - num_aten + num_dynamo
+
+    return (
+        tuple(replace(action, index=index_of(action.index)) for action in rewritten.inputs),
+        tuple(
+            replace(
+                stack,
+                index=index_of(stack.index),
+                places={part: index_of(place) for part, place in stack.places.items()},
+            )
+            for stack in rewritten.stacks
+        ),
+    )

@@ -1,291 +1,335 @@
-"""Stage B, on the functional ATen graph: the pipeline that packs every proven KV cache.
+"""Stage B, on the functional ATen graph: every pass, in order.
 
-copies   what is copied over all of a cache is what it holds     (whole_copies)
-splits   a part of a split that attention reads is a slice        (head_ranges)
-find     prove the caches behind each marker, or say why not      (find_caches, trace_read, match_write)
-choose   ask the policy for formats and check that they fit       (here)
-settle   a cache is packed only if all its readers are            (here)
-rewrite  placeholders, stores, attention, outputs                 (rewrite_caches, insert_ops)
-expand   give the remaining markers back to Inductor              (expand_markers)
+:data:`PIPELINE` is the whole of what happens to a graph between AOTAutograd and Inductor. Each pass relies on what the
+passes before it keep; docs/passes.md is made from this list. :func:`run` carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from torch._dynamo.utils import dynamo_timed
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx import GraphModule, Node
 
-from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.passes.calling import PackedInput, Rewritten
+from kvcompile.kernels.layout.axes import RANK_3_AXES, rank_4_axes
+from kvcompile.passes.calling import GraphInput, with_parts_of_stacks
+from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
+from kvcompile.passes.canonical.normalise_dims import normalise_dims
 from kvcompile.passes.canonical.slice_splits import slice_splits
-from kvcompile.passes.graph.aten import shape_of
-from kvcompile.passes.graph.modules import layer_index
+from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
 from kvcompile.passes.graph.names import name_inputs
-from kvcompile.passes.marker import Marker, expand_markers, markers_of
+from kvcompile.passes.marker import expand_markers
 from kvcompile.passes.notes.sites import SiteParts
-from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
+from kvcompile.passes.notes.surroundings import SiteView, neighbourhoods
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.pools.page import page_pools
+from kvcompile.passes.prove.cache import AttentionOnLatents
 from kvcompile.passes.prove.find import CacheFinder
-from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.prove.formats import choose_formats
+from kvcompile.passes.prove.settle import settle_sites
+from kvcompile.passes.prove.sites import prove_sites
 from kvcompile.passes.rewrite.caches import CacheRewriter
 from kvcompile.passes.rewrite.expand_pools import expand_pools
+from kvcompile.passes.rewrite.make_replayable import can_replay, make_replayable
 from kvcompile.passes.rewrite.merge_stores import has_stores, merge_stores
-from kvcompile.passes.site import CacheSummary, FormatPair, Site
-
-ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
-"""(module, layer, number of layers) -> formats, or None to leave the layer alone."""
+from kvcompile.passes.rewrite.sites import layouts_of, summarise_caches
+from kvcompile.passes.stacks.split import contiguous_parts, split_stacks
 
 
-@dataclass
-class _Candidate:
-    site: Site
-    attention: Attention | AttentionOnLatents | None = None
-    layouts: dict[str, PackedLayout] = field(default_factory=dict)
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline.
 
-
-def quantize_kv_cache(
-    gm: GraphModule,
-    example_inputs: list[Any],
-    choose_formats: ChooseFormats,
-    packed_inputs: Mapping[int, PackedInput],
-    source_names: Mapping[int, str],
-    on_analysed: Callable[[GraphModule, list[Site]], None] = lambda gm, sites: None,
-    held_inputs: Collection[int] = (),
-) -> tuple[list[Site], Rewritten | None]:
-    """Rewrite ``gm`` in place.
-
-    Args:
-        gm: functional ATen graph with markers ``kvcompile::sdpa``.
-        example_inputs: its fake inputs.
-        choose_formats: the policy.
-        packed_inputs: the inputs, by position, whose caller passes packed caches.
-        source_names: what the user calls each input.
-        on_analysed: shown the graph when every site is decided and nothing is rewritten; its nodes have their parts.
-        held_inputs: the plain inputs, by position, that may be packed although the graph does not write them.
-
-    Returns:
-        one Site for every marker, and the caller's duties; None if nothing was rewritten (``gm`` then means the same).
+    Attributes:
+        name: a verb and its object; also the name of its time and of its graph in a dump.
+        run: carries it out.
+        relies_on: what must hold before.
+        keeps: what holds afterwards, for all passes behind it.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    packed_nodes = {placeholders[index]: packed for index, packed in packed_inputs.items()}
-    held_nodes = frozenset(placeholders[index] for index in held_inputs)
-    sources = {placeholders[index]: name for index, name in source_names.items()}
-    name_inputs(sources)
-    drop_whole_copies(gm.graph)
-    slice_splits(gm.graph)
-    candidates = _find(CacheFinder(gm.graph, packed_nodes, held_nodes), gm)
-    _choose(candidates, choose_formats, packed_nodes)
-    _settle(candidates)
-    sites = [candidate.site for candidate in candidates]
-    parts = SiteParts(sites, [candidate.attention for candidate in candidates])
-    parts.note_logical(gm)
-    on_analysed(gm, sites)
-    accepted = [candidate for candidate in candidates if candidate.site.rewritten]
-    if not accepted:
-        return sites, None
 
-    rewriter = CacheRewriter(gm, example_inputs)
-    layouts: dict[Node, tuple[Cache, PackedLayout]] = {}
-    for candidate in accepted:
-        for cache in _caches(candidate):
-            layouts.setdefault(cache.root, (cache, candidate.layouts[cache.role]))
-        candidate.site.caches = tuple(_summary(cache, layouts[cache.root][1], sources) for cache in _caches(candidate))
-    for cache, layout in layouts.values():
-        with parts.storing(gm, cache):
-            rewriter.rewrite_cache(cache, layout)
-    for candidate in accepted:
+    name: str
+    run: Callable[[Packing], None]
+    relies_on: str
+    keeps: str
+
+
+def run(packing: Packing) -> Iterator[Pass]:
+    """Carry out the pipeline on ``packing``; yields each pass after it ran, with the graph as it left it.
+
+    Ends after ``note_sites`` if no site is accepted; the graph then means what it meant before.
+    """
+    for step in PIPELINE:
+        begin = time.perf_counter()
+        with dynamo_timed(f"kvquant_{step.name}"):
+            step.run(packing)
+        packing.seconds[step.name] = time.perf_counter() - begin
+        yield step
+        if step is DECIDED and not packing.accepted:
+            return
+
+
+# Before analysis: fewer forms
+
+
+def _remove_dead_code(packing: Packing) -> None:
+    packing.gm.graph.eliminate_dead_code()
+
+
+def _split_stacks(packing: Packing) -> None:
+    arriving = {index: known.stack for index, known in enumerate(packing.inputs)}
+    packing.packed_stacks = {index: stack.dims for index, stack in arriving.items() if stack is not None}
+    packing.stacks = split_stacks(packing.gm, packing.example_inputs, packing.packed_stacks)
+    packing.inputs = with_parts_of_stacks(packing.inputs, packing.stacks)
+
+
+def _page_pools(packing: Packing) -> None:
+    packed = {index: known.packed for index, known in enumerate(packing.inputs)}
+    page_pools(
+        packing.gm,
+        {index: known.heads_first for index, known in packed.items() if known is not None and known.is_pool_of_blocks},
+    )
+
+
+def _widen_rank_3(packing: Packing) -> None:
+    packing.widened = widen_rank_3_caches(packing.gm.graph)
+    packing.inputs = [
+        _widened(known) if index in packing.widened.inputs else known for index, known in enumerate(packing.inputs)
+    ]
+
+
+def _widened(known: GraphInput) -> GraphInput:
+    """An input that was given a fourth dimension; passes may use a packed cache there if it lacks just that one."""
+    if known.packed is None or known.packed.axes not in RANK_3_AXES:
+        return replace(known, packed=None)
+    return replace(known, packed=replace(known.packed, axes=rank_4_axes(known.packed.axes)))
+
+
+# Analysis: nothing is changed
+
+
+def _find_caches(packing: Packing) -> None:
+    inputs = zip(packing.placeholders, packing.inputs, strict=True)
+    persistent = frozenset(node for node, known in inputs if known.is_persistent)
+    packing.candidates = prove_sites(packing.gm, CacheFinder(packing.gm.graph, packing.packed_nodes(), persistent))
+
+
+def _note_sites(packing: Packing) -> None:
+    packing.notes = SiteParts(packing.sites, [candidate.attention for candidate in packing.candidates])
+    packing.notes.note_logical(packing.gm)
+    packing.views = [SiteView(before) for before in neighbourhoods(packing.gm.graph, len(packing.sites))]
+
+
+# The rewrite
+
+
+def _pack_caches(packing: Packing) -> None:
+    packing.layouts = layouts_of(packing.accepted)
+    summarise_caches(packing.accepted, packing.layouts, packing.sources())
+    packing.rewriter = CacheRewriter(packing.gm, packing.example_inputs)
+    assert packing.notes is not None
+    for cache, layout in packing.layouts.values():
+        with packing.notes.storing(packing.gm, cache):
+            packing.rewriter.rewrite_cache(cache, layout)
+
+
+def _fuse_attention(packing: Packing) -> None:
+    assert packing.rewriter is not None
+    assert packing.notes is not None
+    for candidate in packing.accepted:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
         if isinstance(attention, AttentionOnLatents):
             continue  # it stays as the model wrote it, on what is computed from dequantized latents
-        with parts.attending(gm, candidate.site):
-            rewriter.rewrite_attention(attention, layouts[attention.key.root][1], layouts[attention.value.root][1])
-    rewriter.erase_logical([cache for cache, _ in layouts.values()])
-    expand_markers(gm.graph)
-    expand_pools(gm.graph)
+        key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
+        with packing.notes.attending(packing.gm, candidate.site):
+            packing.rewriter.rewrite_attention(attention, key, value)
+
+
+def _erase_logical_caches(packing: Packing) -> None:
+    assert packing.rewriter is not None
+    packing.rewriter.erase_logical([cache for cache, _ in packing.layouts.values()])
+
+
+def _merge_stores(packing: Packing) -> None:
+    gm = packing.gm
     if has_stores(gm.graph):
         gm.graph = fx_graph_cse(gm.graph)  # keys and values go to the same positions, which each write has normalised
         merge_stores(gm.graph)
-    return sites, rewriter.finish(gm)
+    assert packing.rewriter is not None
+    packing.rewritten = replace(packing.rewriter.finish(gm), stacks=packing.stacks)
 
 
-def sites_of(gm: GraphModule) -> list[Site]:
-    """A Site for every marker of a graph, nothing decided."""
-    markers = [Marker.of(node) for node in markers_of(gm.graph)]
-    modules = [marker.module for marker in markers]
-    layers = [layer_index(module) for module in modules]
-    if all(layer is None for layer in layers):
-        layers = list(range(len(markers)))
-    return [
-        Site(module, layer, marker.describe()) for module, layer, marker in zip(modules, layers, markers, strict=True)
+def _restore_rank_3(packing: Packing) -> None:
+    assert packing.rewritten is not None
+    packing.rewritten = packing.widened.restore(packing.gm, packing.rewritten)
+
+
+def _lay_out_parts(packing: Packing) -> None:
+    assert packing.rewritten is not None
+    contiguous_parts(packing.gm, packing.rewritten, packing.packed_stacks)
+
+
+def _note_rewritten(packing: Packing) -> None:
+    after = neighbourhoods(packing.gm.graph, len(packing.sites))
+    packing.views = [
+        SiteView(view.before, packed if site.rewritten else None)
+        for site, view, packed in zip(packing.sites, packing.views, after, strict=True)
     ]
 
 
-def num_layers(sites: list[Site]) -> int:
-    """How many layers the sites of one graph come from."""
-    return 1 + max((site.layer or 0 for site in sites), default=0)
+def _make_replayable(packing: Packing) -> None:
+    assert packing.rewritten is not None
+    packing.cudagraphs = packing.cudagraphs and can_replay(packing.gm, packing.rewritten)
+    if packing.cudagraphs and packing.rewritten.on_cuda:
+        static = [index for index, known in enumerate(packing.inputs) if known.is_static]
+        packing.rewritten = make_replayable(packing.gm, packing.rewritten, static)
 
 
-def refuse(site: Site, refusal: Refusal) -> None:
-    site.reason, site.reason_code = str(refusal), refusal.reason.name
+DECIDED = Pass(
+    "note_sites",
+    _note_sites,
+    "Every site is decided.",
+    "Each node of a logical cache says which sites it serves. Nothing that is compiled depends on it.",
+)
+"""After this pass a graph without an accepted site leaves the pipeline."""
 
-
-def _find(finder: CacheFinder, gm: GraphModule) -> list[_Candidate]:
-    candidates = [_Candidate(site) for site in sites_of(gm)]
-    for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
-        try:
-            _prove(finder, marker, candidate)
-        except Refusal as refusal:
-            refuse(candidate.site, refusal)
-    for candidate in candidates:
-        if not candidate.site.rewritten:
-            continue
-        try:
-            for cache in _caches(candidate):
-                finder.check_reads(cache)
-        except Refusal as refusal:
-            refuse(candidate.site, refusal)
-    return candidates
-
-
-def _prove(finder: CacheFinder, marker: Node, candidate: _Candidate) -> None:
-    """Prove the caches of a site, and that attention on them can be packed; raises Refusal."""
-    call = Marker.of(marker)
-    try:
-        _check_shapes(call)
-        candidate.attention = finder.attention(marker)
-    except Refusal as refusal:
-        if call.unsupported is None or refusal.reason is Reason.no_cache:
-            raise
-    _check_call(call)
-    if isinstance(candidate.attention, AttentionOnLatents):
-        candidate.site.attention += ", computed from latents"
-
-
-def _check_call(marker: Marker) -> None:
-    if marker.unsupported is not None:
-        raise Refusal(Reason.unrecognised, detail=marker.unsupported)
-    if marker.dropout_p:
-        raise Refusal(Reason.dropout, p=marker.dropout_p)
-
-
-def _check_shapes(marker: Marker) -> None:
-    if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
-        shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
-        raise Refusal(Reason.unknown_mask, **shapes)
-
-
-def _choose(
-    candidates: list[_Candidate], choose_formats: ChooseFormats, packed_nodes: Mapping[Node, PackedInput]
-) -> None:
-    layers = num_layers([candidate.site for candidate in candidates])
-    for candidate in candidates:
-        if not candidate.site.rewritten:
-            continue
-        try:
-            formats = choose_formats(candidate.site.module, candidate.site.layer, layers)
-            candidate.layouts = {
-                cache.role: _layout(cache, formats, packed_nodes.get(cache.base)) for cache in _caches(candidate)
-            }
-            for cache in _caches(candidate):
-                _check_shared(cache, candidate.layouts[cache.role])
-                _check_moves(cache, candidate.layouts[cache.role])
-        except Refusal as refusal:
-            refuse(candidate.site, refusal)
-
-
-def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None) -> PackedLayout:
-    """The layout that the policy gives to a cache; one that is packed already keeps its own."""
-    if packed is not None:
-        if not packed.is_cache:
-            raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
-        if packed.layout.role != cache.role:
-            raise Refusal(Reason.unknown_read, role=cache.role, op=f"bytes packed as a {packed.layout.role}")
-        if packed.axes != cache.input_axes:
-            detail = f"bytes packed in the order {packed.axes}, not {cache.input_axes}"
-            raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
-        if packed.growing and cache.kind == "static":
-            raise Refusal(Reason.growing_written, role=cache.role)
-        return packed.layout
-    if formats is None:
-        raise Refusal(Reason.policy_auto)
-    if cache.serves_both and formats.key != formats.value:
-        detail = f"the policy gives it two formats, {formats.key} and {formats.value}"
-        raise Refusal(Reason.shared_key_value, detail=detail)
-    layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
-    unsupported = layout.unsupported(cache.dtype)
-    if unsupported is not None:
-        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
-    return layout
-
-
-def _check_shared(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if attention cannot read a cache of this layout as it does."""
-    on_gpu = cache.root.meta["val"].device.type == "cuda"
-    holds_latents = cache.serves_both or cache.computing
-    if on_gpu and not layout.format.has_levels and not (holds_latents and layout.residual is None):
-        detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
-        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
-    if cache.serves_both and cache.is_pool:
-        raise Refusal(Reason.shared_key_value, detail="sequences share it as a pool of slots")
-    if cache.serves_both and layout.format.granularity == "channel":
-        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
-
-
-def _check_moves(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if the graph moves tokens that share their bytes with others."""
-    if layout.residual is not None and any(change.moves for change in cache.changes):
-        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
-        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
-    if layout.residual is not None and cache.is_pool:
-        detail = (
-            "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
-            "use one whose scales are per token, without residual_length and sink_tokens"
-        )
-        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
-
-
-def _settle(candidates: list[_Candidate]) -> None:
-    """Refuse every site that shares a cache with a refused one, until nothing changes."""
-    changed = True
-    while changed:
-        changed = False
-        lost = {
-            cache.root: candidate.site
-            for candidate in candidates
-            if not candidate.site.rewritten
-            for cache in _caches(candidate)
-        }
-        for candidate in candidates:
-            if not candidate.site.rewritten:
-                continue
-            for cache in _caches(candidate):
-                if cache.root in lost:
-                    partner = lost[cache.root]
-                    name = partner.module or "without a module"
-                    refusal = Refusal(Reason.partner_refused, role=cache.role, site=name, detail=partner.reason)
-                    refuse(candidate.site, refusal)
-                    changed = True
-                    break
-
-
-def _caches(candidate: _Candidate) -> tuple[Cache, ...]:
-    return candidate.attention.caches if candidate.attention is not None else ()
-
-
-def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) -> CacheSummary:
-    return CacheSummary(
-        role=cache.role,
-        kind=cache.kind,
-        write_form=cache.write_form,
-        source=sources.get(cache.base, cache.root.name),
-        shape=tuple(size if isinstance(size, int) else str(size) for size in cache.input_shape),
-        dtype=str(cache.dtype).removeprefix("torch."),
-        format=layout.description,
-        bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,
-        bytes_per_token_after=layout.bytes_per_token,
-        residual_bytes=layout.residual_bytes,
-    )
+PIPELINE = (
+    Pass(
+        "remove_dead_code",
+        _remove_dead_code,
+        "AOTAutograd has functionalised the graph: only the copies at its end mutate inputs.",
+        "Every node has a user, is an output or mutates an input, so that every use of a cache counts.",
+    ),
+    Pass(
+        "drop_returned_inputs",
+        lambda packing: drop_returned_inputs(packing.gm.graph),
+        "AOTAutograd returns the caller's own tensor where the graph returns an input that it has written.",
+        "No output is the copy back into an input.",
+    ),
+    Pass(
+        "normalise_dims",
+        lambda packing: normalise_dims(packing.gm.graph),
+        "Operators keep PyTorch's meaning of negative dimensions.",
+        "Dimensions of views and writes are counted from the first.",
+    ),
+    Pass(
+        "split_stacks",
+        _split_stacks,
+        "Dimensions are counted from the first.",
+        "No input that attention reads holds several caches; positions of inputs are those after splitting.",
+    ),
+    Pass(
+        "page_pools",
+        _page_pools,
+        "No input that attention reads holds several caches.",
+        "A pool of slots or blocks is a cache of one sequence, read by an index of slots.",
+    ),
+    Pass(
+        "widen_rank_3",
+        _widen_rank_3,
+        "Pools are caches of rank 4.",
+        "Every cache that attention reads has four dimensions.",
+    ),
+    Pass(
+        "name_inputs",
+        lambda packing: name_inputs(packing.sources()),
+        "Positions of inputs do not change any more.",
+        "A reason calls an input what the user calls it.",
+    ),
+    Pass(
+        "drop_whole_copies",
+        lambda packing: drop_whole_copies(packing.gm.graph),
+        "Every cache has four dimensions.",
+        "A copy over all of an input is the value that is copied, unless that is a view of an input.",
+    ),
+    Pass(
+        "slice_splits",
+        lambda packing: slice_splits(packing.gm.graph),
+        "Every cache has four dimensions.",
+        "Attention reads slices of heads or tokens, never a part of a split.",
+    ),
+    Pass(
+        "find_caches",
+        _find_caches,
+        "All of the above.",
+        "Each use of the caches of an accepted site is a known write, a known read, or the copy back. The graph is "
+        "unchanged.",
+    ),
+    Pass(
+        "choose_formats",
+        lambda packing: choose_formats(packing.candidates, packing.policy, packing.packed_nodes()),
+        "The caches of accepted sites are proven.",
+        "Each of these caches has a layout that can hold it. The graph is unchanged.",
+    ),
+    Pass(
+        "settle_sites",
+        lambda packing: settle_sites(packing.candidates),
+        "Every refusal of a site by itself is known.",
+        "A cache is read by accepted sites only, or by refused ones only. The graph is unchanged.",
+    ),
+    DECIDED,
+    Pass(
+        "pack_caches",
+        _pack_caches,
+        "Sites are settled, and at least one is accepted.",
+        "Packed placeholders stand beside logical ones; every write of an accepted cache is a store.",
+    ),
+    Pass(
+        "fuse_attention",
+        _fuse_attention,
+        "Stores stand where the logical writes stand.",
+        "Attention of accepted sites reads packed data, after every store that it has to see.",
+    ),
+    Pass(
+        "erase_logical_caches",
+        _erase_logical_caches,
+        "Nothing that is left reads a logical cache of an accepted site.",
+        "Each packed placeholder stands alone in the place of the logical one.",
+    ),
+    Pass(
+        "expand_markers",
+        lambda packing: expand_markers(packing.gm.graph),
+        "Markers of accepted sites are gone.",
+        "Refused attention is what the model wrote.",
+    ),
+    Pass(
+        "expand_pools",
+        lambda packing: expand_pools(packing.gm.graph),
+        "Pools of accepted sites are packed.",
+        "No operator of stage B alone is left: refused pools are indexed as the model wrote it.",
+    ),
+    Pass(
+        "merge_stores",
+        _merge_stores,
+        "Stores of keys and values that go to the same positions are neighbours in time.",
+        "Each such pair is one operator. What the caller has to do is known.",
+    ),
+    Pass(
+        "restore_rank_3",
+        _restore_rank_3,
+        "What the caller has to do is known.",
+        "Inputs and outputs that are not packed have the rank that the caller gives them.",
+    ),
+    Pass(
+        "lay_out_parts",
+        _lay_out_parts,
+        "The kinds of all packed inputs are known.",
+        "A plain part beside packed ones has the strides that adoption gives it.",
+    ),
+    Pass(
+        "note_rewritten",
+        _note_rewritten,
+        "The graph means what it will mean.",
+        "The report can draw each rewritten site.",
+    ),
+    Pass(
+        "make_replayable",
+        _make_replayable,
+        "Nothing else changes the graph.",
+        "Under CUDA graphs a recording serves any caches of the same shapes: they are passed by reference, and other "
+        "mutated inputs by value.",
+    ),
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual, Role, num_blocks
-from kvcompile.passes.refusal import Reason
+from kvcompile.passes.refusal import Reason, Refusal
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,17 @@ class Site:
     def rewritten(self) -> bool:
         return self.reason is None
 
+    def refuse(self, refusal: Refusal) -> None:
+        """Leave the site to plain Inductor, for the reason that ``refusal`` carries."""
+        self.reason, self.reason_code = str(refusal), refusal.reason.name
+
     @property
     def remedy(self) -> str | None:
         """What the user can do about the reason; None if there is none, or it is not of our list."""
         reason = Reason.__members__.get(self.reason_code or "")
         return reason.remedy if reason is not None else None
+
+
+def num_layers(sites: Sequence[Site]) -> int:
+    """How many layers the sites of one graph come from."""
+    return 1 + max((site.layer or 0 for site in sites), default=0)

@@ -1,4 +1,4 @@
-"""Where each input of Dynamo's graph is among the inputs of the ATen graph.
+"""The inputs of a graph: what the caller knows of each, and how packed caches pass AOTAutograd.
 
 AOTAutograd hands a tensor subclass, such as a distributed or a quantized weight, to the graph as the tensors that it
 holds, and its symbolic sizes behind them; all inputs after it move on. Packed caches are no subclass there: AOTAutograd
@@ -7,17 +7,20 @@ sees a plain tensor in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvcompile.kernels.layout.axes import BLOCK_AXES
+from kvcompile.packed.pool import PackedPool, slots_of
+from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.passes.calling import InputAction, SplitStack
-
-T = TypeVar("T")
+from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
+from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
 
 
 class Concealed(torch.Tensor):
@@ -38,52 +41,82 @@ def revealed(values: Iterable[Any]) -> list[Any]:
     return [value.cache if isinstance(value, Concealed) else value for value in values]
 
 
-class InputPlaces:
-    """Translates positions of plain inputs and caches between Dynamo's graph and the ATen graph.
+def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
+    """The record of the inputs of the ATen graph that AOTAutograd makes of Dynamo's graph ``gm``.
 
-    Attributes:
-        count: how many inputs the ATen graph has.
-        has_subclasses: whether an input is a tensor subclass that AOTAutograd takes apart.
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs.
     """
+    records: list[GraphInput] = []
+    for index, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
+        source = source_name(node)
+        fake = None if isinstance(value, PackedSubclass) else node.meta["example_value"]
+        if is_traceable_wrapper_subclass(fake):
+            records += [GraphInput(source)] * _num_parts(fake)
+        else:
+            records.append(_record(value, source, index))
+    return records
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        """``inputs``: the fake inputs of Dynamo's graph, with anything but a subclass in the place of packed caches."""
-        self._places: dict[int, int] = {}
-        self.count = 0
-        for index, value in enumerate(inputs):
-            if not is_traceable_wrapper_subclass(value):
-                self._places[index] = self.count
-            self.count += _num_parts(value)
-        self._num_dynamo = len(inputs)
-        self.has_subclasses = len(self._places) < len(inputs)
 
-    def in_aten(self, by_index: Mapping[int, T]) -> dict[int, T]:
-        """What is known by position among Dynamo's inputs, by position in the ATen graph; subclasses are left out."""
-        return {self._places[index]: value for index, value in by_index.items() if index in self._places}
+def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphInput:
+    if not isinstance(value, PackedSubclass):
+        return GraphInput(source, dynamo_index, is_persistent=_is_persistent(value, source))
+    if isinstance(value, PackedStack):
+        parts = {part: _record(own, "") for part, own in value.items()}
+        stack = StackInput(value.stacked_dims, parts)
+        return GraphInput(source, dynamo_index, stack=stack, arrives_packed=True)
+    return GraphInput(source, dynamo_index, packed=_packed_input(value), arrives_packed=True)
 
-    def in_dynamo(
-        self, actions: Iterable[InputAction], stacks: Iterable[SplitStack]
-    ) -> tuple[tuple[InputAction, ...], tuple[SplitStack, ...]]:
-        """Actions on inputs of the ATen graph and the stacks that were split there, as those of Dynamo's graph.
 
-        What stands behind all inputs, parts of stacks, stands behind all of them there, too.
-        """
-        indices = {place: index for index, place in self._places.items()}
+def _packed_input(value: PackedSubclass) -> PackedInput | None:
+    """The packed cache that passes may use there; None for a view that lacks an axis of one."""
+    cache = slots_of(value)
+    if not isinstance(cache, PackedTensor) or cache.axes not in WHOLE_AXES:
+        return None
+    axes = BLOCK_AXES[value.heads_first] if isinstance(value, PackedPool) else cache.axes
+    return PackedInput(cache.packed_layout, axes, cache.growing, cache.is_whole or cache.can_be_copied_whole)
 
-        def index_of(place: int) -> int:
-            return indices[place] if place < self.count else place - self.count + self._num_dynamo
 
-        return (
-            tuple(replace(action, index=index_of(action.index)) for action in actions),
-            tuple(
-                replace(
-                    stack,
-                    index=index_of(stack.index),
-                    places={part: index_of(place) for part, place in stack.places.items()},
-                )
-                for stack in stacks
-            ),
-        )
+def _is_persistent(value: Any, source: str) -> bool:
+    """Whether an object of the caller holds the plain tensor ``value``, as a cache holds its keys.
+
+    The encoder's part of a cache is read at every step and written at none. A tensor that is passed by itself may be
+    made anew for every call, and a tensor that a module holds may be a weight: these are packed only where the graph
+    writes them.
+    """
+    if type(value) is not torch.Tensor or value.requires_grad or value._is_view() or not value.is_contiguous():
+        return False
+    holder, _, attribute = source.rpartition(".")
+    return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
+
+
+def source_name(placeholder: Node) -> str:
+    """What the user calls an input of Dynamo's graph, as Dynamo knows it: ``L['cache'].layers[0].keys``."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return (name() if callable(name) else name) or placeholder.name
+
+
+def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequence[Any]) -> str | None:
+    """How the inputs of the ATen graph differ from their record, or None if they correspond.
+
+    Args:
+        inputs: the record.
+        before: the inputs of Dynamo's graph.
+        after: the fake inputs of the ATen graph.
+    """
+    if len(after) != len(inputs):
+        return f"{len(inputs)} became {len(after)}"
+    for place, (known, now) in enumerate(zip(inputs, after, strict=True)):
+        if known.dynamo_index is None:
+            continue
+        then = before[known.dynamo_index]
+        if isinstance(then, torch.Tensor) != isinstance(now, FakeTensor):
+            return f"input {place} changed its kind"
+        if isinstance(then, torch.Tensor) and (then.dim() != now.dim() or then.dtype != now.dtype):
+            return f"input {place} changed its shape or dtype"
+    return None
 
 
 def _num_parts(value: Any) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,21 +146,21 @@ class KeyGuard:
     def __init__(
         self,
         inputs: Sequence[InputAction],
-        sources: Mapping[int, str],
+        sources: Sequence[str],
         sites: Sequence[Site],
         note: Callable[[str], None],
     ) -> None:
         """
         Args:
             inputs: the caches among the graph's inputs.
-            sources: what the user calls each input.
+            sources: what the user calls each of them.
             sites: of the graph.
             note: hears what is wrong.
         """
         modules = {cache.source: site.module for site in sites for cache in site.caches}
         self._keys = [
-            (action, modules.get(sources[action.index], sources[action.index]))
-            for action in inputs
+            (action, modules.get(source, source))
+            for action, source in zip(inputs, sources, strict=True)
             if action.layout.role == "key" and action.axes not in (SLOT_AXES, *BLOCK_AXES)
         ]
         self._note = note

@@ -18,6 +18,7 @@ from kvcompile.report.report import GraphReport, Report
 INDEX = "index.md"
 DEPYF = "depyf"
 OTHER_CODE = "other_output_code"
+PASSES = "passes"
 
 _TITLE = "# What kvcompile made of a program"
 _REPORTS = ("report.txt", "report.html", "report.json")
@@ -39,6 +40,8 @@ class DumpedGraph:
     report: GraphReport | None = None
     files: list[tuple[str, str]] = field(default_factory=list)
     """(file, what it is), in the order of writing."""
+    after_last_pass: str = ""
+    """The graph as the last pass left it."""
 
 
 class DumpFolder:
@@ -63,7 +66,7 @@ class DumpFolder:
         """Write a file of the dump; raises KVCompileError."""
         path = self.folder / name
         with _writing(self.folder):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         return path
 
@@ -78,6 +81,13 @@ class DumpFolder:
     def stage(self, number: int, stage: Stage, text: str) -> None:
         """Keep a graph at one of its stages."""
         self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
+
+    def passed(self, number: int, step: int, name: str, text: str) -> None:
+        """Keep a graph as a pass left it, if the pass changed it."""
+        graph = self.graphs[number - 1]
+        if text != graph.after_last_pass:
+            graph.after_last_pass = text
+            self._add(number, f"{PASSES}/{step:02}_{name}.py", f"after pass {step}, {name}", text)
 
     def reported(self, number: int, graph: GraphReport) -> None:
         """What became of a graph's sites is decided."""

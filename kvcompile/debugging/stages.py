@@ -24,6 +24,8 @@ from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.mark_attention import is_attention
 from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.notes.roles import part_of
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.pipeline import DECIDED, PIPELINE, Pass
 from kvcompile.passes.site import Site
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import GraphReport
@@ -51,6 +53,9 @@ class Watcher(Protocol):
 
     def stage(self, number: int, stage: Stage, text: str) -> None:
         """Graph ``number`` has reached ``stage``."""
+
+    def passed(self, number: int, step: int, name: str, text: str) -> None:
+        """Pass ``step`` of the pipeline, from 1 on, has left graph ``number`` in this form."""
 
     def reported(self, number: int, graph: GraphReport) -> None:
         """What became of the sites of graph ``number`` is decided."""
@@ -90,9 +95,16 @@ class GraphStages:
         self._watcher = _watcher
         self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
 
-    def name_aten_inputs(self, sources: Mapping[int, str]) -> None:
-        """Say what the user calls each input of the ATen graph, by position."""
+    def passed(self, step: Pass, packing: Packing) -> None:
+        """A pass of the pipeline has run."""
+        sources = {index: known.source for index, known in enumerate(packing.inputs)}
         self._sources |= dict.fromkeys((Stage.aten, Stage.rewritten), sources)
+        if self._watcher is not None and self._number is not None:
+            packing.gm.recompile()
+            text = readable(packing.gm, sources)
+            self._watcher.passed(self._number, PIPELINE.index(step) + 1, step.name, text)
+        if step is DECIDED:
+            self.show(Stage.aten, packing.gm, packing.sites)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

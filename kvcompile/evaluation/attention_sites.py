@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_call import AttentionCall
+from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.mark.mark_attention import mark_attention
 from kvcompile.passes.marker import Marker, markers_of, replace_marker
-from kvcompile.passes.pipeline import sites_of
 from kvcompile.passes.site import Site
 
 Listener = Callable[[Site, AttentionCall], Tensor | None]

@@ -10,8 +10,7 @@ from torch import Tensor
 from kvcompile.call.key_outliers import SAMPLE_TOKENS, KeyOutliers, examine, promoted
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import attention_sites, listen
-from kvcompile.passes.pipeline import num_layers
-from kvcompile.passes.site import Site
+from kvcompile.passes.site import Site, num_layers
 from kvcompile.policy.policy import Policy
 
 

@@ -18,8 +18,7 @@ from kvcompile.evaluation.site_errors import SiteErrors, alone, divergence_when,
 from kvcompile.evaluation.suggestion import Suggestion, raised, suggest
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
-from kvcompile.passes.pipeline import num_layers
-from kvcompile.passes.site import FormatPair, Site
+from kvcompile.passes.site import FormatPair, Site, num_layers
 from kvcompile.policy.policy import Policy
 
 

@@ -17,7 +17,7 @@ _OPS = VIEW_OPS | WRITE_OPS | LIST_OPS | {torch.ops.aten.select.int, torch.ops.a
 _NAMES = ("dim", "dim0", "dim1", "dims")
 
 
-def make_dims_positive(graph: Graph) -> None:
+def normalise_dims(graph: Graph) -> None:
     """Add the rank to negative dimensions of the operators that caches go through."""
     for node in graph.nodes:
         if node.target in _OPS:

@@ -1,10 +1,13 @@
-"""The module and the layer that a node was traced in."""
+"""The module and the layer that a node was traced in, and the attention sites of a graph."""
 
 from __future__ import annotations
 
 import re
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+
+from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.site import Site
 
 
 def module_name(node: Node) -> str:
@@ -24,3 +27,15 @@ def layer_index(module: str) -> int | None:
     """The first number in a qualified module name, which is the layer in every common model."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
     return int(match.group(1)) if match else None
+
+
+def sites_of(gm: GraphModule) -> list[Site]:
+    """A Site for every marker of a graph, nothing decided."""
+    markers = [Marker.of(node) for node in markers_of(gm.graph)]
+    modules = [marker.module for marker in markers]
+    layers = [layer_index(module) for module in modules]
+    if all(layer is None for layer in layers):
+        layers = list(range(len(markers)))
+    return [
+        Site(module, layer, marker.describe()) for module, layer, marker in zip(modules, layers, markers, strict=True)
+    ]

@@ -59,7 +59,7 @@ def _views_bases(call: Node) -> bool:
     return any(name.endswith("_slice_dim") for name in call.kwargs)
 
 
-def suit_cuda_graphs(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:
+def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:
     """Change ``gm``, a graph that :func:`can_replay`, as described above.
 
     Args:

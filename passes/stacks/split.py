@@ -9,7 +9,7 @@ stacks. A part is proven, given a format and rewritten as a cache that came by i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,28 +75,6 @@ def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Colle
                 with fake.fake_mode:
                     fake = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
                 placeholders[place].meta["val"] = rewritten.example_inputs[place] = fake
-
-
-def places_of(inputs: Collection[int], stacks: Sequence[SplitStack]) -> list[int]:
-    """Positions of inputs, of which some are stacks, after these were split."""
-    return sorted({*inputs, *(place for stack in stacks if stack.index in inputs for place in stack.places.values())})
-
-
-def names_of_parts(names: Mapping[int, str], stacks: Sequence[SplitStack]) -> dict[int, str]:
-    """What the user calls each input, after stacks were split: ``kv[0]``, ``kv[:, 0]``."""
-    return {
-        **names,
-        **{
-            place: f"{names[stack.index]}[{_subscript(stack.dims, part)}]"
-            for stack in stacks
-            for part, place in stack.places.items()
-        },
-    }
-
-
-def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
-    indices = dict(zip(dims, map(str, part), strict=True))
-    return ", ".join(indices.get(dim, ":") for dim in range(dims[-1] + 1))
 
 
 class _Splitter:

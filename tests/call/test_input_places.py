@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.two_tensor import TwoTensor
 
 from kvcompile import last_report
-from kvcompile.call.inputs import InputPlaces
+from kvcompile.call.inputs import graph_inputs
 from kvcompile.packed.tensor import PackedTensor
 
 BATCH, HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 16
@@ -25,10 +26,13 @@ def weight() -> TwoTensor:
 
 
 def test_a_subclass_of_subclasses_takes_the_place_of_all_its_parts() -> None:
-    places = InputPlaces([torch.zeros(1), TwoTensor(weight(), weight()), torch.zeros(1), 3])
-    assert places.count == 7
-    assert places.has_subclasses
-    assert places.in_aten({0: "first", 1: "weight", 2: "cache", 3: "number"}) == {0: "first", 5: "cache", 6: "number"}
+    inputs = [torch.zeros(1), TwoTensor(weight(), weight()), torch.zeros(1), 3]
+    graph = Graph()
+    for index, value in enumerate(inputs):
+        graph.placeholder(f"input_{index}").meta["example_value"] = value
+    graph.output(())
+    records = graph_inputs(GraphModule(torch.nn.Module(), graph), inputs)
+    assert [known.dynamo_index for known in records] == [0, None, None, None, None, 2, 3]
 
 
 def static_step(before: Tensor, q: Tensor, kc: Tensor, between: Tensor, vc: Tensor, pos: Tensor, after: Tensor) -> Any:

@@ -19,7 +19,7 @@ from kvcompile.kernels.formats.base import HEAD_DIM
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import pack_tokens
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.pipeline import _check_shared
+from kvcompile.passes.prove.formats import _check_shared
 from kvcompile.passes.refusal import Refusal
 
 WIDTH, NUM_HEADS, MAX_LEN, BATCH = deepseek_v4.HEAD_DIM, 4, 150, 2

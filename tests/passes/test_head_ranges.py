@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ import kvcompile.backend
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.pipeline import Pass
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, MAX_LEN, HEAD_DIM = 2, 12, 6, 70, 32
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -113,15 +115,14 @@ def check(fn: Attend, packed: list[Tensor], rtol: float = 1e-5) -> None:
 @pytest.mark.parametrize("fn", READS, ids=lambda fn: fn.__name__)
 def test_each_range_of_heads_is_an_attention_of_its_own(fn: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    rewrite = kvcompile.backend.quantize_kv_cache
+    run = kvcompile.backend.run
 
-    def count(gm: Any, *args: Any) -> Any:
-        result = rewrite(gm, *args)
-        nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)
+    def count(packing: Packing) -> Iterator[Pass]:
+        yield from run(packing)
+        nodes = packing.gm.graph.find_nodes(op="call_function", target=torch.ops.kvcompile.attention.default)
         counts.append(len(nodes))
-        return result
 
-    monkeypatch.setattr(kvcompile.backend, "quantize_kv_cache", count)
+    monkeypatch.setattr(kvcompile.backend, "run", count)
     monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     check(fn, caches())
     assert counts == [READS[fn]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.notes.surroundings import operation_name
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.pipeline import Pass
 
 BATCH, NUM_HEADS, MAX_LEN, WIDTH = 2, 4, 70, 64
 RANK, NOPE, ROPE, V_DIM = 48, 16, 32, 32
@@ -117,15 +119,14 @@ def run(step: Any, lengths: tuple[int, ...] = (66, 4), device: str = "cpu") -> l
 def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Graph]]:
     """The graphs ``before`` and ``after`` the rewrite."""
     seen: dict[str, list[Graph]] = {"before": [], "after": []}
-    rewrite = kvcompile.backend.quantize_kv_cache
+    run = kvcompile.backend.run
 
-    def remember(gm: Any, *args: Any) -> Any:
-        seen["before"].append(copy.deepcopy(gm.graph))
-        result = rewrite(gm, *args)
-        seen["after"].append(copy.deepcopy(gm.graph))
-        return result
+    def remember(packing: Packing) -> Iterator[Pass]:
+        seen["before"].append(copy.deepcopy(packing.gm.graph))
+        yield from run(packing)
+        seen["after"].append(copy.deepcopy(packing.gm.graph))
 
-    monkeypatch.setattr(kvcompile.backend, "quantize_kv_cache", remember)
+    monkeypatch.setattr(kvcompile.backend, "run", remember)
     return seen
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.passes.pipeline import PackedInput, _layout
+from kvcompile.passes.calling import PackedInput
+from kvcompile.passes.prove.formats import _layout
 from kvcompile.passes.refusal import Reason, Refusal
 
 

@@ -1,0 +1,83 @@
+"""One functional graph on its way through the passes, with everything that they know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
+from kvcompile.passes.canonical.widen_rank_3 import Rank3Caches
+from kvcompile.passes.notes.sites import SiteParts
+from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.prove.cache import Cache
+from kvcompile.passes.prove.candidate import Candidate
+from kvcompile.passes.prove.formats import ChooseFormats
+from kvcompile.passes.rewrite.caches import CacheRewriter
+from kvcompile.passes.site import Site
+
+
+@dataclass
+class Packing:
+    """The state that the passes of :mod:`kvcompile.passes.pipeline` share.
+
+    Attributes:
+        gm: functional ATen graph with markers ``kvcompile::sdpa``; passes change it in place.
+        example_inputs: its fake inputs, in the order of its placeholders.
+        inputs: what the caller knows of each input, in the same order.
+        policy: which formats a layer gets.
+        cudagraphs: whether Inductor is asked to record the graph.
+        packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
+        stacks: the inputs that were split into their parts.
+        widened: the inputs and outputs that were given a fourth dimension.
+        candidates: the sites, in the order of the graph, with the caches that were proven.
+        notes: which node does what for which site.
+        views: what is around each site in the graph, before and after the rewrite.
+        rewriter: rewrites caches and attention; None until a site is accepted.
+        layouts: every cache that is packed, by its last state, and its layout.
+        rewritten: what the caller has to do; None until the graph is rewritten.
+        seconds: the time of every pass that ran, by name.
+    """
+
+    gm: GraphModule
+    example_inputs: list[Any]
+    inputs: Sequence[GraphInput]
+    policy: ChooseFormats
+    cudagraphs: bool = False
+    packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stacks: tuple[SplitStack, ...] = ()
+    widened: Rank3Caches = field(default_factory=Rank3Caches)
+    candidates: list[Candidate] = field(default_factory=list)
+    notes: SiteParts | None = None
+    views: list[SiteView] = field(default_factory=list)
+    rewriter: CacheRewriter | None = None
+    layouts: dict[Node, tuple[Cache, PackedLayout]] = field(default_factory=dict)
+    rewritten: Rewritten | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> list[Site]:
+        """A Site for every marker of the graph."""
+        return [candidate.site for candidate in self.candidates]
+
+    @property
+    def accepted(self) -> list[Candidate]:
+        """The candidates that are packed."""
+        return [candidate for candidate in self.candidates if candidate.accepted]
+
+    @property
+    def placeholders(self) -> list[Node]:
+        """The inputs of the graph."""
+        return list(self.gm.graph.find_nodes(op="placeholder"))
+
+    def packed_nodes(self) -> dict[Node, PackedInput]:
+        """The placeholders whose caller passes a packed cache."""
+        inputs = zip(self.placeholders, self.inputs, strict=True)
+        return {node: known.packed for node, known in inputs if known.packed is not None}
+
+    def sources(self) -> dict[Node, str]:
+        """What the user calls each placeholder."""
+        return {node: known.source for node, known in zip(self.placeholders, self.inputs, strict=True)}

@@ -1,0 +1,34 @@
+"""A site while it is being decided: its proven caches, and the layouts that the policy gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
+from kvcompile.passes.site import Site
+
+
+@dataclass
+class Candidate:
+    """One marker of a graph.
+
+    Attributes:
+        site: what the report says of it; a refusal is noted there.
+        attention: its proven caches; None if they were not proven.
+        layouts: the layout of each cache, by role.
+    """
+
+    site: Site
+    attention: Attention | AttentionOnLatents | None = None
+    layouts: dict[str, PackedLayout] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether nothing stands against packing its caches so far."""
+        return self.site.rewritten
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """Its proven caches."""
+        return self.attention.caches if self.attention is not None else ()

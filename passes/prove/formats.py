@@ -1,0 +1,94 @@
+"""Stage B, analysis: ask the policy for the formats of every proven cache, and check that they can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch.fx import Node
+
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.calling import PackedInput
+from kvcompile.passes.prove.cache import Cache
+from kvcompile.passes.prove.candidate import Candidate
+from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.site import FormatPair, num_layers
+
+ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
+"""(module, layer, number of layers) -> formats, or None to leave the layer alone."""
+
+
+def choose_formats(
+    candidates: Sequence[Candidate], policy: ChooseFormats, packed_inputs: Mapping[Node, PackedInput]
+) -> None:
+    """Give the caches of every accepted candidate their layouts, or refuse its site.
+
+    Args:
+        candidates: of one graph.
+        policy: which formats a layer gets.
+        packed_inputs: the placeholders whose caller passes a packed cache: these keep their layout.
+    """
+    layers = num_layers([candidate.site for candidate in candidates])
+    for candidate in candidates:
+        if not candidate.accepted:
+            continue
+        try:
+            formats = policy(candidate.site.module, candidate.site.layer, layers)
+            candidate.layouts = {
+                cache.role: _layout(cache, formats, packed_inputs.get(cache.base)) for cache in candidate.caches
+            }
+            for cache in candidate.caches:
+                _check_shared(cache, candidate.layouts[cache.role])
+                _check_moves(cache, candidate.layouts[cache.role])
+        except Refusal as refusal:
+            candidate.site.refuse(refusal)
+
+
+def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None) -> PackedLayout:
+    """The layout that the policy gives to a cache; one that is packed already keeps its own."""
+    if packed is not None:
+        if not packed.is_cache:
+            raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
+        if packed.layout.role != cache.role:
+            raise Refusal(Reason.unknown_read, role=cache.role, op=f"bytes packed as a {packed.layout.role}")
+        if packed.axes != cache.input_axes:
+            detail = f"bytes packed in the order {packed.axes}, not {cache.input_axes}"
+            raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
+        if packed.growing and cache.kind == "static":
+            raise Refusal(Reason.growing_written, role=cache.role)
+        return packed.layout
+    if formats is None:
+        raise Refusal(Reason.policy_auto)
+    if cache.serves_both and formats.key != formats.value:
+        detail = f"the policy gives it two formats, {formats.key} and {formats.value}"
+        raise Refusal(Reason.shared_key_value, detail=detail)
+    layout = formats.layout(cache.role, cache.head_dim, cache.dtype)
+    unsupported = layout.unsupported(cache.dtype)
+    if unsupported is not None:
+        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
+    return layout
+
+
+def _check_shared(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if attention cannot read a cache of this layout as it does."""
+    on_gpu = cache.root.meta["val"].device.type == "cuda"
+    holds_latents = cache.serves_both or cache.computing
+    if on_gpu and not layout.format.has_levels and not (holds_latents and layout.residual is None):
+        detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    if cache.serves_both and cache.is_pool:
+        raise Refusal(Reason.shared_key_value, detail="sequences share it as a pool of slots")
+    if cache.serves_both and layout.format.granularity == "channel":
+        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
+
+
+def _check_moves(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if the graph moves tokens that share their bytes with others."""
+    if layout.residual is not None and any(change.moves for change in cache.changes):
+        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    if layout.residual is not None and cache.is_pool:
+        detail = (
+            "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
+            "use one whose scales are per token, without residual_length and sink_tokens"
+        )
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)

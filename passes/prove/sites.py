@@ -1,0 +1,59 @@
+"""Stage B, analysis: prove the caches of every site, or note why they cannot be packed."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.modules import sites_of
+from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.prove.cache import AttentionOnLatents
+from kvcompile.passes.prove.candidate import Candidate
+from kvcompile.passes.prove.find import CacheFinder
+from kvcompile.passes.refusal import Reason, Refusal
+
+
+def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
+    """A candidate for every marker of ``gm``, whose caches ``finder`` looks for."""
+    candidates = [Candidate(site) for site in sites_of(gm)]
+    for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
+        try:
+            _prove(finder, marker, candidate)
+        except Refusal as refusal:
+            candidate.site.refuse(refusal)
+    for candidate in candidates:
+        if not candidate.accepted:
+            continue
+        try:
+            for cache in candidate.caches:
+                finder.check_reads(cache)
+        except Refusal as refusal:
+            candidate.site.refuse(refusal)
+    return candidates
+
+
+def _prove(finder: CacheFinder, marker: Node, candidate: Candidate) -> None:
+    """Prove the caches of a site, and that attention on them can be packed; raises Refusal."""
+    call = Marker.of(marker)
+    try:
+        _check_shapes(call)
+        candidate.attention = finder.attention(marker)
+    except Refusal as refusal:
+        if call.unsupported is None or refusal.reason is Reason.no_cache:
+            raise
+    _check_call(call)
+    if isinstance(candidate.attention, AttentionOnLatents):
+        candidate.site.attention += ", computed from latents"
+
+
+def _check_call(marker: Marker) -> None:
+    if marker.unsupported is not None:
+        raise Refusal(Reason.unrecognised, detail=marker.unsupported)
+    if marker.dropout_p:
+        raise Refusal(Reason.dropout, p=marker.dropout_p)
+
+
+def _check_shapes(marker: Marker) -> None:
+    if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
+        shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
+        raise Refusal(Reason.unknown_mask, **shapes)
