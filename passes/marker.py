@@ -78,7 +78,8 @@ class Marker:
             parts.append("bool mask" if _fake(self.mask).dtype == torch.bool else "float mask")
         if self.is_causal:
             parts.append("causal")
-        if isinstance(self.scale, float) and abs(self.scale - _fake(self.query).shape[-1] ** -0.5) > 1e-9:
+        head_dim = _fake(self.query).shape[-1] or 1  # one without channels has the scale that the model says
+        if isinstance(self.scale, float) and abs(self.scale - head_dim**-0.5) > 1e-9:
             parts.append(f"scale {self.scale:g}")
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")

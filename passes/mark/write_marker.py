@@ -152,8 +152,11 @@ def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAtte
 
 
 def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:
-    """The sink logits of every head, which must be the same for all rows and sequences."""
-    if sink is None:
+    """The sink logits of every head, which must be the same for all rows and sequences.
+
+    Sinks without elements stand beside no row of scores: then the output is empty, too, and nothing depends on them.
+    """
+    if sink is None or statically_known_true(value_of(sink.node).numel() == 0):
         return None
     batch, heads, rows, _ = attention.slots
     for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from kvcompile.passes.mark.calls import value_of
+from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.marker import Marker
 
 
@@ -29,15 +30,27 @@ class GraphWriter:
         return self.adopt(create(target, args, kwargs))
 
     def adopt(self, node: Node) -> Node:
-        """Give a node that was just inserted its fake value and origin."""
+        """Give a node that was just inserted its fake value and origin.
+
+        Raises:
+            NotUnderstood: PyTorch rejects the operation for these sizes. The model itself never asks for it.
+        """
+        self.inserted.append(node)
         args, kwargs = tree_map_only(Node, value_of, (node.args, node.kwargs))
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
-        with _fake_mode_of(value_of(self.like)), torch.no_grad():
-            return self._keep(node, target(*args, **kwargs))
+        try:
+            with _fake_mode_of(value_of(self.like)), torch.no_grad():
+                value = target(*args, **kwargs)
+        except (IndexError, RuntimeError, ValueError, ZeroDivisionError) as error:
+            name = getattr(node.target, "__name__", node.target)
+            raise NotUnderstood(f"{name} rejects its sizes: {str(error).splitlines()[0]}") from error
+        return self._described(node, value)
 
     def insert(self, marker: Marker) -> Node:
         """Insert a marker, which has the value of its original."""
-        return self._keep(marker.insert(self.graph), value_of(marker.original))
+        node = marker.insert(self.graph)
+        self.inserted.append(node)
+        return self._described(node, value_of(marker.original))
 
     def undo(self) -> None:
         """Remove everything that was inserted."""
@@ -45,9 +58,8 @@ class GraphWriter:
             self.graph.erase_node(node)
         self.inserted.clear()
 
-    def _keep(self, node: Node, value: Any) -> Node:
+    def _described(self, node: Node, value: Any) -> Node:
         node.meta = {**self.like.meta, "example_value": value}
-        self.inserted.append(node)
         return node
 
 

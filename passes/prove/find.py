@@ -376,7 +376,8 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     key, value = attention.key, attention.value
     for cache, operand in ((key, call.key), (value, call.value)):
         fits = len(query) == 4 and bool(query[0] == shape_of(operand)[0])
-        fits = fits and int(query[1]) % int(shape_of(operand)[1]) == 0
+        num_kv_heads = int(shape_of(operand)[1])
+        fits = fits and num_kv_heads > 0 and int(query[1]) % num_kv_heads == 0
         fits = fits and (cache is value or int(query[3]) == cache.head_dim)
         if not fits:
             raise Refusal(Reason.unsupported_shape, query=list(query), role=cache.role, cache=list(cache.shape))
