@@ -24,7 +24,8 @@ from torch.fx import Graph, Node
 _library = torch.library.Library("kvcompile", "FRAGMENT")
 _library.define(
     "sdpa(Tensor original, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, float dropout_p, "
-    "bool is_causal, float? scale, float softcap, bool enable_gqa, str module, str form, str? unsupported) -> Tensor",
+    "bool is_causal, float? scale, float softcap, bool enable_gqa, str module, str form, str? unsupported, "
+    "bool hidden_rows_are_nan=False) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -49,6 +50,7 @@ class Marker:
         form: how the model writes it: ``sdpa``, ``written out`` or ``flex_attention``.
         unsupported: why it cannot be computed on packed caches; None if it can. The tensors are then not necessarily
             of the shapes above.
+        hidden_rows_are_nan: whether rows to which ``mask`` shows no key are NaN; they are zeros otherwise.
     """
 
     original: Node
@@ -65,6 +67,7 @@ class Marker:
     module: str = ""
     form: str = "sdpa"
     unsupported: str | None = None
+    hidden_rows_are_nan: bool = False
 
     @classmethod
     def of(cls, node: Node) -> Marker:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,11 +183,48 @@ def constant_of(value: Any, is_changed: Callable[[Node], bool]) -> float | None:
             value = call.get("input")
         elif call.name in ("full", "full_like", "new_full"):
             value = call.get("fill_value")
+        elif call.name in ("zeros", "zeros_like", "new_zeros"):
+            value = 0.0
         elif call.name in ("tensor", "scalar_tensor", "new_tensor"):
             value = call.get("data", call.get("s"))
         else:
             return None
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def bound_of(value: Any, is_changed: Callable[[Node], bool]) -> float:
+    """A number that is at least as large as all of ``value``, and their negatives; ``inf`` if none is known.
+
+    Args:
+        value: an argument of a node.
+        is_changed: whether anything in the graph changes the tensor of a node in place.
+    """
+    tensor, sources = value_of(value), _sources_of_numbers(value)
+    if sources and not is_changed(value):
+        number: float | None = max(bound_of(source, is_changed) for source in sources)
+    else:
+        number = constant_of(value, is_changed)
+    if number is None or math.isnan(number):
+        return math.inf
+    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        number = torch.tensor(number, dtype=tensor.dtype).item()
+    return abs(number)
+
+
+def _sources_of_numbers(value: Any) -> list[Any]:
+    """The arguments from which an operation takes the numbers of its result, rounded to its dtype at most."""
+    call = read_call(value) if isinstance(value, Node) else None
+    if call is None:
+        return []
+    if call.name == "where":
+        return [call.get("input"), call.get("other")]
+    if call.name == "masked_fill":
+        return [call.get("input"), call.get("value")]
+    source, result = value_of(call.get("input")), value_of(value)
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return []
+    takes_part = call.name in (*VIEWS, *PERMUTATIONS, *SAME_VALUE, *_PARTS) and source.dtype is result.dtype
+    return [call.get("input")] if takes_part or call.name in CASTS else []
 
 
 def asks_for_shape(user: Node, node: Node) -> bool:

@@ -79,7 +79,7 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
         return _read_exponentials(call, subject, context)
     if isinstance(subject, Weights):
         if call.name == "nan_to_num" and call.get("nan") in (None, 0):
-            return subject  # rows without a visible key, which are zero on packed caches
+            return replace(subject, hidden_rows_are_zero=True)
         raise NotUnderstood(f"{call.name} is applied to its weights")
     if call.name == "softmax":
         _cast(call, subject)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.mark.axes import Axis, Layout
-from kvcompile.passes.mark.calls import Call, constant_of, value_of
+from kvcompile.passes.mark.calls import Call, bound_of, constant_of, value_of
 from kvcompile.passes.mark.values import (
     Add,
     BiasStep,
@@ -57,6 +57,9 @@ class Context:
 
     def constant(self, value: Any) -> float | None:
         return constant_of(value, self.is_changed)
+
+    def bound(self, value: Any) -> float:
+        return bound_of(value, self.is_changed)
 
     def operand(self, node: Any, layout: Layout) -> Operand:
         """A tensor that is broadcast against one of ``layout``."""
@@ -107,7 +110,8 @@ def _add(call: Call, scores: Scores, context: Context) -> Scores:
     if not isinstance(value_of(other), Tensor) or value_of(other).dtype is torch.bool or value_of(other).is_complex():
         raise NotUnderstood(f"{call.name} adds something other than a tensor of numbers to its scores")
     _keeps_shape(call, scores)
-    return replace(scores, bias=(*scores.bias, Add(context.operand(other, scores.layout), sign * alpha)))
+    addend = Add(context.operand(other, scores.layout), sign * alpha, context.bound(other))
+    return replace(scores, bias=(*scores.bias, addend))
 
 
 def _subtract(call: Call, scores: Scores, context: Context) -> Scores:

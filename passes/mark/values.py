@@ -6,6 +6,7 @@ operation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -35,10 +36,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Add:
-    """``factor * operand`` is added to the scores."""
+    """``factor * operand`` is added to the scores; no number of the operand is larger than ``bound``, nor lower than
+    its negative."""
 
     operand: Operand
     factor: float
+    bound: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class Weights:
         key_side: the operand of the product, 0 or 1, that has this axis.
         has_sink: whether the weights of the sinks are still there.
         dropout_p: probability of dropout.
+        hidden_rows_are_zero: whether rows without a visible key are zero; they are NaN otherwise.
     """
 
     scores: Scores
@@ -151,6 +155,7 @@ class Weights:
     key_side: int
     has_sink: bool = False
     dropout_p: float = 0.0
+    hidden_rows_are_zero: bool = False
 
 
 @dataclass(frozen=True)

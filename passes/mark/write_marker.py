@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.mark.axes import Layout, Rearrangement, Slots, Step, names_of, rearrange
 from kvcompile.passes.mark.calls import value_of
+from kvcompile.passes.mark.hidden_rows import may_hide_rows
 from kvcompile.passes.mark.products import CONTRACTED
 from kvcompile.passes.mark.read_attention import CHANNELS
 from kvcompile.passes.mark.values import Multiply, NotUnderstood, Operand, Scores, WrittenAttention
@@ -72,6 +73,7 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
         module=module,
         form=FORM,
         unsupported=attention.unsupported,
+        hidden_rows_are_nan=scores.sink is None and not weights.hidden_rows_are_zero and may_hide_rows(scores.bias),
     )
     return _view(writer, writer.insert(marker), output.back)
 

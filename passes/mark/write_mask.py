@@ -60,10 +60,7 @@ def _is_narrow_float(operand: Operand) -> bool:
 
 
 def _bool_mask(writer: GraphWriter, steps: tuple[BiasStep, ...], place: Callable[[Operand], Node]) -> Node | None:
-    """Where attention is allowed: nowhere where a step fills in -inf.
-
-    A row without a visible key is NaN in the model, zero on packed caches, as in ``F.scaled_dot_product_attention``.
-    """
+    """Where attention is allowed: nowhere where a step fills in -inf."""
     mask = None
     for step in steps:
         assert isinstance(step, Fill), "nothing else makes a bool mask"

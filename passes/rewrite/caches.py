@@ -21,6 +21,7 @@ from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
 from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.mark.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
@@ -130,6 +131,8 @@ class CacheRewriter:
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
+            if call.mask is not None and call.hidden_rows_are_nan:
+                result = insert_nan_in_hidden_rows(self.graph, result, call.mask, attention.key_read.num_tokens)
             dtype = marker.meta["val"].dtype
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)

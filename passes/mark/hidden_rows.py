@@ -1,0 +1,58 @@
+"""Rows of attention from which every key is hidden: whether there may be some, and what becomes of them.
+
+``F.scaled_dot_product_attention``, ``flex_attention`` and attention on packed caches give zeros there. A softmax that a
+model writes out divides zero by zero and gives NaN, and NaN is what a packed site gives then, too: what a model does
+with such rows (drop them, look for them, spread them) stays its own affair.
+
+It costs little, and nothing where the graph shows that a mask is finite, as Transformers makes its own: a reduction of
+the mask, once a step for all layers that share it, and one selection of every output, which compilers fuse with what
+follows. The kernels know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.graph.inline import inline
+from kvcompile.passes.mark.values import Add, BiasStep, Fill, Floor
+
+
+def may_hide_rows(steps: Sequence[BiasStep]) -> bool:
+    """Whether the steps may give the score -inf to all keys of a row."""
+    lowest = 0.0
+    for step in steps:
+        if isinstance(step, Add):
+            lowest -= abs(step.factor) * step.bound
+        elif isinstance(step, Fill):
+            lowest = min(lowest, step.value)
+        elif isinstance(step, Floor):
+            lowest = max(lowest, step.value)
+        elif lowest < 0:
+            lowest = -torch.inf  # the factor may be any number
+    return lowest < torch.finfo(torch.float32).min
+
+
+def insert_nan_in_hidden_rows(graph: Graph, out: Node, mask: Node, kv_len: Any) -> Node:
+    """Insert ``out`` with NaN in the rows to which ``mask`` shows no key; returns the node of it.
+
+    Args:
+        graph: inserted into at its insertion point.
+        out: of attention, [batch, num_heads, q_len, channels].
+        mask: bool or float, of four dimensions that broadcast to [batch, num_heads, q_len, kv_len].
+        kv_len: number of keys. The sum of no values at all is zero, masked or not.
+    """
+    if statically_known_true(kv_len == 0):
+        return out
+
+    def with_nan(out: Tensor, mask: Tensor) -> Tensor:
+        is_shown = mask if mask.dtype == torch.bool else mask != -torch.inf
+        return torch.where(is_shown.any(-1, keepdim=True), out, torch.nan)
+
+    result: Node = inline(graph, with_nan, out, mask)
+    return result
