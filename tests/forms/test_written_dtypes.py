@@ -8,10 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph
 
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.graph.cast_to_cache import converted
+from kvcompile.passes.graph.inline import insert_call
 
 BATCH, NUM_HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 64
 POLICY = "int8_per_token_head"
@@ -70,6 +74,41 @@ def test_generated_code_keeps_the_rounding(dtype: torch.dtype) -> None:
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
     assert torch.equal(out.isnan(), expected.isnan())
     assert bool(out.isnan().any()) == (dtype == torch.float16)
+
+
+def cast_by_the_model(cache: Tensor, k: Tensor) -> None:
+    slice_assignment(cache, (k * 1.1).to(cache.dtype))
+
+
+def cast_before_a_view(cache: Tensor, k: Tensor) -> None:
+    slice_assignment(cache, (k * 1.1).mT.to(cache.dtype).contiguous().mT)
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [(cast_by_the_model, torch.float32), (cast_before_a_view, torch.float32), (cast_by_the_model, torch.bfloat16)],
+)
+def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: torch.dtype) -> None:
+    """That of its own cast, and that of a product in the dtype of the cache."""
+    new = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM).to(dtype)
+    _, *caches = steps_on_both(write, torch.bfloat16, *new)
+    assert all(torch.equal(compiled, eager) for compiled, eager in caches)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("source", ["placeholder", "cast"])
+def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: str, source: str) -> None:
+    """On CUDA a store is an operator: what it is given lies in memory, rounded."""
+    graph = Graph()
+    with FakeTensorMode():
+        cache, k = (torch.empty(2, 2, n, 16, dtype=torch.bfloat16, device=device) for n in (70, 1))
+    held, value = graph.placeholder("cache"), graph.placeholder("k")
+    held.meta["val"], value.meta["val"] = cache, k.float() if source == "cast" else k
+    if source == "cast":
+        value = insert_call(graph, torch.ops.prims.convert_element_type.default, value, torch.bfloat16)
+    value = insert_call(graph, torch.ops.aten.permute.default, value, [0, 1, 2, 3])
+    asks = converted(graph, value, held) is not value
+    assert asks == (device == "cpu" and source == "cast")
 
 
 @pytest.mark.usefixtures("without_code_generation")
