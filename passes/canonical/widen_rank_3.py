@@ -20,11 +20,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import rank_3_axes
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
-from kvcompile.passes.graph.aten import CASTS, SAME_OPS, view_chain
+from kvcompile.passes.graph.aten import CASTS, SAME_OPS, WRITE_OPS, view_chain
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call
 from kvcompile.passes.graph.pool_ops import POOL_VIEW
 from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, markers_of
+from kvcompile.passes.prove.latents import states_behind
 
 aten = torch.ops.aten
 
@@ -73,13 +74,13 @@ class Rank3Caches:
 
 
 def widen_rank_3_caches(graph: Graph) -> Rank3Caches:
-    """Give a fourth dimension to the inputs of three behind the keys and values of attention, to their later states,
-    and to new keys and values that the graph returns.
+    """Give a fourth dimension to the inputs of three behind the keys and values of attention, also where these are
+    computed from them, to their later states, and to new keys and values that the graph returns.
     """
     calls = [Marker.of(node) for node in markers_of(graph)]
     operands = [operand for call in calls for operand in (call.key, call.value) if _reads_tokens_in_order(operand)]
     placeholders = graph.find_nodes(op="placeholder")
-    attended = {first_state(operand) for operand in operands}
+    attended = {first_state(operand) for operand in operands} | _latents(graph, calls)
     bases = [node for node in placeholders if node in attended and _may_be_cache(node)]
     states = _States(graph, bases)
     states.add_returned(operands)
@@ -95,6 +96,29 @@ def _reads_tokens_in_order(operand: Node) -> bool:
     """
     gathers = any(state.target in (POOL_VIEW, aten.index.Tensor) for state in states_of(operand))
     return not gathers and not statically_known_true(operand.meta["val"].shape[-2] == 1)
+
+
+def _latents(graph: Graph, calls: list[Marker]) -> set[Node]:
+    """The inputs that are written and kept, and from which keys or values are computed, but no query.
+
+    A query is computed from new tokens alone. What it shares with keys is no cache: tokens with one in front, say. And
+    what is neither copied back nor returned is none: states of an encoder, of which padding is made zero, say.
+    """
+    kept = {first_state(node) for node in graph.output_node().args[0] if isinstance(node, Node)}
+    kept.update(copy.args[0] for copy in graph.find_nodes(op="call_function", target=aten.copy_.default))
+    states = {node for node in graph.nodes if _is_written(node) and first_state(node) in kept}
+    behind: set[Node] = set()
+    for call in calls if states else ():
+        key, value, query = (states_behind(x, states.__contains__) for x in (call.key, call.value, call.query))
+        behind |= (key | value) - query
+    return {first_state(node) for node in behind}
+
+
+def _is_written(node: Node) -> bool:
+    """Whether ``node`` is a later state of an input that may be a cache, and no pool, of which an index gathers."""
+    if node.target not in WRITE_OPS or not _may_be_cache(node) or first_state(node).op != "placeholder":
+        return False
+    return not any(user.target is aten.index.Tensor for user in node.users)
 
 
 def _may_be_cache(node: Node) -> bool:

@@ -75,6 +75,11 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
     return LatentsRead(roles, computing | {marker})
 
 
+def states_behind(operand: Node, is_cache: Callable[[Node], bool]) -> set[Node]:
+    """The values of caches that ``operand`` is computed from, up to the attention before it."""
+    return {node for node, is_computed in _behind([operand], is_cache).items() if not is_computed}
+
+
 def has_one_head(node: Node, *axes: int) -> bool:
     """Whether ``node``, no result of attention, is [batch, 1, tokens, width] or [batch, tokens, 1, width], of floats.
 
