@@ -126,6 +126,11 @@ class Reason(enum.Enum):
         "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores",
         "give the query four dimensions, and a mask that broadcasts to [batch, heads, q_len, kv_len]",
     )
+    packed_otherwise = (
+        "its {role} cache is packed already, {how}, and cannot be read here as it is",
+        "pass keys where keys were passed before and values where values were, in the same order of dimensions; or "
+        "pack what is passed anew, from its dequantize()",
+    )
     growing_written = (
         "its {role} cache is growing (made by cat), but this graph writes to it in place",
         "extend it with torch.cat, or use a cache of fixed size",
