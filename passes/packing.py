@@ -38,6 +38,7 @@ class Packing:
         views: what is around each site in the graph, before and after the rewrite.
         rewriter: rewrites caches and attention; None until a site is accepted.
         layouts: every cache that is packed, by its last state, and its layout.
+        reduces_masks: whether the rewrite looks for rows of a mask that hide every key.
         rewritten: what the caller has to do; None until the graph is rewritten.
         seconds: the time of every pass that ran, by name.
     """
@@ -55,6 +56,7 @@ class Packing:
     views: list[SiteView] = field(default_factory=list)
     rewriter: CacheRewriter | None = None
     layouts: dict[Node, tuple[Cache, PackedLayout]] = field(default_factory=dict)
+    reduces_masks: bool = False
     rewritten: Rewritten | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 

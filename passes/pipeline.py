@@ -21,7 +21,7 @@ from kvcompile.passes.canonical.normalise_dims import normalise_dims
 from kvcompile.passes.canonical.slice_splits import slice_splits
 from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
 from kvcompile.passes.graph.names import name_inputs
-from kvcompile.passes.marker import expand_markers
+from kvcompile.passes.marker import Marker, expand_markers
 from kvcompile.passes.notes.sites import SiteParts
 from kvcompile.passes.notes.surroundings import SiteView, neighbourhoods
 from kvcompile.passes.packing import Packing
@@ -143,6 +143,7 @@ def _fuse_attention(packing: Packing) -> None:
         assert attention is not None, "an accepted site has its caches proven"
         if isinstance(attention, AttentionOnLatents):
             continue  # it stays as the model wrote it, on what is computed from dequantized latents
+        packing.reduces_masks |= Marker.of(attention.marker).hidden_rows_are_nan
         key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
         with packing.notes.attending(packing.gm, candidate.site):
             packing.rewriter.rewrite_attention(attention, key, value)
@@ -153,13 +154,16 @@ def _erase_logical_caches(packing: Packing) -> None:
     packing.rewriter.erase_logical([cache for cache, _ in packing.layouts.values()])
 
 
+def _share_values(packing: Packing) -> None:
+    """Keys and values go to the same positions, which each write has normalised; layers may share a mask."""
+    if has_stores(packing.gm.graph) or packing.reduces_masks:
+        packing.gm.graph = fx_graph_cse(packing.gm.graph)
+
+
 def _merge_stores(packing: Packing) -> None:
-    gm = packing.gm
-    if has_stores(gm.graph):
-        gm.graph = fx_graph_cse(gm.graph)  # keys and values go to the same positions, which each write has normalised
-        merge_stores(gm.graph)
+    merge_stores(packing.gm.graph)
     assert packing.rewriter is not None
-    packing.rewritten = replace(packing.rewriter.finish(gm), stacks=packing.stacks)
+    packing.rewritten = replace(packing.rewriter.finish(packing.gm), stacks=packing.stacks)
 
 
 def _restore_rank_3(packing: Packing) -> None:
@@ -302,9 +306,15 @@ PIPELINE = (
         "No operator of stage B alone is left: refused pools are indexed as the model wrote it.",
     ),
     Pass(
+        "share_values",
+        _share_values,
+        "All nodes of the rewrite are inserted.",
+        "Stores to the same positions take the same node, and layers with one mask reduce it once.",
+    ),
+    Pass(
         "merge_stores",
         _merge_stores,
-        "Stores of keys and values that go to the same positions are neighbours in time.",
+        "Stores to the same positions take the same node.",
         "Each such pair is one operator. What the caller has to do is known.",
     ),
     Pass(

@@ -12,14 +12,9 @@ follows. The kernels know nothing of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.graph.inline import inline
 from kvcompile.passes.mark.values import Add, BiasStep, Fill, Floor
 
 
@@ -36,23 +31,3 @@ def may_hide_rows(steps: Sequence[BiasStep]) -> bool:
         elif lowest < 0:
             lowest = -torch.inf  # the factor may be any number
     return lowest < torch.finfo(torch.float32).min
-
-
-def insert_nan_in_hidden_rows(graph: Graph, out: Node, mask: Node, kv_len: Any) -> Node:
-    """Insert ``out`` with NaN in the rows to which ``mask`` shows no key; returns the node of it.
-
-    Args:
-        graph: inserted into at its insertion point.
-        out: of attention, [batch, num_heads, q_len, channels].
-        mask: bool or float, of four dimensions that broadcast to [batch, num_heads, q_len, kv_len].
-        kv_len: number of keys. The sum of no values at all is zero, masked or not.
-    """
-    if statically_known_true(kv_len == 0):
-        return out
-
-    def with_nan(out: Tensor, mask: Tensor) -> Tensor:
-        is_shown = mask if mask.dtype == torch.bool else mask != -torch.inf
-        return torch.where(is_shown.any(-1, keepdim=True), out, torch.nan)
-
-    result: Node = inline(graph, with_nan, out, mask)
-    return result

@@ -47,12 +47,12 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     """The layout that the policy gives to a cache; one that is packed already keeps its own."""
     if packed is not None:
         if not packed.is_cache:
-            raise Refusal(Reason.unknown_read, role=cache.role, op="a view of packed data")
+            raise Refusal(Reason.packed_otherwise, role=cache.role, how="as other parts of a larger tensor")
         if packed.layout.role != cache.role:
-            raise Refusal(Reason.unknown_read, role=cache.role, op=f"bytes packed as a {packed.layout.role}")
+            raise Refusal(Reason.packed_otherwise, role=cache.role, how=f"as a {packed.layout.role}")
         if packed.axes != cache.input_axes:
-            detail = f"bytes packed in the order {packed.axes}, not {cache.input_axes}"
-            raise Refusal(Reason.unknown_read, role=cache.role, op=detail)
+            how = f"with its dimensions in the order {packed.axes} instead of {cache.input_axes}"
+            raise Refusal(Reason.packed_otherwise, role=cache.role, how=how)
         if packed.growing and cache.kind == "static":
             raise Refusal(Reason.growing_written, role=cache.role)
         return packed.layout

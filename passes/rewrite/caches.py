@@ -21,13 +21,13 @@ from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
 from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
-from kvcompile.passes.mark.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
+from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 
