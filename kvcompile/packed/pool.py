@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.dimension_marks import pass_marks_on
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 
@@ -71,19 +72,26 @@ class PackedPool(PackedSubclass):
         """The same pool with heads and tokens of blocks exchanged."""
         return PackedPool(self.slots, exchanged(self.shape), not self.heads_first)
 
+    def of_size(self, size: Sequence[Any]) -> PackedPool:
+        """As :meth:`PackedTensor.of_size`."""
+        num_blocks, block_size, num_kv_heads, head_dim = exchanged(size) if self.heads_first else size
+        return PackedPool(self.slots.of_size((num_blocks * block_size, num_kv_heads, head_dim)), size, self.heads_first)
+
     def dequantize(self) -> Tensor:
         if self.heads_first:
             return self.exchanged().dequantize().transpose(1, 2).contiguous()
         return self.slots.dequantize().view(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        tokens, heads = (2, 1) if self.heads_first else (1, 2)
+        pass_marks_on(self, self.slots, {0: 0, tokens: 0, heads: 1})
         return ["slots"], self.heads_first
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedPool:
         slots = inner["slots"]
         assert isinstance(slots, PackedTensor)
-        return PackedPool(slots, size, context)
+        return PackedPool(slots, size, context).of_size(size)
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""

@@ -20,9 +20,10 @@ from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.dimension_marks import mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.pool import PackedPool, packed_of, slots_of
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import PackedTensor, mark_weakly_dynamic
+from kvcompile.packed.tensor import PackedTensor
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, str]]
 """The parts of a stack that are packed: how, and the order of their dimensions.
@@ -109,11 +110,15 @@ class PackedStack(PackedSubclass):
         # Of what they are made is part of the context for Dynamo to guard on.
         caches = [slots_of(part) for part in self.parts]
         metas = tuple(cache.cache_meta if isinstance(cache, PackedTensor) else None for cache in caches)
+        for part in self.parts:
+            pass_marks_on(self, part, {dim: self.dim_of_part(dim) for dim in self.dims_of_parts})
         return self._names, (self.stacked_dims, metas)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedStack:
-        return PackedStack([_of_size(part, size, context[0]) for part in inner.values()], size, context[0])
+        own = [extent for dim, extent in enumerate(size) if dim not in context[0]]
+        parts = [part.of_size(own) if isinstance(part, (PackedTensor, PackedPool)) else part for part in inner.values()]
+        return PackedStack(parts, size, context[0])
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
@@ -138,14 +143,6 @@ class PackedStack(PackedSubclass):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild_packed_stack, (tuple(self.parts), tuple(self.shape), self.stacked_dims)
-
-
-def _of_size(part: Tensor, size: Sequence[Any], stacked_dims: Sequence[int]) -> Tensor:
-    """The part of a stack of ``size``: Dynamo gives symbols for the sizes of a growing stack, and not to its parts."""
-    own = [extent for dim, extent in enumerate(size) if dim not in stacked_dims]
-    if isinstance(part, PackedTensor) and any(isinstance(extent, torch.SymInt) for extent in own):
-        return PackedTensor(part.packed, part.cache_meta, own, None if part.is_contiguous() else part.stride())
-    return part
 
 
 def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:

@@ -29,6 +29,7 @@ from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
 from kvcompile.kernels.spec.residual import header_of
+from kvcompile.packed.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
@@ -110,7 +111,6 @@ class PackedTensor(PackedSubclass):
         self._packed_from = lineage.buffer if lineage is not None else None
         if self.growing and "t" in self.axes:
             mark_weakly_dynamic(self, self.token_dim)
-            mark_weakly_dynamic(packed, 0)
 
     @property
     def packed_layout(self) -> PackedLayout:
@@ -218,6 +218,15 @@ class PackedTensor(PackedSubclass):
         cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
         return PackedTensor(self.packed if packed is None else packed, cache_meta, size, stride, self._lineage)
 
+    def of_size(self, size: Sequence[Any]) -> PackedTensor:
+        """This cache with the symbols in ``size`` for its sizes, if there are any.
+
+        A graph knows the parts of a pool or stack by the sizes of the whole; Dynamo has symbols of their own for them.
+        """
+        if not any(isinstance(extent, torch.SymInt) for extent in size):
+            return self
+        return PackedTensor(self.packed, self.cache_meta, size, None if self.is_contiguous() else self.stride())
+
     @property
     def packed(self) -> Tensor:
         if self._lineage is not None and self._packed_from is not self._lineage.buffer:
@@ -226,8 +235,19 @@ class PackedTensor(PackedSubclass):
             storage, old = self._packed_from.storage, self._packed
             blocks = min(old.shape[0], storage.shape[0] - old.storage_offset() // storage.stride(0))
             self._packed = storage.as_strided((blocks, *old.shape[1:]), old.stride(), old.storage_offset())
-            mark_weakly_dynamic(self._packed, 0)
         return self._packed
+
+    @property
+    def inner_packed(self) -> Tensor:
+        """``packed``, as PyTorch takes it from this tensor, with those marks that follow from marks of this tensor.
+
+        ``mark_dynamic`` and the like also mark the same dimensions of each inner tensor that has as many as the outer
+        one. Tokens are another dimension of a cache than of its blocks, so those marks are dropped.
+        """
+        packed = self.packed
+        drop_marks(packed)
+        pass_marks_on(self, packed, _packed_dims(self.axes))
+        return packed
 
     def packed_for_write(self) -> Tensor:
         """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
@@ -337,12 +357,12 @@ class PackedTensor(PackedSubclass):
                 "a compiled graph returns a view of a packed cache that starts at a token which is only known at run "
                 "time; return the whole cache and slice it outside, or return the dequantized slice"
             )
-        return ["packed"], self.cache_meta
+        return ["inner_packed"], self.cache_meta
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
         # No lineage: a graph may return a view of its input. Such a cache is copied before it grows.
-        return PackedTensor(inner["packed"], context, size, stride)
+        return PackedTensor(inner["inner_packed"], context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
@@ -407,10 +427,10 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
-    """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
-    tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
-    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+@functools.cache
+def _packed_dims(axes: str) -> dict[int, int]:
+    """By dimension of a cache, the dimension of ``packed`` on whose size its own depends."""
+    return {axes.index(axis): dim for axis, dim in {"t": 0, **PACKED_DIM}.items() if axis in axes}
 
 
 let_flex_attention_read(PackedTensor, PackedTensor.dequantize)
