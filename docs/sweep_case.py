@@ -161,7 +161,7 @@ class _Case:
             error = _distance(logits, self._reference(torch.compile(self.model, backend="eager")))
             if error <= MAX_ERROR:
                 result.error = error
-                report.notes.append(UNDER_DYNAMO)
+                report.remarks.append(UNDER_DYNAMO)
         layers = _layers(cache)
         packed = self.packed_after[-1]
         full = {key for key, layer in layers.items() if not layer.is_sliding}

@@ -75,6 +75,7 @@ class _GraphCompiler:
         self.packing: Packing | None = None
         self.sites: list[Site] = []
         self.views: list[SiteView] = []
+        self.graph = report.GraphReport(())
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
@@ -105,7 +106,7 @@ class _GraphCompiler:
             sources = [packing.inputs[action.index].source for action in packing.rewritten.inputs]
             guard = KeyGuard(caches, sources, self.sites, report.note)
         # The method, not the object: tools such as depyf look for the code of what a backend returns.
-        return AdoptingCall(compiled, caches, stacks, fallback, guard, self.conceals).__call__
+        return AdoptingCall(compiled, caches, stacks, fallback, self.graph, guard, self.conceals).__call__
 
     @property
     def conceals(self) -> bool:
@@ -180,9 +181,9 @@ class _GraphCompiler:
         return inputs
 
     def _report(self) -> None:
-        graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs))
-        self.stages.reported(graph)
-        graph.enforce(self.options.on_unsupported)
+        self.graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs))
+        self.stages.reported(self.graph)
+        self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
 
 

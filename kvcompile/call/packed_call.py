@@ -179,6 +179,7 @@ class AdoptingCall:
         caches: Sequence[InputAction],
         stacks: Sequence[SplitStack],
         fallback: Callable[..., Any],
+        graph: report.GraphReport,
         guard: KeyGuard | None = None,
         conceals: bool = False,
     ) -> None:
@@ -188,6 +189,7 @@ class AdoptingCall:
             caches: the inputs that must be packed, after stacks were split.
             stacks: the inputs that are split.
             fallback: the graph as plain Inductor runs it.
+            graph: what the report has of it.
             guard: looks at the inputs of the first call, while its caches may still be plain.
             conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
         """
@@ -196,12 +198,12 @@ class AdoptingCall:
         self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
         self._stacked_dims = {stack.index: stack.dims for stack in stacks}
         self._fallback = fallback
+        self._graph = graph
         self._collects_garbage = True
         self._guard = guard
         self._conceals = conceals
 
     def __call__(self, *args: Any) -> Any:
-        report.ran()
         guard, self._guard = self._guard, None  # another thread may make its first call, too
         if guard is not None:
             guard.look(with_parts(args, self._stacks))
@@ -214,8 +216,9 @@ class AdoptingCall:
             try:
                 self._adopt(plain)
             except AdoptionError as error:
-                report.note(f"a call ran as plain Inductor would: {error}")
+                report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
+        report.ran(self._graph)
         if not self._conceals:
             return self._compiled(*args)
         concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)

@@ -57,7 +57,7 @@ def explain(
     html: Html = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a step of a model and say what became of every attention. Exits with 1 if one was refused."""
+    """Compile a step of a model and say what became of every attention. Exits with 1 if one is left unpacked."""
     from kvcompile.evaluation import models
     from kvcompile.evaluation.explained_step import explain_step
     from kvcompile.policy.policy import Policy
@@ -76,5 +76,5 @@ def explain(
         print_json(report.to_dict())
     else:
         print(report)
-    if report.totals.refused:
+    if report.totals.refused or report.totals.plain_calls:
         raise typer.Exit(NEGATIVE)

@@ -78,6 +78,11 @@ def _summary(report: Report) -> Markup:
     legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
     graphs = f"{_plural(totals.sites, 'attention site')} in {_plural(totals.graphs, 'graph')}"
     cards = [_card(graphs, _bar(shares, totals.sites), element("ul", *legend, class_="inline"))]
+    if totals.plain_calls:
+        shares = [("rewritten", totals.calls - totals.plain_calls), ("refused", totals.plain_calls)]
+        title = f"{totals.plain_calls} of {_plural(totals.calls, 'call')} ran as plain Inductor would"
+        what = element("p", "Bytes of a graph count where one of its calls ran on packed caches.", class_="muted")
+        cards.append(_card(title, _bar(shares, totals.calls), what))
     if totals.ratio is not None:
         rows = _saving(totals.bytes_per_token_before, totals.bytes_per_token_after)
         text = "per token and KV head, all packed caches together, scales included"

@@ -86,13 +86,42 @@ class GraphReport:
                 log.warning("kvquant leaves %s to plain Inductor: %s", enumerate_modules(modules), reason)
 
 
+@dataclass
+class Runs:
+    """How often a graph with packed caches was called while a report was open.
+
+    Attributes:
+        graph: the graph.
+        packed: calls that ran on packed caches.
+        plain: calls that ran as plain Inductor would, by reason.
+    """
+
+    graph: GraphReport
+    packed: int = 0
+    plain: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_plain(self) -> int:
+        return sum(self.plain.values())
+
+    @property
+    def num_calls(self) -> int:
+        return self.packed + self.num_plain
+
+    def __str__(self) -> str:
+        return f"{self.num_plain} of {self.num_calls} calls ran as plain Inductor would: {'; '.join(self.plain)}"
+
+
 @dataclass(frozen=True)
 class Totals:
     """Sums over a report.
 
     Attributes:
         graphs, sites, rewritten, refused, left_alone: counts.
-        bytes_per_token_before: bytes per token and KV head of all packed caches, had they stayed as they were.
+        calls: how often graphs with packed caches were called.
+        plain_calls: how many of these calls ran as plain Inductor would.
+        bytes_per_token_before: bytes per token and KV head of all packed caches, had they stayed as they were. Caches
+            of a graph whose calls all ran as plain Inductor would are not among them.
         bytes_per_token_after: the same packed, metadata included.
         residual_bytes: bytes per sequence and KV head of recent and first tokens that they keep as they are.
         weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.
@@ -104,6 +133,8 @@ class Totals:
     rewritten: int
     refused: int
     left_alone: int
+    calls: int
+    plain_calls: int
     bytes_per_token_before: int
     bytes_per_token_after: int
     residual_bytes: int
@@ -128,13 +159,34 @@ class Report:
 
     Attributes:
         graphs: in the order of their compilation.
-        notes: what happened when compiled graphs ran, one line each, e.g. that a cache could not be adopted.
-        calls: how often graphs with packed caches ran, those that were compiled before included.
+        remarks: what happened when compiled graphs ran, one line each, e.g. that keys have outlier channels.
+        runs: how the graphs with packed caches ran, by ``id`` of the graph, those that were compiled before included.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    calls: int = 0
+    remarks: list[str] = field(default_factory=list)
+    runs: dict[int, Runs] = field(default_factory=dict, compare=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """The remarks, and for every graph how many of its calls ran as plain Inductor would, if any did, and why."""
+        numbers = {id(graph): f"graph {number}" for number, graph in enumerate(self.graphs, start=1)}
+        plain = {graph: runs for graph, runs in self.runs.items() if runs.plain}
+        earlier = "a graph that was compiled before"
+        return [*self.remarks, *(f"{numbers.get(graph, earlier)}: {runs}" for graph, runs in plain.items())]
+
+    @property
+    def calls(self) -> int:
+        """How often graphs with packed caches were called."""
+        return sum(runs.num_calls for runs in self.runs.values())
+
+    def count_call(self, graph: GraphReport, plain_because: str | None) -> None:
+        """Count a call of a graph with packed caches, which ran as plain Inductor would if there is a reason."""
+        runs = self.runs.setdefault(id(graph), Runs(graph))
+        if plain_because is None:
+            runs.packed += 1
+        else:
+            runs.plain[plain_because] += 1
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -152,6 +204,8 @@ class Report:
             rewritten=outcomes["rewritten"],
             refused=outcomes["refused"],
             left_alone=outcomes["left alone"],
+            calls=self.calls,
+            plain_calls=sum(runs.num_plain for runs in self.runs.values()),
             bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
             bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
             residual_bytes=sum(cache.residual_bytes for cache in caches),
@@ -160,13 +214,16 @@ class Report:
         )
 
     def _caches(self) -> list[CacheSummary]:
-        """Every packed cache once, although each graph that uses it reports it.
+        """Every packed cache once, although each graph that uses it reports it; none of graphs that only ran plain.
 
         Within a graph a cache is known by its source. Another graph may give it another source (made there, passed
         here), so across graphs it is known by its module, its role, and its place among those.
         """
         caches: dict[tuple[str, str, int], CacheSummary] = {}
         for graph in self.graphs:
+            runs = self.runs.get(id(graph), Runs(graph))
+            if runs.plain and not runs.packed:
+                continue
             places: Counter[tuple[str, str]] = Counter()
             seen: set[tuple[str, str]] = set()
             for site in graph.sites:
@@ -179,17 +236,18 @@ class Report:
         return list(caches.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...]}, ...], "notes": [...]}``."""
+        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "calls": 3, ...}, ...], "notes": [...]}``."""
         totals = {
             **dataclasses.asdict(self.totals),
             "ratio": self.totals.ratio,
             "weight_ratio": self.totals.weight_ratio,
         }
-        graphs = [
-            {"sites": [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]}
-            for graph in self.graphs
-        ]
-        return {"totals": totals, "graphs": graphs, "notes": list(self.notes)}
+        return {"totals": totals, "graphs": [self._graph_dict(graph) for graph in self.graphs], "notes": self.notes}
+
+    def _graph_dict(self, graph: GraphReport) -> dict[str, Any]:
+        runs = self.runs.get(id(graph), Runs(graph))
+        sites = [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]
+        return {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain}
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""
@@ -242,18 +300,25 @@ def note(text: str) -> None:
     """Warn of, count and keep something that happened when a compiled graph ran. Any thread may call this."""
     with _lock:
         for report in (_last, *_collecting):
-            if text not in report.notes:
-                report.notes.append(text)
+            if text not in report.remarks:
+                report.remarks.append(text)
         counters["kvquant"]["notes"] += 1
     log.warning("%s", text)
 
 
-def ran() -> None:
-    """A graph with packed caches is about to run. Any thread may call this."""
-    if _collecting:
-        with _lock:
-            for report in _collecting:
-                report.calls += 1
+def ran(graph: GraphReport, plain_because: str | None = None) -> None:
+    """Count a call of a graph with packed caches. Any thread may call this.
+
+    Args:
+        graph: what :func:`record` returned for it.
+        plain_because: why the call runs as plain Inductor would, if it does.
+    """
+    with _lock:
+        for report in (_last, *_collecting):
+            report.count_call(graph, plain_because)
+        counters["kvquant"]["packed_calls" if plain_because is None else "plain_calls"] += 1
+    if plain_because is not None:
+        log.warning("a call ran as plain Inductor would: %s", plain_because)
 
 
 def last_report() -> Report:
@@ -278,7 +343,7 @@ def collect_reports() -> Iterator[Report]:
     try:
         yield report
         if not report.graphs and not report.calls:
-            report.notes.append(UNUSED)
+            report.remarks.append(UNUSED)
             log.warning("%s", UNUSED)
     finally:
         with _lock:

@@ -75,6 +75,8 @@ def _joined(halves: Iterable[str], separator: str = " / ") -> str:
 def _totals(totals: Totals) -> str:
     counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
     text = f"{totals.sites} attention sites: {counts}"
+    if totals.plain_calls:
+        text += f"\n{totals.plain_calls} of {totals.calls} calls ran as plain Inductor would"
     if totals.ratio is not None:
         sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
         text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"

@@ -20,7 +20,7 @@ import kvcompile
 from kvcompile.errors import UnsupportedSiteError
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report.report import GraphReport, Report, collect_reports, last_report, note, record
+from kvcompile.report.report import GraphReport, Report, collect_reports, last_report, note, ran, record
 
 
 def cache(role: str, format: str = "int8_per_token_head", source: str = "keys", after: int = 132) -> CacheSummary:
@@ -114,6 +114,64 @@ def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: 
     assert report.notes == last_report().notes == ["a remark"]
     assert counters["kvquant"]["notes"] == 2
     assert caplog.messages == ["a remark", "a remark"]
+
+
+# Calls
+
+
+def test_calls_that_ran_plain_are_counted_apart_by_graph_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    earlier = record([rewritten(9)])
+    with collect_reports() as report:
+        prefill, decode = record([rewritten(0)]), record([rewritten(0)])
+        ran(prefill, plain_because="a view is alive")
+        for reason in (None, "a view is alive", None, "it is a view"):
+            ran(decode, plain_because=reason)
+        ran(earlier, plain_because="a view is alive")
+    assert (report.totals.calls, report.totals.plain_calls) == (6, 4)
+    assert report.notes == [
+        "graph 1: 1 of 1 calls ran as plain Inductor would: a view is alive",
+        "graph 2: 2 of 4 calls ran as plain Inductor would: a view is alive; it is a view",
+        "a graph that was compiled before: 1 of 1 calls ran as plain Inductor would: a view is alive",
+    ]
+    assert [(graph["calls"], graph["plain_calls"]) for graph in report.to_dict()["graphs"]] == [(1, 1), (4, 2)]
+    assert (counters["kvquant"]["packed_calls"], counters["kvquant"]["plain_calls"]) == (2, 4)
+    assert caplog.messages[0] == "a call ran as plain Inductor would: a view is alive"
+
+
+def test_bytes_of_a_graph_count_unless_all_its_calls_ran_plain() -> None:
+    graph, other = GraphReport((rewritten(0),)), GraphReport((rewritten(1),))
+    report = Report([graph, other])
+    report.count_call(graph, "a view is alive")
+    report.count_call(other, None)
+    assert report.totals.bytes_per_token_before == 2 * 256
+    report.count_call(graph, None)
+    assert report.totals.bytes_per_token_before == 4 * 256
+    report = Report([graph])
+    report.count_call(graph, "a view is alive")
+    assert report.totals.ratio is None
+    assert str(report).splitlines()[-3:] == [
+        "note: graph 1: 1 of 1 calls ran as plain Inductor would: a view is alive",
+        "1 attention sites: 1 rewritten, 0 refused, 0 left alone",
+        "1 of 1 calls ran as plain Inductor would",
+    ]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_model_whose_caches_have_views_is_told_that_nothing_ran_packed() -> None:
+    model = Model().requires_grad_(False)
+    views = [layer.keys[0] for layer in model.layers]
+    compiled = torch.compile(model, backend="kvquant")
+    with torch.no_grad(), collect_reports() as report:
+        for _ in range(3):
+            compiled(*INPUTS)
+    assert len(views) == report.totals.rewritten == 2
+    assert (report.totals.calls, report.totals.plain_calls, report.totals.ratio) == (3, 3, None)
+    assert "graph 1: 3 of 3 calls ran as plain Inductor would: cache of shape (1, 1, 32, 64)" in report.notes[0]
+    assert kvcompile.explain(model, *INPUTS).totals.plain_calls == 0  # the copies that it runs on have no views
+    views.clear()
+    with torch.no_grad(), collect_reports() as report:
+        compiled(*INPUTS)
+    assert (report.totals.calls, report.totals.plain_calls, report.notes) == (1, 0, [])
 
 
 # Policy about refusals

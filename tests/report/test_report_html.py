@@ -129,6 +129,16 @@ def test_every_site_has_a_row_and_equal_drawings_are_there_once(page: Path) -> N
     assert (drawn.count("#drawing-1"), drawn.count("#drawing-2")) == (2 * NUM_LAYERS, rewritten)
 
 
+def test_the_page_says_how_many_calls_ran_plain_and_counts_no_bytes_for_them(tmp_path: Path) -> None:
+    report = Report([graph()])
+    for reason in ("a view of its cache is alive", None):
+        report.count_call(report.graphs[0], reason)
+        report.to_html(tmp_path / "report.html")
+        text = (tmp_path / "report.html").read_text("utf-8")
+        assert f"1 of {report.totals.calls} calls ran as plain Inductor would: a view of its cache is alive" in text
+        assert ("times smaller" in text) == (reason is None)
+
+
 def test_a_report_without_graphs_is_a_page_that_says_so(tmp_path: Path) -> None:
     Report().to_html(tmp_path / "empty.html")
     assert "kvquant has compiled no graph with attention." in (tmp_path / "empty.html").read_text()
