@@ -6,11 +6,13 @@ caches of the outputs that hold packed data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
 from kvcompile.kernels.layout.axes import BLOCK_AXES, PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -79,6 +81,31 @@ class GraphInput:
 
 
 @dataclass(frozen=True)
+class FirstPosition:
+    """The first position that a call writes, from the inputs of the call.
+
+    Attributes:
+        positions: from the inputs, where tokens go (int64 [n] or [batch, n]) and which of them are valid (bool, or
+            None for all).
+        inputs: which inputs of the graph it takes.
+    """
+
+    positions: GraphModule
+    inputs: tuple[int, ...]
+
+    def __call__(self, args: Sequence[Any], num_tokens: int) -> Tensor:
+        """int64 [] or [batch]; 0 where nothing is written within ``num_tokens`` tokens."""
+        positions, valid = self.positions(*(args[index] for index in self.inputs))
+        is_written = positions < num_tokens if valid is None else (positions < num_tokens) & valid
+        first = torch.where(is_written, positions, num_tokens).amin(-1) if positions.shape[-1] else positions.sum(-1)
+        return torch.where(first < num_tokens, first, 0)
+
+    def moved(self, place_of: Callable[[int], int]) -> FirstPosition:
+        """The same where input ``i`` of the graph is input ``place_of(i)``."""
+        return replace(self, inputs=tuple(place_of(index) for index in self.inputs))
+
+
+@dataclass(frozen=True)
 class InputAction:
     """What the caller does with input ``index`` before the compiled graph runs.
 
@@ -89,6 +116,7 @@ class InputAction:
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that receive the longer cache.
+        first_position: for ``static``, where the graph writes first; None if that is not known before it runs.
     """
 
     index: int
@@ -97,6 +125,7 @@ class InputAction:
     axes: str
     new_tokens: int | torch.SymInt = 0
     outputs: tuple[int, ...] = ()
+    first_position: FirstPosition | None = None
 
 
 @dataclass(frozen=True)
@@ -226,8 +255,15 @@ def in_dynamo_order(
         assert index is not None or place >= num_aten, "no cache is taken out of a tensor subclass"
         return index if index is not None else place - num_aten + num_dynamo
 
+    def moved(first: FirstPosition | None) -> FirstPosition | None:
+        is_known = first is not None and all(inputs[place].dynamo_index is not None for place in first.inputs)
+        return first.moved(index_of) if first is not None and is_known else None
+
     return (
-        tuple(replace(action, index=index_of(action.index)) for action in rewritten.inputs),
+        tuple(
+            replace(action, index=index_of(action.index), first_position=moved(action.first_position))
+            for action in rewritten.inputs
+        ),
         tuple(
             replace(
                 stack,

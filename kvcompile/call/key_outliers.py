@@ -140,7 +140,9 @@ def _is_too_large(error: Tensor, format_name: str, head_dim: int) -> bool:
 class KeyGuard:
     """Looks once at the plain key caches that a compiled graph is called with, before they are packed.
 
-    Not at pools: which of their slots were written only block tables know, and the others may hold anything.
+    A cache of fixed size may hold anything behind the tokens that were written, as one of ``torch.empty`` does. Callers
+    fill caches from the beginning, so those before the first token that this call writes are keys. Nothing is looked at
+    where that token is not known before the call, nor of pools, whose slots only block tables know.
     """
 
     def __init__(
@@ -167,11 +169,25 @@ class KeyGuard:
 
     def look(self, args: Sequence[Any]) -> None:
         for action, module in self._keys:
-            keys = args[action.index]
-            if isinstance(keys, PackedSubclass):
+            if isinstance(args[action.index], PackedSubclass):
                 continue
-            if found := examine(heads_first(keys, action.axes), action.layout.format_name, module):
+            keys = heads_first(args[action.index], action.axes)
+            if action.kind == "static":
+                keys = _written(keys, action, args)
+            if found := examine(keys, action.layout.format_name, module):
                 self._note(str(found))
+
+
+def _written(keys: Tensor, action: InputAction, args: Sequence[Any]) -> Tensor:
+    """The keys that were written before a call with ``args``: [batch, heads, n, head_dim], zeros where none were."""
+    if action.first_position is None:
+        return keys[:, :, :0]
+    first = action.first_position(args, keys.shape[2])
+    keys = keys[:, :, : int(first.max())]
+    if not first.dim():
+        return keys
+    is_written = torch.arange(keys.shape[2], device=keys.device) < first[:, None]
+    return torch.where(is_written[:, None, :, None], keys, 0.0)
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:

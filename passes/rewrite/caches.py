@@ -7,6 +7,7 @@ packed data there; :class:`InputAction` and :class:`OutputAction` say what it ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.marker import Marker, replace_marker
 from kvcompile.passes.prove.cache import Attention, Cache
+from kvcompile.passes.prove.first_position import first_position
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
@@ -46,6 +48,7 @@ class CacheRewriter:
     """Rewrites proven caches and the attention that reads them, in one graph."""
 
     def __init__(self, gm: GraphModule, example_inputs: list[Any]) -> None:
+        self.gm = gm
         self.graph: Graph = gm.graph
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.output = self.graph.output_node()
@@ -109,6 +112,9 @@ class CacheRewriter:
         if write.form == "slice" and not write.drops_tokens:
             return state
         x, positions, valid = write.normalise(self.graph)
+        if write is cache.writes[0] and cache.kind == "static" and x is not None and write.first_sequence is None:
+            first = first_position(self.gm, self.placeholders, positions, valid)
+            self.input_actions[-1] = replace(self.input_actions[-1], first_position=first)
         if x is not None:
             if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)

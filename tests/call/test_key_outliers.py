@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import transformers
 from small_models import MODULES, give_outlier_keys, small_model, some_bytes
 
 import kvcompile
+from kvcompile.call import key_outliers
 from kvcompile.call.key_outliers import examine, promoted
 from kvcompile.errors import PolicyError
 from kvcompile.evaluation.calibrate import Calibration
@@ -110,6 +111,67 @@ def test_a_cache_that_is_filled_by_eager_code_is_looked_at_when_it_is_packed(key
             compiled(TOKENS[None, token : token + 1], past_key_values=cache)
     assert isinstance(cache.layers[1].keys, kvcompile.PackedTensor)
     assert [note.split(":")[0] for note in report.notes] == [MODULES[1]] * warned
+
+
+WRITES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "index_copy_": (lambda cache, x, at: cache.index_copy_(2, at, x), torch.tensor([70])),
+    "chunk": (lambda cache, x, at: cache.index_copy_(2, at, x.expand(-1, -1, 3, -1)), torch.tensor([70, 71, 72])),
+    "counted from the end": (lambda cache, x, at: cache.__setitem__((..., at, slice(None)), x), torch.tensor([-30])),
+    "number": (lambda cache, x, at: cache[:, :, at : at + 1].copy_(x), 70),
+    "mask": (lambda cache, x, at: cache.copy_(torch.where(at[:, None], x, cache)), torch.arange(100) == 70),
+    "each sequence": (
+        lambda cache, x, at: cache.__setitem__((torch.arange(2), slice(None), at), x[:, :, 0]),
+        torch.tensor([70, 20]),
+    ),
+    "beginning": (lambda cache, x, at: cache.index_copy_(2, at, x), torch.tensor([0])),
+    "computed from values": (lambda cache, x, at: cache.index_copy_(2, at.long(), x), torch.tensor([70.0])),
+}  # fmt: skip
+LOOKED_AT = {"each sequence": [70, 20], "beginning": [0, 0], "computed from values": [0, 0]}
+"""How many tokens of each of two sequences, where it is not 70."""
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("form", WRITES)
+def test_only_tokens_before_the_first_that_a_call_writes_are_looked_at(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, place = WRITES[form]
+
+    def step(q: torch.Tensor, x: torch.Tensor, caches: list[torch.Tensor], at: Any) -> torch.Tensor:
+        for cache in caches:
+            write(cache, x, at)
+        return torch.nn.functional.scaled_dot_product_attention(q, *caches)
+
+    looked: list[list[int]] = []
+    monkeypatch.setattr(
+        key_outliers, "examine", lambda keys, *args: looked.append(keys[:, 0, :, 0].ne(0).sum(-1).tolist())
+    )
+    caches = [torch.randn(2, 2, 100, 64) for _ in range(2)]
+    with torch.no_grad():
+        torch.compile(step, backend="kvquant", options={"on_unsupported": "error"})(
+            torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64), caches, place
+        )
+    assert looked == [LOOKED_AT.get(form, [70, 70])]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("prefilled", [0, 70])
+@pytest.mark.parametrize("factor", [1, 100])
+def test_what_memory_held_before_a_cache_was_allocated_in_it_is_taken_for_no_key(prefilled: int, factor: int) -> None:
+    @torch.compile(backend="kvquant")
+    def step(q: torch.Tensor, x: torch.Tensor, caches: list[torch.Tensor], at: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(100) <= at[:, None]
+        keys, values = (cache.index_copy_(2, at, x) for cache in caches)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    garbage = with_outliers(normal_keys(100), 1000)
+    caches = [garbage.clone(), garbage.clone()]
+    caches[0][:, :, :prefilled] = with_outliers(normal_keys(prefilled), factor)
+    with torch.no_grad(), kvcompile.collect_reports() as report:
+        for token in range(prefilled, prefilled + 3):
+            step(torch.randn(1, 2, 1, 128), normal_keys(1), caches, torch.tensor([token]))
+    assert all(isinstance(cache, kvcompile.PackedTensor) for cache in caches)
+    assert len(report.notes) == (prefilled > 0 and factor > 1)
 
 
 @pytest.mark.usefixtures("without_code_generation")
