@@ -269,8 +269,8 @@ def test_without_triton_both_modules_of_operators_share_the_namespace():
 import sys
 sys.modules["triton"] = None
 import torch
-from kvcompile.kernels import deepseek_v4_ops
-from kvcompile.kernels import ops
+import kvcompile.kernels.deepseek_v4.ops
+import kvcompile.kernels.ops
 k_cache = torch.zeros(2, 64, 584, dtype=torch.uint8)
 k = torch.ones(1, 512, dtype=torch.bfloat16)
 torch.ops.kvcompile.quantize_and_insert_k_cache(k, k_cache, torch.tensor([70]), 64)

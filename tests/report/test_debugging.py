@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 import kvcompile
 from kvcompile.errors import KVCompileError
+from kvcompile.passes.pipeline import PIPELINE
 from kvcompile.policy.policy import Policy
 
 POLICY = {"rules": [{"match": {"layers": "0"}, "dtype": "int8_per_token_head"}], "default": {"dtype": "fp8_e4m3"}}
@@ -92,10 +93,15 @@ def test_the_folder_has_every_stage_of_every_graph_in_order_and_an_index_of_all_
     files = {str(path.relative_to(dump.folder)) for path in dump.folder.rglob("*") if path.is_file()}
     ours = {"report.txt", "report.json", "report.html", "policy.yaml"}
     ours |= {f"graph_1/{stage}.py" for stage in (*STAGES, "5_output_code")}
+    passes = {name for name in files if name.startswith("graph_1/passes/")}
+    numbered = {step.name: f"graph_1/passes/{number:02}_{step.name}.py" for number, step in enumerate(PIPELINE, 1)}
+    assert {numbered["pack_caches"], numbered["fuse_attention"]} <= passes <= set(numbered.values())
     links = re.findall(r"\]\((.*?)\)", dump.read("index.md"))
-    assert {name for name in files if not name.startswith("depyf/")} == {"index.md", *ours}
+    assert {name for name in files if not name.startswith("depyf/")} == {"index.md", *ours, *passes}
     assert sorted(links) == sorted(files - {"index.md"})
-    assert [link for link in links if link.startswith("graph_")] == sorted(link for link in links if "graph_" in link)
+    for group in (ours, passes):
+        in_order = [link for link in links if link in group and link.startswith("graph_")]
+        assert in_order == sorted(in_order)
 
 
 def test_stages_are_python_and_show_what_was_done(dump: Dump) -> None:
