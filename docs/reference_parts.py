@@ -1,4 +1,4 @@
-"""The parts of the reference pages that are made from the code: formats, presets, policy fields, refusals.
+"""The parts of the reference pages that are made from the code: passes, formats, presets, policy fields, refusals.
 
 Every public function here returns Markdown for one part; :mod:`make_pages` puts them into the pages.
 """
@@ -21,6 +21,7 @@ from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS, bit_planes
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.layout import packed_layout as layout
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.passes.pipeline import PIPELINE
 from kvcompile.passes.refusal import Reason
 from kvcompile.policy import policy, presets
 from kvcompile.report.report import NOT_REFUSED
@@ -41,6 +42,15 @@ def from_docstring(thing: Any) -> tuple[str, str]:
     text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`")
     head, _, body = text.partition("\n\n")
     return " ".join(head.split()), body
+
+
+# Passes
+
+
+def pipeline_passes() -> str:
+    """Every pass that packs a graph: its number in a dump, its name, what it relies on and what it keeps."""
+    rows = [(f"{number:02}", f"`{step.name}`", step.relies_on, step.keeps) for number, step in enumerate(PIPELINE, 1)]
+    return table(("", "pass", "relies on", "keeps"), rows)
 
 
 # Formats

@@ -181,7 +181,8 @@ class _GraphCompiler:
         return inputs
 
     def _report(self) -> None:
-        self.graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs))
+        passes = self.packing.seconds if self.packing is not None else {}
+        self.graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs), passes)
         self.stages.reported(self.graph)
         self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))

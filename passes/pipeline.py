@@ -1,7 +1,7 @@
-"""Stage B, on the functional ATen graph: every pass, in order.
+"""The passes that pack a functional ATen graph, in order.
 
-:data:`PIPELINE` is the whole of what happens to a graph between AOTAutograd and Inductor. Each pass relies on what the
-passes before it keep; docs/passes.md is made from this list. :func:`run` carries it out.
+:data:`PIPELINE` lists everything that happens to a graph between AOTAutograd and Inductor. Each pass relies on what the
+earlier passes keep. :func:`run` carries the list out; docs/passes.md shows it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Pass:
     """One step of the pipeline.
 
     Attributes:
-        name: a verb and its object; also the name of its time and of its graph in a dump.
-        run: carries it out.
-        relies_on: what must hold before.
-        keeps: what holds afterwards, for all passes behind it.
+        name: a verb and its object. The time of the pass and its graph in a dump carry this name.
+        run: the function that changes the state.
+        relies_on: what must hold before the pass.
+        keeps: what holds after the pass, for all later passes.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Pass:
 
 
 def run(packing: Packing) -> Iterator[Pass]:
-    """Carry out the pipeline on ``packing``; yields each pass after it ran, with the graph as it left it.
+    """Run the pipeline on ``packing``; yields each pass right after it ran.
 
-    Ends after ``note_sites`` if no site is accepted; the graph then means what it meant before.
+    The pipeline ends after ``note_sites`` if no site is accepted. The meaning of the graph is then unchanged.
     """
     for step in PIPELINE:
         begin = time.perf_counter()
@@ -101,7 +101,7 @@ def _widen_rank_3(packing: Packing) -> None:
 
 
 def _widened(known: GraphInput) -> GraphInput:
-    """An input that was given a fourth dimension; passes may use a packed cache there if it lacks just that one."""
+    """What is known of an input with its new fourth dimension; packed axes must be those of a rank-3 cache."""
     if known.packed is None or known.packed.axes not in RANK_3_AXES:
         return replace(known, packed=None)
     return replace(known, packed=replace(known.packed, axes=rank_4_axes(known.packed.axes)))
@@ -155,7 +155,7 @@ def _erase_logical_caches(packing: Packing) -> None:
 
 
 def _share_values(packing: Packing) -> None:
-    """Keys and values go to the same positions, which each write has normalised; layers may share a mask."""
+    """Keys and values are stored at the same positions, and layers may share a mask: compute each value once."""
     if has_stores(packing.gm.graph) or packing.reduces_masks:
         packing.gm.graph = fx_graph_cse(packing.gm.graph)
 
@@ -196,150 +196,150 @@ DECIDED = Pass(
     "note_sites",
     _note_sites,
     "Every site is decided.",
-    "Each node of a logical cache says which sites it serves. Nothing that is compiled depends on it.",
+    "Each node names the sites that it serves, for the report and the dump. Compiled code does not depend on it.",
 )
-"""After this pass a graph without an accepted site leaves the pipeline."""
+"""A graph without an accepted site leaves the pipeline after this pass."""
 
 PIPELINE = (
     Pass(
         "remove_dead_code",
         _remove_dead_code,
         "AOTAutograd has functionalised the graph: only the copies at its end mutate inputs.",
-        "Every node has a user, is an output or mutates an input, so that every use of a cache counts.",
+        "Every node is used, so that every use of a cache counts.",
     ),
     Pass(
         "drop_returned_inputs",
         lambda packing: drop_returned_inputs(packing.gm.graph),
-        "AOTAutograd returns the caller's own tensor where the graph returns an input that it has written.",
-        "No output is the copy back into an input.",
+        "If the graph returns an input that it writes, AOTAutograd returns the caller's tensor.",
+        "No output is a copy back into an input.",
     ),
     Pass(
         "normalise_dims",
         lambda packing: normalise_dims(packing.gm.graph),
-        "Operators keep PyTorch's meaning of negative dimensions.",
-        "Dimensions of views and writes are counted from the first.",
+        "Negative dimensions count from the last, as in PyTorch.",
+        "Dimensions of views and writes count from the first.",
     ),
     Pass(
         "split_stacks",
         _split_stacks,
-        "Dimensions are counted from the first.",
-        "No input that attention reads holds several caches; positions of inputs are those after splitting.",
+        "Dimensions count from the first.",
+        "Each input that attention reads holds one cache. The positions of the inputs are final but for this split.",
     ),
     Pass(
         "page_pools",
         _page_pools,
-        "No input that attention reads holds several caches.",
-        "A pool of slots or blocks is a cache of one sequence, read by an index of slots.",
+        "Each input that attention reads holds one cache.",
+        "A paged pool is a cache of one sequence, which attention reads by an index of slots.",
     ),
     Pass(
         "widen_rank_3",
         _widen_rank_3,
-        "Pools are caches of rank 4.",
+        "Paged pools have four dimensions.",
         "Every cache that attention reads has four dimensions.",
     ),
     Pass(
         "name_inputs",
         lambda packing: name_inputs(packing.sources()),
-        "Positions of inputs do not change any more.",
-        "A reason calls an input what the user calls it.",
+        "The positions of the inputs are final.",
+        "A refusal names an input as the user's code does.",
     ),
     Pass(
         "drop_whole_copies",
         lambda packing: drop_whole_copies(packing.gm.graph),
         "Every cache has four dimensions.",
-        "A copy over all of an input is the value that is copied, unless that is a view of an input.",
+        "A copy over a whole input is replaced by the copied value, unless that value is a view of an input.",
     ),
     Pass(
         "slice_splits",
         lambda packing: slice_splits(packing.gm.graph),
         "Every cache has four dimensions.",
-        "Attention reads slices of heads or tokens, never a part of a split.",
+        "Attention reads slices of heads or tokens, never an output of a split.",
     ),
     Pass(
         "find_caches",
         _find_caches,
-        "All of the above.",
-        "Each use of the caches of an accepted site is a known write, a known read, or the copy back. The graph is "
+        "All earlier passes.",
+        "Every use of an accepted site's caches is a known write, a known read, or the copy back. The graph is "
         "unchanged.",
     ),
     Pass(
         "choose_formats",
         lambda packing: choose_formats(packing.candidates, packing.policy, packing.packed_nodes()),
         "The caches of accepted sites are proven.",
-        "Each of these caches has a layout that can hold it. The graph is unchanged.",
+        "Every proven cache has a layout that can hold it. The graph is unchanged.",
     ),
     Pass(
         "settle_sites",
         lambda packing: settle_sites(packing.candidates),
-        "Every refusal of a site by itself is known.",
-        "A cache is read by accepted sites only, or by refused ones only. The graph is unchanged.",
+        "Each site has been judged on its own.",
+        "All sites that read one cache are accepted, or all are refused. The graph is unchanged.",
     ),
     DECIDED,
     Pass(
         "pack_caches",
         _pack_caches,
         "Sites are settled, and at least one is accepted.",
-        "Packed placeholders stand beside logical ones; every write of an accepted cache is a store.",
+        "A packed placeholder stands beside each logical one. Every write of an accepted cache is a store.",
     ),
     Pass(
         "fuse_attention",
         _fuse_attention,
-        "Stores stand where the logical writes stand.",
-        "Attention of accepted sites reads packed data, after every store that it has to see.",
+        "Each store stands at its logical write.",
+        "Attention of accepted sites reads packed data, after every store that it must see.",
     ),
     Pass(
         "erase_logical_caches",
         _erase_logical_caches,
-        "Nothing that is left reads a logical cache of an accepted site.",
-        "Each packed placeholder stands alone in the place of the logical one.",
+        "No remaining node reads a logical cache of an accepted site.",
+        "The packed placeholder has replaced the logical one.",
     ),
     Pass(
         "expand_markers",
         lambda packing: expand_markers(packing.gm.graph),
         "Markers of accepted sites are gone.",
-        "Refused attention is what the model wrote.",
+        "Refused attention is the operator that the model called.",
     ),
     Pass(
         "expand_pools",
         lambda packing: expand_pools(packing.gm.graph),
         "Pools of accepted sites are packed.",
-        "No operator of stage B alone is left: refused pools are indexed as the model wrote it.",
+        "Refused pools are indexed as the model wrote it. The graph holds no operator that only the passes know.",
     ),
     Pass(
         "share_values",
         _share_values,
-        "All nodes of the rewrite are inserted.",
-        "Stores to the same positions take the same node, and layers with one mask reduce it once.",
+        "The rewrite has inserted all its nodes.",
+        "Stores to the same positions share one node. Layers with the same mask reduce it once.",
     ),
     Pass(
         "merge_stores",
         _merge_stores,
-        "Stores to the same positions take the same node.",
-        "Each such pair is one operator. What the caller has to do is known.",
+        "Stores to the same positions share one node.",
+        "The stores of keys and values to the same positions are one operator. The caller's duties are known.",
     ),
     Pass(
         "restore_rank_3",
         _restore_rank_3,
-        "What the caller has to do is known.",
-        "Inputs and outputs that are not packed have the rank that the caller gives them.",
+        "The caller's duties are known.",
+        "Plain inputs and outputs have the caller's rank again.",
     ),
     Pass(
         "lay_out_parts",
         _lay_out_parts,
-        "The kinds of all packed inputs are known.",
-        "A plain part beside packed ones has the strides that adoption gives it.",
+        "The caller's duties are known.",
+        "A plain part of a split stack has the strides that adoption gives it.",
     ),
     Pass(
         "note_rewritten",
         _note_rewritten,
-        "The graph means what it will mean.",
+        "The meaning of the graph is final.",
         "The report can draw each rewritten site.",
     ),
     Pass(
         "make_replayable",
         _make_replayable,
-        "Nothing else changes the graph.",
-        "Under CUDA graphs a recording serves any caches of the same shapes: they are passed by reference, and other "
-        "mutated inputs by value.",
+        "Every other change of the graph is done.",
+        "One CUDA graph serves all caches of the same shapes: caches are passed by reference, other mutated inputs "
+        "by value.",
     ),
 )

@@ -1,9 +1,11 @@
-"""The shape of the repository: imports run one way, and every file says what it is for."""
+"""The shape of the repository: imports run one way between rooms, never in a circle, and every file has a docstring."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,55 +13,197 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kvcompile", "passes", "kernels", "docs", "examples", "benchmarks", "tests")
 
+# A room is a folder, or a file at the root of its folder. Each room may import the rooms above it in this list.
+ROOMS = """
+kernels.lang
+kernels.formats
+kernels.layout
+kernels.spec
+kernels.tiles
+kernels.attention
+kernels.store
+kernels.gather
+kernels.deepseek_v4
+kernels.latent
+kernels.launch
+kernels.ops
+
+passes.refusal
+passes.site
+passes.marker
+passes.calling
+passes.graph
+passes.mark
+passes.stacks
+passes.pools
+passes.canonical
+passes.prove
+passes.rewrite
+passes.notes
+passes.packing
+passes.pipeline
+
+errors
+tables
+packed
+policy
+report
+call
+caches
+debugging
+options
+backend
+explaining
+evaluation
+planning
+benching
+kvcompile
+cli
+__main__
+""".split()  # noqa: SIM905 - a list to read, with the three folders apart
+
+INSIDE_FUNCTIONS = {"triton", "transformers", "depyf", "matplotlib"}
+"""Packages that functions may import: optional ones, and one that takes seconds to import."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement.
+
+    Attributes:
+        file: module that imports, as ``kvcompile.passes.site``.
+        name: full name of what it imports.
+        in_function: whether the statement stands in a function.
+    """
+
+    file: str
+    name: str
+    in_function: bool
+
 
 def files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Full names of what a file imports, inside functions and for type checkers too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "kvcompile" else ("kvcompile", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in files("kvcompile", "passes", "kernels")}
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """The imports of a file, inside functions and for type checkers too."""
+    tree, file = parse(path), module_of(path)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    in_functions = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            yield from (Import(file, name.name, id(node) in in_functions) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import; write kvcompile...."
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            yield from (Import(file, f"{node.module}.{name.name}", id(node) in in_functions) for name in node.names)
 
 
-def foreign_imports(folder: str, *allowed: str) -> list[str]:
-    """What files of a folder import from the package outside of ``allowed``."""
-    return [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in files(folder)
-        for name in imports_of(path)
-        if f"{name}.".startswith("kvcompile.") and not name.startswith(allowed)
+IMPORTS = {file: list(imports_of(path)) for file, path in MODULES.items()}
+
+
+def module_imported(name: str) -> str | None:
+    """The module of this package that an import of ``name`` loads, or None."""
+    candidates = (name, name.rpartition(".")[0])
+    return next((module for module in candidates if module in MODULES), None)
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")[1:] or ["kvcompile"]
+    return ".".join(parts[:2]) if parts[0] in ("passes", "kernels") else parts[0]
+
+
+def test_every_file_is_in_a_room() -> None:
+    assert {room_of(module) for module in MODULES} == {*ROOMS, "passes", "kernels"}
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    rank = {room: number for number, room in enumerate(ROOMS)}
+    back = [
+        f"{one.file} imports {module}"
+        for imports in IMPORTS.values()
+        for one in imports
+        if (module := module_imported(one.name)) and rank[room_of(module)] > rank[room_of(one.file)]
     ]
+    assert back == []
 
 
-def test_kernels_import_nothing_but_kernels() -> None:
-    assert foreign_imports("kernels", "kvcompile.kernels.") == []
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = {
+        file: {module for one in imports if (module := module_imported(one.name)) and module != file}
+        for file, imports in IMPORTS.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of files: {' -> '.join(error.args[1])}")
 
 
-def test_passes_import_nothing_but_passes_and_kernels() -> None:
-    assert foreign_imports("passes", "kvcompile.passes.", "kvcompile.kernels.") == []
+def test_functions_import_nothing_that_a_file_could() -> None:
+    inside = [
+        f"{one.file} imports {one.name} in a function"
+        for imports in IMPORTS.values()
+        for one in imports
+        if one.in_function and not one.file.startswith("kvcompile.cli.")
+        and one.name.partition(".")[0] not in INSIDE_FUNCTIONS
+    ]  # fmt: skip
+    assert inside == []
 
 
 @pytest.mark.parametrize(
-    ("folder", "packages"),
-    [("kernels", ("torch.fx", "torch._dynamo", "transformers")), ("passes", ("transformers",)),
-     ("kvcompile", ("transformers",))],
-)  # fmt: skip
-def test_kernels_know_no_graphs_and_only_what_is_for_its_users_knows_hugging_face(
-    folder: str, packages: tuple[str, ...]
+    ("folder", "allowed"),
+    [
+        ("kvcompile.kernels.", ("kvcompile.kernels.",)),
+        ("kvcompile.passes.", ("kvcompile.passes.", "kvcompile.kernels.")),
+    ],
+)
+def test_kernels_and_passes_know_nothing_of_the_package_above(folder: str, allowed: tuple[str, ...]) -> None:
+    foreign = [
+        (one.file, one.name)
+        for file, imports in IMPORTS.items()
+        for one in imports
+        if file.startswith(folder) and one.name.startswith("kvcompile.") and not one.name.startswith(allowed)
+    ]
+    assert foreign == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "packages", "but"),
+    [
+        ("kvcompile.kernels.", ("torch.fx", "torch._dynamo", "transformers"), ()),
+        ("kvcompile.passes.", ("transformers",), ()),
+        ("kvcompile.", ("transformers",), ("kvcompile.evaluation.", "kvcompile.caches.")),
+    ],
+)
+def test_kernels_know_no_graphs_and_only_rooms_for_its_users_know_transformers(
+    folder: str, packages: tuple[str, ...], but: tuple[str, ...]
 ) -> None:
-    its_users = [ROOT / "kvcompile" / name for name in ("evaluation", "caches")]
-    others = [path for path in files(folder) if path not in its_users and path.parent not in its_users]
-    assert [(path, name) for path in others for name in imports_of(path) if name.startswith(packages)] == []
+    foreign = [
+        (file, one.name)
+        for file, imports in IMPORTS.items()
+        for one in imports
+        if file.startswith(folder) and not file.startswith(but) and one.name.startswith(packages)
+    ]
+    assert foreign == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    def has_docstring(path: Path) -> bool:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        return not tree.body or ast.get_docstring(tree) is not None
+    trees = {path: parse(path) for path in files(*FOLDERS)}
+    assert [path for path, tree in trees.items() if tree.body and ast.get_docstring(tree) is None] == []
 
-    assert [path for path in files(*FOLDERS) if not has_docstring(path)] == []
+
+def test_every_room_says_what_lives_there() -> None:
+    folders = {path.parent for path in MODULES.values()}
+    assert [folder for folder in folders if not ast.get_docstring(parse(folder / "__init__.py"))] == []

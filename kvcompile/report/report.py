@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -65,11 +65,13 @@ class GraphReport:
         sites: what became of each.
         views: what is around each in the graph, to be drawn; empty if the graph was not analysed.
         weights: the parameters that it takes.
+        passes: seconds that each pass of ``passes/pipeline.py`` took, by name and in order.
     """
 
     sites: tuple[Site, ...]
     views: tuple[SiteView, ...] = ()
     weights: tuple[WeightBytes, ...] = ()
+    passes: Mapping[str, float] = field(default_factory=dict)
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
         """Raise on or warn of the refused sites; one warning for every reason.
@@ -247,7 +249,7 @@ class Report:
     def _graph_dict(self, graph: GraphReport) -> dict[str, Any]:
         runs = self.runs.get(id(graph), Runs(graph))
         sites = [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]
-        return {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain}
+        return {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain, "passes": dict(graph.passes)}
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""
@@ -282,10 +284,15 @@ _last = Report()
 _collecting: list[Report] = []
 
 
-def record(sites: Iterable[Site], views: Iterable[SiteView] = (), weights: Iterable[WeightBytes] = ()) -> GraphReport:
-    """Count, log and keep what became of a graph that is being compiled. Any thread may call this."""
+def record(
+    sites: Iterable[Site],
+    views: Iterable[SiteView] = (),
+    weights: Iterable[WeightBytes] = (),
+    passes: Mapping[str, float] | None = None,
+) -> GraphReport:
+    """Count, log and keep the report of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(views), tuple(weights))
+    graph = GraphReport(tuple(sites), tuple(views), tuple(weights), passes or {})
     with _lock:
         _last = Report([graph])
         for report in _collecting:

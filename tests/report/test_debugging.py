@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import re
 import sys
@@ -87,6 +88,12 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
 
 
 # What is in the folder
+
+
+def test_the_report_has_the_seconds_of_every_pass_in_order(dump: Dump) -> None:
+    (graph,) = json.loads(dump.read("report.json"))["graphs"]
+    assert list(graph["passes"]) == [step.name for step in PIPELINE]
+    assert all(seconds >= 0 for seconds in graph["passes"].values())
 
 
 def test_the_folder_has_every_stage_of_every_graph_in_order_and_an_index_of_all_files(dump: Dump) -> None:
