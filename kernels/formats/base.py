@@ -109,11 +109,11 @@ class Format(abc.ABC):
 
     def sections(self, head_dim: int) -> tuple[Section, ...]:
         """The sections of one head, in memory order."""
-        parts = list(self.packing.sections(head_dim))
+        sections = list(self.packing.sections(head_dim))
         for name, dtype in (("scale", self.scale_dtype), ("zero", self.zero_dtype)):
             if dtype is not None:
-                parts.append(Section(name, dtype, self.num_scales(head_dim), shared=self.granularity == "channel"))
-        return tuple(parts)
+                sections.append(Section(name, dtype, self.num_scales(head_dim), shared=self.granularity == "channel"))
+        return tuple(sections)
 
     def bytes_per_token(self) -> sympy.Expr:
         """Bytes per token and head as an expression in ``head_dim`` (payload and metadata, no block padding)."""
@@ -153,12 +153,12 @@ class Format(abc.ABC):
             x = x * self.inverse_static_scale
         codes, scale, zero = self._quantize_grouped(x)
         assert codes is not None
-        parts = self.packing.pack(codes)
+        sections = self.packing.pack(codes)
         if scale is not None:
-            parts["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
+            sections["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
         if zero is not None:
-            parts["zero"] = zero
-        return parts
+            sections["zero"] = zero
+        return sections
 
     def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """:meth:`quantize` along the granularity; scales and zeros are [..., n, width] of their sections."""
@@ -168,24 +168,24 @@ class Format(abc.ABC):
             codes, scale, zero = self.quantize(x.transpose(-1, -2))
             return (
                 codes.transpose(-1, -2),
-                *(None if part is None else part.transpose(-1, -2) for part in (scale, zero)),
+                *(None if x is None else x.transpose(-1, -2) for x in (scale, zero)),
             )
         codes, scale, zero = self.quantize(x.unflatten(-1, (-1, self.group_size)))
-        return (codes.flatten(-2), *(None if part is None else part.squeeze(-1) for part in (scale, zero)))
+        return (codes.flatten(-2), *(None if x is None else x.squeeze(-1) for x in (scale, zero)))
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
+    def decode(self, sections: dict[str, Tensor]) -> Tensor:
         """Inverse of :meth:`encode` up to the quantization error; float32 [..., n, head_dim] in the original basis."""
-        x = self.decode_levels(parts)
+        x = self.decode_levels(sections)
         return unrotate(x, self.rotation_seed) if self.rotated else x
 
-    def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
+    def decode_levels(self, sections: dict[str, Tensor]) -> Tensor:
         """Decode without undoing the rotation: ``static_scale * (scale * level(code) + zero)``."""
-        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(parts))]
+        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(sections))]
         x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
-        if "scale" in parts:
-            x = x * self.per_channel(parts["scale"])
-        if "zero" in parts:
-            x = x + self.per_channel(parts["zero"])
+        if "scale" in sections:
+            x = x * self.per_channel(sections["scale"])
+        if "zero" in sections:
+            x = x + self.per_channel(sections["zero"])
         return x if self.static_scale == 1.0 else x * self.static_scale
 
     def per_channel(self, metadata: Tensor) -> Tensor:

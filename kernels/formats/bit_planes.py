@@ -20,6 +20,7 @@ piece to where they belong beside their low bits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -101,17 +102,17 @@ class Packing:
             return {"codes": codes}
         planes = codes.chunk(self.num_planes, dim=-1)
         mask = (1 << self.low_bits) - 1
-        parts = {"codes": _combine([(plane & mask) << (self.low_bits * i) for i, plane in enumerate(planes)])}
+        sections = {"codes": _combine([(plane & mask) << (self.low_bits * i) for i, plane in enumerate(planes)])}
         for k, count in enumerate(self.high):
             pieces = 8 // count
             bits = [((plane >> (self.low_bits + k)) & 1) << (pieces * i) for i, plane in enumerate(planes[:count])]
             chunks = _combine(bits).chunk(pieces, dim=-1)
-            parts[HIGH_SECTIONS[k]] = _combine([chunk << i for i, chunk in enumerate(chunks)])
-        return parts
+            sections[HIGH_SECTIONS[k]] = _combine([chunk << i for i, chunk in enumerate(chunks)])
+        return sections
 
-    def planes(self, parts: dict[str, Tensor]) -> list[Tensor]:
+    def planes(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`pack`: the codes of each plane, [..., width]."""
-        packed = parts["codes"]
+        packed = sections["codes"]
         if self.num_planes == 1:
             return [packed]
         # As few operations as possible: Inductor buffers what takes many of them and is used twice.
@@ -119,7 +120,7 @@ class Packing:
         planes = [packed] + [packed >> (self.low_bits * i) for i in range(1, self.num_planes)]
         planes = [*(plane & mask for plane in planes[:-1]), planes[-1]]
         for k, count in enumerate(self.high):
-            high = parts[HIGH_SECTIONS[k]]
+            high = sections[HIGH_SECTIONS[k]]
             pieces = 8 // count
             repeated = high.unsqueeze(-2).expand(*high.shape[:-1], pieces, high.shape[-1]).reshape(packed.shape)
             piece = torch.arange(packed.shape[-1], device=packed.device) // high.shape[-1]
@@ -129,11 +130,8 @@ class Packing:
         return planes
 
 
-def _combine(parts: list[Tensor]) -> Tensor:
-    result = parts[0]
-    for part in parts[1:]:
-        result = result | part
-    return result
+def _combine(fields: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.bitwise_or, fields)
 
 
 PACKINGS = {

@@ -65,8 +65,8 @@ class Fp8DsMla(Format):
         padding = scales.new_zeros((*scales.shape[:-1], SCALE_BYTES - NUM_SCALES))
         return {"codes": torch.cat([codes, rope], -1), "scale": torch.cat([scales, padding], -1)}
 
-    def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
-        data, scales = parts["codes"], parts["scale"]
+    def decode_levels(self, sections: dict[str, Tensor]) -> Tensor:
+        data, scales = sections["codes"], sections["scale"]
         nope = dequantize(data[..., :NOPE_DIM].contiguous(), scales[..., :NUM_SCALES].contiguous())
         return torch.cat([nope, bfloat16_of_bytes(data[..., NOPE_DIM:].contiguous())], -1).float()
 

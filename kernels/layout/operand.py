@@ -20,15 +20,15 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, R
 
 
 @dataclass(frozen=True)
-class HeldBlocks:
+class ExactBlocks:
     """What a kernel knows at compile time about a :class:`~kvcompile.kernels.layout.packed_layout.Residual`.
 
     Attributes:
         dtype: of the tokens that are kept as they are.
         sink_blocks: the first blocks that have slots,
         recent_blocks: and how many slots the others share.
-        num_slots: of both.
-        padded_slots: the next power of two.
+        num_entries: of both.
+        padded_entries: the next power of two.
         header_blocks: blocks before those of tokens.
         rows_per_block: tokens in a block of the header.
         row_bytes: bytes of such a token.
@@ -37,8 +37,8 @@ class HeldBlocks:
     dtype: Any
     sink_blocks: int
     recent_blocks: int
-    num_slots: int
-    padded_slots: int
+    num_entries: int
+    padded_entries: int
     header_blocks: int
     rows_per_block: int
     row_bytes: int
@@ -124,7 +124,7 @@ class PackedOperand:
     unpack_ptx: str | None
     multiplies_integers: bool
     query_exponent: int
-    residual: HeldBlocks | None
+    residual: ExactBlocks | None
     by_reference: bool
 
     @property
@@ -133,9 +133,9 @@ class PackedOperand:
         return 0 if self.residual is None else self.residual.header_blocks
 
     @property
-    def num_slots(self) -> int:
+    def num_entries(self) -> int:
         """Blocks that are kept as they are."""
-        return 0 if self.residual is None else self.residual.num_slots
+        return 0 if self.residual is None else self.residual.num_entries
 
     @property
     def gains(self) -> tuple[float, ...]:
@@ -240,7 +240,7 @@ def packed_operand(
         unpack_ptx=unpack_ptx,
         multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
-        residual=_held_blocks(layout),
+        residual=_exact_blocks(layout),
         by_reference=by_reference,
     )
 
@@ -273,16 +273,16 @@ def _query_exponent(fmt: Format) -> int:
     return 14 if fmt.scale_dtype == torch.float32 else int(math.log2(fmt.codec.constants.max_code)) - 1
 
 
-def _held_blocks(layout: PackedLayout) -> HeldBlocks | None:
+def _exact_blocks(layout: PackedLayout) -> ExactBlocks | None:
     residual = layout.residual
     if residual is None:
         return None
-    return HeldBlocks(
+    return ExactBlocks(
         dtype=_TRITON_DTYPES[residual.dtype](),
         sink_blocks=residual.sink_blocks,
         recent_blocks=residual.recent_blocks,
-        num_slots=residual.num_slots,
-        padded_slots=triton.next_power_of_2(residual.num_slots),
+        num_entries=residual.num_entries,
+        padded_entries=triton.next_power_of_2(residual.num_entries),
         header_blocks=layout.header_blocks,
         rows_per_block=layout.rows_per_block,
         row_bytes=layout.row_bytes,

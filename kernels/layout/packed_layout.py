@@ -8,13 +8,14 @@ Codes of a key lie row-major, [BLOCK_TOKENS][width]; codes of a value lie column
 both products of attention (K q and V^T p) read their packed operand with the reduction dimension contiguous. Scales and
 zero points lie row-major, or once for all tokens of the block if the section is shared.
 
-A cache with a :class:`Residual` also keeps some blocks of tokens as they are, in ``num_slots`` slots, and has
-``header_blocks`` blocks for them before the blocks of tokens. The header is a run of rows of ``head_dim`` elements of
-the residual's dtype: row ``r`` lies in block ``r // rows_per_block``, at byte ``r % rows_per_block * row_bytes``. Row 0
-holds one int32 tag for each slot, ``1 +`` the block of tokens that the slot holds, or 0 for none; the rows of slot
-``s`` are BLOCK_TOKENS rows from ``1 + s * BLOCK_TOKENS`` on, for keys and values alike. All-zero bytes are the cache of
-zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual` says what the header
-means.
+A cache with a :class:`Residual` also keeps some blocks of tokens exactly, in the dtype of the cache. They lie in a
+header of ``header_blocks`` blocks before the blocks of tokens. The header has ``num_entries`` entries; each holds the
+BLOCK_TOKENS tokens of one block and a tag, which names the block. The header is a run of rows of ``head_dim`` elements
+in the residual's dtype. Row ``r`` lies in block ``r // rows_per_block``, at byte ``r % rows_per_block * row_bytes``.
+Row 0 holds the tags, int32: ``1 +`` the number of the block that the entry holds, or 0 for an empty entry. The tokens
+of entry ``e`` are the BLOCK_TOKENS rows from ``1 + e * BLOCK_TOKENS`` on, for keys and values alike. All-zero bytes are
+the cache of zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual` says what
+the header means.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class Residual:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if min(self.sink_blocks, self.recent_blocks) < 0 or self.num_slots == 0:
+        if min(self.sink_blocks, self.recent_blocks) < 0 or self.num_entries == 0:
             raise ValueError(f"a residual of {self.sink_blocks} first and {self.recent_blocks} recent blocks is none")
         if self.dtype not in _DTYPES.values():
             raise ValueError(f"a residual of {self.dtype}; a cache is one of {', '.join(_DTYPES)}")
 
     @property
-    def num_slots(self) -> int:
+    def num_entries(self) -> int:
         """Blocks of tokens that it keeps."""
         return self.sink_blocks + self.recent_blocks
 
@@ -140,7 +141,7 @@ class PackedLayout:
             return None
         if self.residual.dtype != dtype:
             return f"a cache of {dtype} keeps its first and recent tokens in that dtype"
-        if TAG_BYTES * self.residual.num_slots > self.row_bytes:
+        if TAG_BYTES * self.residual.num_entries > self.row_bytes:
             most = self.row_bytes // TAG_BYTES * BLOCK_TOKENS
             return f"at head_dim {self.head_dim} at most {most} first and recent tokens can be kept as they are"
         return None
@@ -185,7 +186,7 @@ class PackedLayout:
         """Blocks before those of tokens; 0 without a residual."""
         if self.residual is None:
             return 0
-        return -(-(1 + self.residual.num_slots * BLOCK_TOKENS) // self.rows_per_block)
+        return -(-(1 + self.residual.num_entries * BLOCK_TOKENS) // self.rows_per_block)
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks of a cache of ``num_tokens`` slots, the header included; also for symbolic sizes."""
@@ -211,19 +212,19 @@ class PackedLayout:
         return batch * heads * BLOCK_TOKENS * blocks * per_token
 
     def tags(self, data: Tensor) -> Tensor:
-        """View of the tags: int32 [batch, num_kv_heads, num_slots]."""
+        """View of the tags: int32 [batch, num_kv_heads, num_entries]."""
         assert self.residual is not None
-        return data.view(torch.int32)[0, ..., : self.residual.num_slots]
+        return data.view(torch.int32)[0, ..., : self.residual.num_entries]
 
     def rows(self, data: Tensor) -> Tensor:
-        """The rows of the slots, in the residual's dtype: [batch, num_kv_heads, num_slots, BLOCK_TOKENS, head_dim].
+        """The rows of the slots, in the residual's dtype: [batch, num_kv_heads, num_entries, BLOCK_TOKENS, head_dim].
 
-        A copy: a slot may begin in one block and end in the next.
+        A copy: an entry may begin in one block and end in the next.
         """
         assert self.residual is not None
         header = data.view(self.residual.dtype)[: self.header_blocks, ..., : self.rows_per_block * self.head_dim]
         rows = header.unflatten(-1, (self.rows_per_block, self.head_dim)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return rows[:, :, 1 : 1 + self.residual.num_slots * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
+        return rows[:, :, 1 : 1 + self.residual.num_entries * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
 
     def split(self, data: Tensor) -> dict[str, Tensor]:
         """Typed views of the blocks of tokens in ``data``, one a section.
@@ -231,7 +232,7 @@ class PackedLayout:
         Each is [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width], or [num_blocks, batch, num_kv_heads, 1, width]
         if it is shared.
         """
-        parts = {}
+        sections = {}
         for section in self.sections:
             typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
             typed = typed[self.header_blocks :]
@@ -239,49 +240,49 @@ class PackedLayout:
             rows = 1 if section.shared else BLOCK_TOKENS
             flat = typed[..., start : start + section.width * rows]
             if self.column_major(section):
-                parts[section.name] = flat.unflatten(-1, (section.width, rows)).transpose(-1, -2)
+                sections[section.name] = flat.unflatten(-1, (section.width, rows)).transpose(-1, -2)
             else:
-                parts[section.name] = flat.unflatten(-1, (rows, section.width))
-        return parts
+                sections[section.name] = flat.unflatten(-1, (rows, section.width))
+        return sections
 
-    def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
+    def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
         """Sections [..., width] of tokens -> their bytes, uint8 [..., bytes_per_token], in section order."""
-        return torch.cat([_bytes_of(parts[section.name].to(section.dtype)) for section in self.sections], dim=-1)
+        return torch.cat([_bytes_of(sections[section.name].to(section.dtype)) for section in self.sections], dim=-1)
 
-    def block_parts_bytes(self, parts: dict[str, Tensor]) -> list[Tensor]:
+    def block_byte_values(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`split`: sections [..., BLOCK_TOKENS, width] -> bytes of blocks, int32 [..., nbytes]."""
         columns = []
         for section in self.sections:
-            part = parts[section.name].to(section.dtype)
-            part = part.transpose(-1, -2) if self.column_major(section) else part
-            columns.append(_byte_values(part).flatten(-2))
+            values = sections[section.name].to(section.dtype)
+            values = values.transpose(-1, -2) if self.column_major(section) else values
+            columns.append(_byte_values(values).flatten(-2))
         return columns
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: its rows, then its tag."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry: its rows, then its tag."""
         return BLOCK_TOKENS * self.row_bytes + TAG_BYTES
 
     @property
-    def written_slot_bytes(self) -> int:
-        """Bytes that are written to a slot: its rows, then its tag over and over, as long as a row.
+    def written_entry_bytes(self) -> int:
+        """Bytes that are written to an entry: its rows, then its tag over and over, as long as a row.
 
         Inductor splits a CPU loop with a division in it by the divisor, here ``row_bytes``, and forgets what is left
         over (``try_loop_split``, torch 2.11 to 2.13). So nothing must be.
         """
         return (BLOCK_TOKENS + 1) * self.row_bytes
 
-    def slot_place(self, slot: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+    def entry_place(self, entry: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
         """Block and offset in ``data`` of the bytes that are written to slots; all int64 and broadcast."""
-        row, rest = 1 + slot * BLOCK_TOKENS + byte // self.row_bytes, byte % self.row_bytes
+        row, rest = 1 + entry * BLOCK_TOKENS + byte // self.row_bytes, byte % self.row_bytes
         in_rows = byte < BLOCK_TOKENS * self.row_bytes
         block = torch.where(in_rows, row // self.rows_per_block, 0)
         offset = torch.where(
-            in_rows, row % self.rows_per_block * self.row_bytes + rest, slot * TAG_BYTES + rest % TAG_BYTES
+            in_rows, row % self.rows_per_block * self.row_bytes + rest, entry * TAG_BYTES + rest % TAG_BYTES
         )
         return block, offset
 
-    def slot_parts_bytes(self, rows: Tensor, tags: Tensor) -> list[Tensor]:
+    def entry_byte_values(self, rows: Tensor, tags: Tensor) -> list[Tensor]:
         """Rows [..., BLOCK_TOKENS, head_dim] and tags, int64 [...], of slots -> their bytes, int32 [..., nbytes]."""
         tag = tags.int()[..., None].expand(*tags.shape, self.row_bytes // TAG_BYTES)
         return [_byte_values(rows).flatten(-2), _byte_values(tag)]
