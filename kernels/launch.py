@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.configs import attention_config, num_splits
 from kvcompile.kernels.attention.decode import attention_kernel, combine_kernel
-from kvcompile.kernels.attention.launch_prefill import attend_long, is_long
+from kvcompile.kernels.attention.launch_prefill import attend_prefill, is_prefill
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.lang.triton import triton
@@ -95,12 +95,12 @@ def attention(
     )  # fmt: skip
 
     tile_tokens = 0
-    if isinstance(key, LatentOperand) or is_long(call):
-        attend = _attend_latents if isinstance(key, LatentOperand) else attend_long
+    if isinstance(key, LatentOperand) or is_prefill(call):
+        attend = _attend_latents if isinstance(key, LatentOperand) else attend_prefill
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
     else:
-        partial, lse, splits, tile_tokens = _attend_short(call, out, with_lse=sinks is not None)
+        partial, lse, splits, tile_tokens = _attend_decode(call, out, with_lse=sinks is not None)
     if partial is not out:
         _merge_splits(call, partial, lse, splits, tile_tokens, value, sinks, out)
     return out
@@ -116,7 +116,7 @@ def _merge_splits(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Merge the results of :func:`_attend_short`, or of another way to attend, into ``out``."""
+    """Merge the results of :func:`_attend_decode`, or of another way to attend, into ``out``."""
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
     rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
@@ -144,7 +144,7 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
-    """Attention on latents; arguments and results are those of :func:`attend_long`."""
+    """Attention on latents; arguments and results are those of :func:`attend_prefill`."""
     config = config_of(call)
     rows = call.group_size * call.query.shape[2]
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
@@ -152,8 +152,8 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
-def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int, int]:
-    """Attention on packed tokens as they are; arguments and results are those of :func:`attend_long`, but that the
+def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int, int]:
+    """Attention on packed tokens as they are; arguments and results are those of :func:`attend_prefill`, but that the
     outputs of splits are in the basis in which values are stored, and that the last result is the number of tokens of
     a tile; 0 if a split without a tile may have blocks that are kept as they are."""
     batch, num_heads, q_len, _ = call.query.shape
@@ -187,7 +187,7 @@ def _attend_short(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[
         ),
         config.options,
     )  # fmt: skip
-    return partial, lse, splits, 0 if call.key.num_slots + call.value.num_slots else config.tokens
+    return partial, lse, splits, 0 if call.key.num_entries + call.value.num_entries else config.tokens
 
 
 def visible_range(mask: Tensor) -> Tensor:
@@ -333,24 +333,24 @@ def _store_blocks(
 ) -> None:
     batch, num_kv_heads, num_tokens, _ = x.shape
     num_blocks = data.shape[0] - operand.header_blocks
-    num_slots = num_blocks * operand.block_tokens
-    places = torch.full((batch, num_slots + operand.num_slots), -1, dtype=torch.int32, device=data.device)
+    capacity = num_blocks * operand.block_tokens
+    places = torch.full((batch, capacity + operand.num_entries), -1, dtype=torch.int32, device=data.device)
     launch_place_tokens(
         (batch, ceil_div(num_tokens, 256), 1),
         (places, positions, written),
         (positions.stride(), written.stride()),
-        (num_tokens, num_slots),
+        (num_tokens, capacity),
         (operand, has_valid, 256),
         {"num_warps": 4, **ASSERTING},
     )
-    tags = torch.empty((batch, num_kv_heads, operand.num_slots), dtype=torch.int32, device=data.device)
+    tags = torch.empty((batch, num_kv_heads, operand.num_entries), dtype=torch.int32, device=data.device)
     launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
     at_once = blocks_per_program(operand.rotated, num_blocks, batch * num_kv_heads, data.device)
     launch_store_blocks(
         (batch * num_kv_heads, ceil_div(num_blocks, at_once), 1),
         (data, x, places, tags),
         (strides_of(data), x.stride()),
-        (num_kv_heads, num_slots, num_blocks, at_once, static_scale),
+        (num_kv_heads, capacity, num_blocks, at_once, static_scale),
         (operand, precision(data.device)),
         {"num_warps": 8},
     )

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvcompile.kernels import launch
 from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - define their ops beside those below
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - define their ops beside those below
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
@@ -102,8 +103,6 @@ def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, for
     layout = _layout_of("store", "x", x, format, role)
     _check_store(data, x, positions, valid, layout)
     if data.is_cuda:
-        from kvcompile.kernels import launch
-
         launch.store(data, x, positions, valid, format, role)
     else:
         blocks = blocks_of(positions) if layout.residual is not None else None
@@ -132,8 +131,6 @@ def _store_pair(
             f"heads and tokens, and on one device"
         )
     if k_data.is_cuda:
-        from kvcompile.kernels import launch
-
         launch.store_pair(k_data, v_data, key, value, positions, valid, k_format, v_format)
     else:
         _store(k_data, key, positions, valid, k_format, "key")
@@ -208,8 +205,6 @@ def _attention(
         value = PackedLayout.parse(v_format, "value", v_head_dim)
     _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
     if query.is_cuda:
-        from kvcompile.kernels import launch
-
         return launch.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
             ranges,
@@ -250,8 +245,6 @@ def _attention_fake(
 def _visible_range(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     mask = with_four_dimensions(mask, q_len, kv_len)
     if mask.is_cuda:
-        from kvcompile.kernels import launch
-
         return launch.visible_range(mask)
     return visible_range(mask)
 

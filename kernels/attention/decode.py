@@ -31,10 +31,10 @@ scores of invisible tokens are -inf, their scales and zeros are replaced, and ev
 from __future__ import annotations
 
 from kvcompile.kernels.attention.exact_blocks import (
-    attend_to_held_blocks,
-    held_range,
+    attend_to_exact_blocks,
+    exact_range,
     is_packed,
-    overlaps_held,
+    overlaps_exact,
     recent_tags,
 )
 from kvcompile.kernels.attention.query import first_columns, load_query
@@ -48,7 +48,7 @@ from kvcompile.kernels.attention.softmax_tile import (
 )
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
-from kvcompile.kernels.tiles.held_blocks import block_ptr
+from kvcompile.kernels.tiles.header import block_ptr
 from kvcompile.kernels.tiles.packed import load_packed, prefetch
 from kvcompile.kernels.tiles.rotation import unrotate
 from kvcompile.kernels.tiles.visible_range import num_visible_tiles, visible_tokens
@@ -96,8 +96,8 @@ def attention_kernel(
 
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
-    HAS_SLOTS: tl.constexpr = KEY.num_slots + VALUE.num_slots > 0
-    if HAS_SLOTS:  # asked for before the query, so that both come at once
+    HAS_ENTRIES: tl.constexpr = KEY.num_entries + VALUE.num_entries > 0
+    if HAS_ENTRIES:  # asked for before the query, so that both come at once
         key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
     mask_ptr += batch * mask_strides[0]
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
@@ -112,7 +112,7 @@ def attention_kernel(
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
     # Splits without a tile are most of those of a long static cache that holds few tokens.
-    if MASK == "bool" and PARTIAL and not HAS_SLOTS and own_tiles <= 0:
+    if MASK == "bool" and PARTIAL and not HAS_ENTRIES and own_tiles <= 0:
         out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
         _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
         return
@@ -127,8 +127,8 @@ def attention_kernel(
         )
     query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
     query = load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
-    if HAS_SLOTS:
-        first_held, end_held = held_range(key_tags, value_tags)
+    if HAS_ENTRIES:
+        first_exact, end_exact = exact_range(key_tags, value_tags)
 
     COLUMNS: tl.constexpr = max(ROWS, 8)
     acc = tl.full([VALUE.padded_width, COLUMNS], 0.0, tl.float32)
@@ -151,10 +151,10 @@ def attention_kernel(
         token = tile * TOKENS + tl.arange(0, TOKENS)
         in_cache = token < end
         all_visible = (tile * TOKENS >= all_begin) & (tile * TOKENS + TOKENS <= all_end)
-        if HAS_SLOTS:
-            may_be_held = overlaps_held(tile, first_held, end_held, KEY, VALUE, TOKENS)
-            all_visible = all_visible & (may_be_held == 0)
-            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_held, KEY, VALUE, TOKENS)
+        if HAS_ENTRIES:
+            may_be_exact = overlaps_exact(tile, first_exact, end_exact, KEY, VALUE, TOKENS)
+            all_visible = all_visible & (may_be_exact == 0)
+            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_exact, KEY, VALUE, TOKENS)
         scale, zero = token_metadata(values, VALUE, TOKENS)
         scores, scale, zero = visible_scores(
             scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
@@ -163,8 +163,8 @@ def attention_kernel(
         state = attend_packed(
             state, scores, values, scale, zero, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
         )
-    if HAS_SLOTS:
-        state = attend_to_held_blocks(
+    if HAS_ENTRIES:
+        state = attend_to_exact_blocks(
             state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], end, softcap, visibility, split,
             num_splits, key_scale, value_scale, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
             NUM_WARPS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
-from kvcompile.kernels.tiles.held_blocks import block_ptr, is_held, load_rows, slot_of
+from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.packed import load_packed, unpack
 from kvcompile.kernels.tiles.rotation import hadamard_rows, random_signs, rotation_norm
 
@@ -44,11 +44,11 @@ def dequantize_kernel(
         if (block * BLOCK >= begin) & (block * BLOCK < end):
             tokens_left = num_tokens - block * BLOCK
             row_ptr = out_ptr + block.to(tl.int64) * BLOCK * OPERAND.padded_head_dim
-            held = block < 0
-            if OPERAND.num_slots > 0:
-                held = (tokens_left > 0) & is_held(header_ptr, block, OPERAND)
-            if held:
-                _copy_held(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND)
+            exact = block < 0
+            if OPERAND.num_entries > 0:
+                exact = (tokens_left > 0) & is_exact(header_ptr, block, OPERAND)
+            if exact:
+                _copy_exact(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND)
             else:
                 _dequantize_block(
                     row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, static_scale, OPERAND,
@@ -70,10 +70,10 @@ def _rotation_of_planes(OPERAND: tl.constexpr):
 
 
 @jit
-def _copy_held(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr):
+def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr):
     """The tokens of a block that a slot keeps as they are."""
-    if OPERAND.num_slots > 0:
-        x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
+    if OPERAND.num_entries > 0:
+        x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
         _store_rows(out_ptr, x, tokens_left, OPERAND.padded_head_dim, OPERAND)
 
 

@@ -1,6 +1,6 @@
-"""Attention to blocks of tokens that slots hold: they are read as they are, beside the packed ones.
+"""Attention to blocks of tokens that entries hold: they are read as they are, beside the packed ones.
 
-The loop over tiles of packed tokens leaves them out; the splits take them in turn afterwards. A block may be held for
+The loop over tiles of packed tokens leaves them out; the splits take them in turn afterwards. A block may be exact for
 keys only, or for values only: the other operand is then the packed one.
 """
 
@@ -20,52 +20,52 @@ from kvcompile.kernels.attention.softmax_tile import (
 )
 from kvcompile.kernels.lang.tiles import normalise_rows, planes_of, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
-from kvcompile.kernels.tiles.held_blocks import block_ptr, is_held, load_rows, slot_of, tag_ptrs
+from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, tag_ptrs
 from kvcompile.kernels.tiles.packed import load_packed
 from kvcompile.kernels.tiles.rotation import rotation_matrix, to_stored_basis
 
 
 @jit
 def recent_tags(header_ptr, OPERAND: tl.constexpr):
-    """The tags of slots of recent blocks, int32 of any length; 0 for none."""
+    """The tags of entries of recent blocks, int32 of any length; 0 for none."""
     tags = tl.full([1], 0, tl.int32)
-    if OPERAND.num_slots > 0:
-        slot = tl.arange(0, OPERAND.residual.padded_slots)
-        is_recent = (slot >= OPERAND.residual.sink_blocks) & (slot < OPERAND.num_slots)
-        tags = tl.load(tag_ptrs(header_ptr, slot), mask=is_recent, other=0)
+    if OPERAND.num_entries > 0:
+        entry = tl.arange(0, OPERAND.residual.padded_entries)
+        is_recent = (entry >= OPERAND.residual.sink_blocks) & (entry < OPERAND.num_entries)
+        tags = tl.load(tag_ptrs(header_ptr, entry), mask=is_recent, other=0)
     return tags
 
 
 @jit
-def held_range(key_tags, value_tags):
-    """The first recent block that a slot of keys or values holds, and the one after the last."""
+def exact_range(key_tags, value_tags):
+    """The first recent block that an entry of keys or values holds, and the one after the last."""
     first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, 1 << 30), 0)
     first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, 1 << 30), 0)
     return tl.minimum(first_key, first_value), tl.maximum(tl.max(key_tags, 0), tl.max(value_tags, 0))
 
 
 @jit
-def overlaps_held(tile, first_held, end_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
-    """Whether some slot may hold a block of a tile, a scalar."""
+def overlaps_exact(tile, first_exact, end_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Whether some entry may hold a block of a tile, a scalar."""
     SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     first_block = tile * BLOCKS
-    return (first_block < SINKS) | ((first_block < end_held) & (first_block + BLOCKS > first_held))
+    return (first_block < SINKS) | ((first_block < end_exact) & (first_block + BLOCKS > first_exact))
 
 
 @jit
 def is_packed(
-    key_ptr, value_ptr, token, tile, may_be_held, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
+    key_ptr, value_ptr, token, tile, may_be_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Whether no slot holds the block of each ``token`` of a tile. Tags are read only where one ``may_be_held``."""
+    """Whether no entry holds the block of each ``token`` of a tile. Tags are read only where one ``may_be_exact``."""
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     first_block = tile * BLOCKS
     packed = token >= 0
-    if may_be_held:
+    if may_be_exact:
         for i in tl.static_range(BLOCKS):
             block = first_block + i
-            held = is_held(key_ptr, block, KEY) | is_held(value_ptr, block, VALUE)
-            packed = packed & ((token // KEY.block_tokens != block) | (held == 0))
+            exact = is_exact(key_ptr, block, KEY) | is_exact(value_ptr, block, VALUE)
+            packed = packed & ((token // KEY.block_tokens != block) | (exact == 0))
     return packed
 
 
@@ -75,24 +75,24 @@ def _most_sinks(key, value):
 
 
 @jit
-def attend_to_held_blocks(
+def attend_to_exact_blocks(
     state, query, key_ptr, value_ptr, stride_key_block, stride_value_block, visible_len, softcap, visibility, split,
     num_splits, key_scale, value_scale, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state of attention after the held blocks of one split: slots split, split + num_splits, ...
+    """The state of attention after the exact blocks of one split: entries split, split + num_splits, ...
 
-    First come the slots of keys, then those of values, without the blocks that are held for keys, too.
+    First come the entries of keys, then those of values, without the blocks that are exact for keys, too.
     """
-    for index in range(split, KEY.num_slots + VALUE.num_slots, num_splits):
-        block, key_held, value_held = _block_of(index, key_ptr, value_ptr, KEY, VALUE)
+    for index in range(split, KEY.num_entries + VALUE.num_entries, num_splits):
+        block, key_exact, value_exact = _block_of(index, key_ptr, value_ptr, KEY, VALUE)
         if (block >= 0) & (block * KEY.block_tokens < visible_len):
             token = block * KEY.block_tokens + tl.arange(0, KEY.block_tokens)
             in_cache = token < visible_len
-            scores = _scores(block, key_held, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
+            scores = _scores(block, key_exact, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
             levels, scale, zero = _values(
-                block, value_held, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
+                block, value_exact, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
             )
             scores, scale, zero = visible_scores(
                 scores, scale, zero, token, in_cache, False, softcap, visibility,
@@ -108,23 +108,23 @@ def attend_to_held_blocks(
 
 @jit
 def _block_of(index, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """The block to attend to for a slot, or -1, and whether it is held for keys and for values."""
-    if index < KEY.num_slots:
+    """The block to attend to for an entry, or -1, and whether it is exact for keys and for values."""
+    if index < KEY.num_entries:
         block = tl.load(tag_ptrs(key_ptr, index)) - 1
     else:
-        block = tl.load(tag_ptrs(value_ptr, index - KEY.num_slots)) - 1
-    key_held = is_held(key_ptr, tl.maximum(block, 0), KEY)
-    value_held = is_held(value_ptr, tl.maximum(block, 0), VALUE)
-    first_of_block = tl.where(index < KEY.num_slots, key_held, value_held & (key_held == 0))
-    return tl.where(first_of_block, block, -1), key_held, value_held
+        block = tl.load(tag_ptrs(value_ptr, index - KEY.num_entries)) - 1
+    key_exact = is_exact(key_ptr, tl.maximum(block, 0), KEY)
+    value_exact = is_exact(value_ptr, tl.maximum(block, 0), VALUE)
+    first_of_block = tl.where(index < KEY.num_entries, key_exact, value_exact & (key_exact == 0))
+    return tl.where(first_of_block, block, -1), key_exact, value_exact
 
 
 @jit
-def _scores(block, held, query, header_ptr, stride_block, static_scale, KEY: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(block, exact, query, header_ptr, stride_block, static_scale, KEY: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of the tokens of a block, in units of log2."""
-    if KEY.num_slots > 0:
-        if held:
-            levels, scale = _held_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
+    if KEY.num_entries > 0:
+        if exact:
+            levels, scale = _exact_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
             products = products_of(levels, query[0], KEY, PRECISION)
             scores = first_columns(products, query[1].shape[0]) * query[1][None, :] * scale[:, None]
         else:
@@ -143,11 +143,11 @@ def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constex
 
 
 @jit
-def _values(block, held, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+def _values(block, exact, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
     """Levels [width, tokens] of each plane, scales and zeros [tokens] of the values of a block."""
-    if VALUE.num_slots > 0:
-        if held:
-            rows, scale = _held_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)
+    if VALUE.num_entries > 0:
+        if exact:
+            rows, scale = _exact_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)
             levels = transposed(rows, VALUE)
             zero = tl.full([VALUE.block_tokens], 0.0, tl.float32)
         else:
@@ -167,16 +167,19 @@ def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
 
 
 @jit
-def _held_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The tokens of a held block in the stored basis as ``static_scale * gain * scale * level``, with the gains of what
-    is unpacked: planes of levels [tokens, width] in the dtype of the products, and scales [tokens].
+def _exact_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The tokens of an exact block in the stored basis, as levels and scales.
 
-    Of a gain that takes small fp16 numbers to levels, one half makes these levels smaller than they could be, and the
-    other the weights: both have digits enough then.
+    A token is ``static_scale * gain * scale * level``, with the same gains as unpacked levels have. A gain above 1, of
+    codes that are read as subnormal fp16 numbers, would make either these levels or the weights of values very small.
+    Its square root goes to each, which leaves both enough digits.
+
+    Returns:
+        Planes of levels [tokens, width] in the dtype of the products, and scales [tokens].
     """
-    x = load_rows(header_ptr, stride_block, slot_of(block, OPERAND), OPERAND)
+    x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
     x = to_stored_basis(x, rotation_matrix(OPERAND, OPERAND.block_tokens), OPERAND, PRECISION)
-    levels, scale = normalise_rows(x, _held_exponent(OPERAND), OPERAND.dtype)
+    levels, scale = normalise_rows(x, _exact_exponent(OPERAND), OPERAND.dtype)
     planes = planes_of(levels, OPERAND)
     levels = ()
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -186,5 +189,5 @@ def _held_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.cons
 
 
 @constexpr_function
-def _held_exponent(operand):
+def _exact_exponent(operand):
     return 7 - int(math.log2(operand.largest_gain / operand.gain)) // 2

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.dequantize import dequantize_kernel
-from kvcompile.kernels.attention.prefill import long_attention_kernel
+from kvcompile.kernels.attention.prefill import prefill_attention_kernel
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.layout.operand import PackedOperand
 from kvcompile.kernels.layout.references import strides_of
 
-LONG_ROWS = 128
+PREFILL_ROWS = 128
 """Query rows of a KV head (its query heads times q_len) from which on tokens are dequantized first."""
 
 SCRATCH_NBYTES = 1 << 29
@@ -24,7 +24,7 @@ SCRATCH_NBYTES = 1 << 29
 
 
 @dataclass(frozen=True)
-class LongConfig:
+class PrefillConfig:
     """How to run the kernel: query rows of a program, tokens of a tile, warps, and tiles in flight."""
 
     rows: int
@@ -33,12 +33,12 @@ class LongConfig:
     num_stages: int
 
 
-def is_long(call: AttentionCall) -> bool:
-    """Whether :func:`attend_long` is for such a query; float32 products take the other kernel."""
-    return call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= LONG_ROWS
+def is_prefill(call: AttentionCall) -> bool:
+    """Whether :func:`attend_prefill` is for such a query; float32 products take the other kernel."""
+    return call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= PREFILL_ROWS
 
 
-def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
+def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
     """Attention into ``out`` [batch, num_heads, q_len, v_head_dim]; or, if splits remain to be merged, into others.
 
     Returns:
@@ -74,10 +74,10 @@ def attend_long(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Te
     return partial, lse, splits
 
 
-def _config(capability: int, padded_head_dim: int) -> LongConfig:
+def _config(capability: int, padded_head_dim: int) -> PrefillConfig:
     if capability == 9:
-        return LongConfig(128, 64, 8, 3 if padded_head_dim <= 128 else 2)
-    return LongConfig(64, 64, 4, 2)
+        return PrefillConfig(128, 64, 8, 3 if padded_head_dim <= 128 else 2)
+    return PrefillConfig(64, 64, 4, 2)
 
 
 def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:
@@ -102,7 +102,7 @@ def _dequantize(
     count: int,
     padded_len: int,
     bounds: Tensor | None,
-    config: LongConfig,
+    config: PrefillConfig,
 ) -> Tensor:
     """Tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
     num_kv_heads = call.k_data.shape[2]
@@ -131,10 +131,10 @@ def _launch_attention(
     lse: Tensor,
     splits: int,
     row_tiles: int,
-    config: LongConfig,
+    config: PrefillConfig,
 ) -> None:
     batch, num_heads, q_len, _ = call.query.shape
-    launch_long_attention(
+    launch_prefill_attention(
         (row_tiles, key.shape[0], splits),
         (call.query, key, value, call.mask, call.query if call.ranges is None else call.ranges, out, lse),
         (call.query.stride(), call.mask_strides),
@@ -153,4 +153,4 @@ def _launch_attention(
 
 
 launch_dequantize = Launcher(dequantize_kernel)
-launch_long_attention = Launcher(long_attention_kernel)
+launch_prefill_attention = Launcher(prefill_attention_kernel)

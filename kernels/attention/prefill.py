@@ -19,7 +19,7 @@ from kvcompile.kernels.tiles.visible_range import visible_tokens
 
 
 @jit(do_not_specialize=["first_pair", "num_kv_heads", "q_len", "kv_len", "padded_len", "num_splits", "num_rows"])
-def long_attention_kernel(
+def prefill_attention_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, range_ptr, out_ptr, lse_ptr, query_strides, mask_strides,
     first_pair, num_kv_heads, q_len, kv_len, padded_len, num_splits, num_rows, score_scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, PADDED_V_HEAD_DIM: tl.constexpr,

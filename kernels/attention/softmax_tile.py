@@ -219,7 +219,7 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 @constexpr_function
 def weighs_scales(value):
     """Whether weights contain a scale a token: that of the format, or of tokens that are kept as they are."""
-    return (value.has_scale and value.granularity == "token") or value.num_slots > 0
+    return (value.has_scale and value.granularity == "token") or value.num_entries > 0
 
 
 @jit

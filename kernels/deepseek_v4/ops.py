@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.deepseek_v4 import kernels
 from kvcompile.kernels.formats import ds_mla_rows as spec
 
 INTEGERS = (torch.int32, torch.int64)
@@ -160,8 +161,6 @@ def _check_requests(
 def _insert(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
     _check_insert(k, k_cache, slot_mapping, block_size)
     if k_cache.is_cuda:
-        from kvcompile.kernels.deepseek_v4 import kernels as kernels
-
         kernels.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size)
     else:
         _check_slots(k_cache, slot_mapping, block_size)
@@ -180,8 +179,6 @@ def _gather(
     arguments = out, k_cache, seq_lens, gather_lens, block_table, block_size, offset
     _check_gather(*arguments)
     if out.is_cuda:
-        from kvcompile.kernels.deepseek_v4 import kernels as kernels
-
         kernels.dequantize_and_gather_k_cache(*arguments)
     else:
         _check_requests(*arguments)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.formats import ds_mla_rows as spec
-from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.lang.triton import constant, jit, tl
 
-NOPE_DIM = tl.constexpr(spec.NOPE_DIM)
-ROPE_DIM = tl.constexpr(spec.ROPE_DIM)
-QUANT_BLOCK = tl.constexpr(spec.QUANT_BLOCK)
-NUM_SCALES = tl.constexpr(spec.NUM_SCALES)
-DATA_BYTES = tl.constexpr(spec.DATA_BYTES)
-SCALE_BYTES = tl.constexpr(spec.SCALE_BYTES)
-E4M3_NAN = tl.constexpr(spec.E4M3_NAN)
-E8M0_NAN = tl.constexpr(spec.E8M0_NAN)
-E4M3_MAX_EXPONENT = tl.constexpr(spec.E4M3_MAX_EXPONENT)
-MANTISSA_CARRY = tl.constexpr(spec.MANTISSA_CARRY)
-MIN_AMAX_BITS = tl.constexpr(torch.tensor(spec.MIN_AMAX).view(torch.int32).item())
-BFLOAT16_NAN = tl.constexpr(0x7FC0)
+NOPE_DIM = constant(spec.NOPE_DIM)
+ROPE_DIM = constant(spec.ROPE_DIM)
+QUANT_BLOCK = constant(spec.QUANT_BLOCK)
+NUM_SCALES = constant(spec.NUM_SCALES)
+DATA_BYTES = constant(spec.DATA_BYTES)
+SCALE_BYTES = constant(spec.SCALE_BYTES)
+E4M3_NAN = constant(spec.E4M3_NAN)
+E8M0_NAN = constant(spec.E8M0_NAN)
+E4M3_MAX_EXPONENT = constant(spec.E4M3_MAX_EXPONENT)
+MANTISSA_CARRY = constant(spec.MANTISSA_CARRY)
+MIN_AMAX_BITS = constant(torch.tensor(spec.MIN_AMAX).view(torch.int32).item())
+BFLOAT16_NAN = constant(0x7FC0)
 
 
 @jit

@@ -19,7 +19,7 @@ FORMATS: dict[str, Format] = {
 }
 
 LATENT_FORMATS: dict[str, Format] = {FP8_DS_MLA.name: FP8_DS_MLA}
-"""Formats for latents that serve as keys and values. They have one head_dim, and no levels."""
+"""Formats for latents, which serve as keys and values. Each supports one head_dim only, and has no levels."""
 
 _SEEDED = re.compile(r"(?P<base>\w[\w.]*)_seed(?P<seed>[1-9]\d{0,8})")
 _SCALED = re.compile(r"(?P<base>fp8_e\dm\d)_scale(?P<scale>[\d.]+(e[+-]?\d+)?)")
@@ -27,10 +27,13 @@ _SCALED = re.compile(r"(?P<base>fp8_e\dm\d)_scale(?P<scale>[\d.]+(e[+-]?\d+)?)")
 
 @functools.cache
 def get_format(name: str) -> Format:
-    """The format called ``name``; ValueError lists the known ones.
+    """The format called ``name``.
 
     A name may end in a seed for the rotation of a rotated format (``turboquant_4bit_seed7``), or in the static scale of
     8-bit floats (``fp8_e4m3_scale0.0123``).
+
+    Raises:
+        ValueError: there is no such format; the message lists the known formats.
     """
     seeded = _SEEDED.fullmatch(name)
     if seeded and seeded["base"] in FORMATS:
@@ -45,20 +48,29 @@ def get_format(name: str) -> Format:
 
 
 def with_rotation_seed(fmt: Format, seed: int) -> Format:
-    """``fmt`` with random signs before the Hadamard matrix of its rotation; ValueError if it has none.
+    """``fmt`` with random signs before the Hadamard matrix of its rotation.
 
-    ``seed`` is from 1 to 999999999: so many hash differently, and names have a length.
+    Args:
+        fmt: a rotated format.
+        seed: from 1 to 999999999. Such seeds hash to different numbers, and names stay short.
+
+    Raises:
+        ValueError: the format is not rotated.
     """
     if not fmt.rotated:
         rotated = ", ".join(name for name, known in FORMATS.items() if known.rotated)
-        raise ValueError(f"{fmt.name} is not rotated, and a seed is for a rotation; rotated formats: {rotated}")
+        raise ValueError(f"{fmt.name} is not rotated, so it cannot have a rotation seed; rotated formats: {rotated}")
     seeded = copy.copy(fmt)
     seeded.name, seeded.rotation_seed = f"{fmt.name}_seed{seed}", seed
     return seeded
 
 
 def with_static_scale(fmt: Format, scale: float) -> Format:
-    """``fmt`` with one scale for all vectors; ValueError if it cannot have one, or not this one."""
+    """``fmt`` with one scale for all vectors of a cache.
+
+    Raises:
+        ValueError: the format takes no static scale, or ``scale`` is out of bounds.
+    """
     if not isinstance(fmt, Fp8) or not fmt.takes_static_scale:
         known = ", ".join(name for name, known in FORMATS.items() if known.takes_static_scale)
         raise ValueError(f"{fmt.name} cannot have a static scale; formats that can: {known}")

@@ -1,19 +1,21 @@
-"""What a cache format is: how one head's K or V vectors become bytes, and back.
+"""The base class of cache formats: how the K or V vectors of one head become bytes, and back.
 
-Every format obeys one law, so that one store kernel and one attention kernel serve them all:
+Every format obeys one law. It lets one store kernel and one attention kernel serve all formats:
 
     decode(code, scale, zero) = static_scale * (scale * level(code) + zero)        (in the rotated basis)
 
-``level`` maps a code to a number and is the only thing that differs between integer, float and codebook formats.
-``scale`` and ``zero`` are shared by the channels of a vector (per token and head), by ``group_size`` channels of it
-(per group), or by one channel of the 64 tokens of a block (per channel); a format may have no zero points, or neither.
-``static_scale`` is one number for all vectors of a cache, known before the first is written: it is part of the
-format's name and not of the data, and 1 but for calibrated formats.
-A rotated format stores ``x @ R`` (R orthogonal, see :mod:`kvcompile.kernels.formats.rotation`) instead of ``x``.
+``level`` maps a code to a number; integer, float and codebook formats differ in nothing else.
+``scale`` and ``zero`` are shared by all channels of a vector (granularity ``token``), by ``group_size`` channels of it
+(``group``), or by the 64 tokens of a block in one channel (``channel``). A format may have scales without zero points,
+or neither.
+``static_scale`` is one number for all vectors of a cache, known before the first vector is written. It is part of the
+format's name and takes no bytes in the cache; it is 1 except in calibrated formats.
+A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
+(:mod:`kvcompile.kernels.formats.rotation`); ``x @ R`` is called the vector in the stored basis.
 All-zero bytes decode to zeros in every format.
 
-The plain-PyTorch ``encode`` and ``decode`` below are the specification; the CPU path traces them into the graph and the
-Triton codec must agree with them.
+The plain-PyTorch ``encode`` and ``decode`` below are the specification. The CPU path traces them into the graph, and
+the Triton codec must agree with them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from kvcompile.kernels.formats.rotation import rotate, unrotate
 
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
 BLOCK_TOKENS = 64
-"""Tokens of a block: what a packed cache is divided into, and what shares a scale per channel."""
+"""Tokens of a block. A packed cache is divided into blocks, and scales per channel are shared within a block."""
 
 Granularity = Literal["token", "group", "channel"]
 
@@ -43,30 +45,33 @@ def float32(x: float) -> float:
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, rounded to the nearest: on a GPU, PyTorch multiplies with the reciprocal of a number."""
+    """``x / divisor``, correctly rounded on every device.
+
+    For a divisor that is a Python number PyTorch multiplies by its reciprocal on a GPU, which rounds twice.
+    """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 class Format(abc.ABC):
-    """A cache format. Subclasses live in one file each.
+    """A cache format. Every family of formats has one subclass, in a file of its own.
 
     Attributes:
-        name: what policies and op arguments call it.
+        name: the name in policies and in arguments of operators.
         packing: how codes become bytes.
         rotated: whether vectors are rotated before they are encoded.
-        rotation_seed: of the random signs of the rotation; 0 for none.
-        granularity: what shares a scale and a zero point: a ``token``'s vector, a ``group`` of its channels, or a
-            ``channel`` of a block of tokens.
-        group_size: channels of a group.
-        fixed_head_dim: the one head_dim that it is for; None if it is for many.
-        has_levels: whether it obeys the law of formats, so that attention can be computed on its levels. Otherwise it
-            has an ``encode`` and a ``decode_levels`` of its own, and no kernels.
-        scale_dtype: element type of scales; None without them.
-        zero_dtype: element type of zero points; None without them.
+        rotation_seed: seed of the random signs of the rotation; 0 for a rotation without signs.
+        granularity: which channels share a scale and a zero point: all channels of a ``token``, a ``group`` of them, or
+            one ``channel`` of all tokens of a block.
+        group_size: channels of a group; 0 for other granularities.
+        fixed_head_dim: the only head_dim that the format supports; None if it supports many.
+        has_levels: whether the format obeys the law above, so that attention can be computed on its levels. A format
+            that does not overrides ``encode`` and ``decode_levels``, and has kernels of its own.
+        scale_dtype: dtype of scales; None if the format has no scales.
+        zero_dtype: dtype of zero points; None if the format has no zero points.
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
-        takes_static_scale: whether there may be one other than 1.
-        gain: factor between the levels of the codec and those of :meth:`levels`.
-        codec: the Triton part, see :mod:`kvcompile.kernels.layout.operand`.
+        takes_static_scale: whether the static scale may be other than 1.
+        gain: the levels of :meth:`levels` over the levels of the codec.
+        codec: the encoder and decoder in Triton, see :mod:`kvcompile.kernels.formats.codec`.
     """
 
     name: str
@@ -95,28 +100,28 @@ class Format(abc.ABC):
 
     @property
     def inverse_static_scale(self) -> float:
-        """What vectors are multiplied by before they are quantized: a float32, so that every path has one product."""
+        """The factor of vectors before they are quantized, rounded to float32: every path has the same product."""
         return float32(1.0 / self.static_scale)
 
     @property
     def kernel_name(self) -> str:
-        """The format that kernels are compiled for: they take the static scale as an argument."""
+        """The format that kernels are compiled for: without its static scale, which is an argument of kernels."""
         return self.name
 
     def num_scales(self, head_dim: int) -> int:
-        """Scales per token, or per block if they are per channel."""
+        """The number of scales of a token, or of a block if scales are per channel."""
         return {"token": 1, "group": head_dim // (self.group_size or 1), "channel": head_dim}[self.granularity]
 
     def sections(self, head_dim: int) -> tuple[Section, ...]:
-        """The sections of one head, in memory order."""
-        parts = list(self.packing.sections(head_dim))
+        """The sections of a block of one head, in the order in which they lie in memory."""
+        sections = list(self.packing.sections(head_dim))
         for name, dtype in (("scale", self.scale_dtype), ("zero", self.zero_dtype)):
             if dtype is not None:
-                parts.append(Section(name, dtype, self.num_scales(head_dim), shared=self.granularity == "channel"))
-        return tuple(parts)
+                sections.append(Section(name, dtype, self.num_scales(head_dim), shared=self.granularity == "channel"))
+        return tuple(sections)
 
     def bytes_per_token(self) -> sympy.Expr:
-        """Bytes per token and head as an expression in ``head_dim`` (payload and metadata, no block padding)."""
+        """Bytes per token and head as an expression in ``head_dim``: codes, scales and zero points."""
         metadata = sum(dtype.itemsize for dtype in (self.scale_dtype, self.zero_dtype) if dtype is not None)
         per_token = {
             "token": sympy.Integer(1),
@@ -126,7 +131,7 @@ class Format(abc.ABC):
         return HEAD_DIM * sympy.Rational(self.packing.bits) / 8 + metadata * per_token
 
     def unsupported(self, head_dim: int, role: str) -> str | None:
-        """Why this format cannot hold keys or values (``role``) of ``head_dim``, or None if it can."""
+        """The reason why this format cannot hold keys or values (``role``) of ``head_dim``; None if it can."""
         if self.fixed_head_dim is not None:
             return None if head_dim == self.fixed_head_dim else f"head_dim {head_dim} is not {self.fixed_head_dim}"
         if head_dim % 16 or not 16 <= head_dim <= 256:
@@ -138,13 +143,17 @@ class Format(abc.ABC):
         return None
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
-        """Quantize vectors ``x`` [..., n, head_dim] of any float dtype; one tensor [..., n, width] per section.
+        """Quantize vectors.
 
-        With scales per channel ``n`` is the BLOCK_TOKENS tokens of a block, and shared sections are [..., 1, width].
+        A vector that is not finite in the stored basis changes no other vector. With scales per token or group it gets
+        the codes of the zero vector and scales of NaN, and decodes to NaN in every channel. Without such scales nothing
+        can mark it, and it is stored as zeros. (Formats of plain floats store it unchanged.)
 
-        A vector that is not finite in the stored basis changes no other. With scales per token or group it gets the
-        codes of the zero vector and scales of NaN, and decodes to NaN in every channel; without such scales there is
-        no way to mark it, and it is stored as zeros (formats of plain floats keep it as it is).
+        Args:
+            x: [..., n, head_dim], any float dtype. With scales per channel ``n`` is BLOCK_TOKENS, one block.
+
+        Returns:
+            A tensor [..., n, width] for each section, by name; [..., 1, width] for a section that a block shares.
         """
         x = rotate(x.float(), self.rotation_seed) if self.rotated else x.float()
         finite = x.isfinite().all(-1, keepdim=True)
@@ -153,43 +162,43 @@ class Format(abc.ABC):
             x = x * self.inverse_static_scale
         codes, scale, zero = self._quantize_grouped(x)
         assert codes is not None
-        parts = self.packing.pack(codes)
+        sections = self.packing.pack(codes)
         if scale is not None:
-            parts["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
+            sections["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
         if zero is not None:
-            parts["zero"] = zero
-        return parts
+            sections["zero"] = zero
+        return sections
 
     def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """:meth:`quantize` along the granularity; scales and zeros are [..., n, width] of their sections."""
+        """:meth:`quantize` for the channels that share a scale; scales and zero points are [..., n, width]."""
         if self.granularity == "token":
             return self.quantize(x)
         if self.granularity == "channel":
             codes, scale, zero = self.quantize(x.transpose(-1, -2))
             return (
                 codes.transpose(-1, -2),
-                *(None if part is None else part.transpose(-1, -2) for part in (scale, zero)),
+                *(None if x is None else x.transpose(-1, -2) for x in (scale, zero)),
             )
         codes, scale, zero = self.quantize(x.unflatten(-1, (-1, self.group_size)))
-        return (codes.flatten(-2), *(None if part is None else part.squeeze(-1) for part in (scale, zero)))
+        return (codes.flatten(-2), *(None if x is None else x.squeeze(-1) for x in (scale, zero)))
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
-        """Inverse of :meth:`encode` up to the quantization error; float32 [..., n, head_dim] in the original basis."""
-        x = self.decode_levels(parts)
+    def decode(self, sections: dict[str, Tensor]) -> Tensor:
+        """Inverse of :meth:`encode`, up to the quantization error: float32 [..., n, head_dim] in the original basis."""
+        x = self.decode_levels(sections)
         return unrotate(x, self.rotation_seed) if self.rotated else x
 
-    def decode_levels(self, parts: dict[str, Tensor]) -> Tensor:
+    def decode_levels(self, sections: dict[str, Tensor]) -> Tensor:
         """Decode without undoing the rotation: ``static_scale * (scale * level(code) + zero)``."""
-        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(parts))]
+        planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(sections))]
         x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
-        if "scale" in parts:
-            x = x * self.per_channel(parts["scale"])
-        if "zero" in parts:
-            x = x + self.per_channel(parts["zero"])
+        if "scale" in sections:
+            x = x * self.per_channel(sections["scale"])
+        if "zero" in sections:
+            x = x + self.per_channel(sections["zero"])
         return x if self.static_scale == 1.0 else x * self.static_scale
 
     def per_channel(self, metadata: Tensor) -> Tensor:
-        """Scales or zero points [..., width] -> float32 that broadcasts to [..., head_dim]."""
+        """Scales or zero points [..., width] as float32 that broadcasts to [..., head_dim]."""
         metadata = metadata.float()
         if self.granularity != "group":
             return metadata
@@ -197,11 +206,16 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Float32 vectors [..., m] that share a scale -> codes [..., m], scale [..., 1] and zero [..., 1].
+        """Quantize channels that share a scale.
 
-        The vectors are finite and in the stored basis. Scale and zero have the dtype of their sections, or are None.
+        Args:
+            x: float32 [..., m], finite and in the stored basis.
+
+        Returns:
+            Codes [..., m], and scale and zero point [..., 1] in the dtypes of their sections; None if the format has no
+            such section.
         """
 
     @abc.abstractmethod
     def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
-        """``level(code)``: codes [...] of one plane -> float32 [...]."""
+        """``level(code)``: float32 [...] from codes [...] of the plane with number ``plane``."""

@@ -1,9 +1,9 @@
-"""How codes become bytes: planes of channels in the bits of a byte, and extra bits in sections of their own.
+"""How codes become bytes: several planes of channels share the bits of a byte.
 
 A vector of ``head_dim`` channels is cut into ``num_planes`` runs of channels, the planes. Byte ``j`` of the section
-``codes`` holds the code of channel ``j`` of every plane, the first plane in the lowest bits. Codes whose width does not
-divide a byte keep their low bits there and each further bit in a section ``high``, which packs, for byte ``j``, one bit
-for each plane that has it:
+``codes`` holds the code of channel ``j`` of every plane, with the first plane in the lowest bits. Codes of 2.5, 3 and
+3.5 bits keep their two low bits there. Each further bit lies in a high section, which packs one bit for each plane that
+has it:
 
     bits        codes                   high sections
     8           1 plane of 8 bits
@@ -13,13 +13,14 @@ for each plane that has it:
     2.5         4 planes of 2 bits      1 bit for the first 2 planes
     3.5         4 planes of 2 bits      1 bit for 4 planes, 1 bit for the first 2 planes
 
-Byte ``i`` of a high section serves the bytes ``i``, ``i + high_width``, ... of ``codes``, the pieces, with their bits
-interleaved: plane 0 of every piece first, then plane 1. Shifting such a byte then moves the bits of all planes of a
-piece to where they belong beside their low bits.
+The section ``codes`` is cut into pieces as wide as the high section. Byte ``i`` of the high section serves byte ``i``
+of every piece, with the bits of the pieces interleaved: first plane 0 of every piece, then plane 1. One shift of a high
+byte then moves the bits of all planes of a piece beside their low bits.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -31,11 +32,11 @@ HIGH_SECTIONS = ("high", "higher")
 
 @dataclass(frozen=True)
 class Section:
-    """One kind of data that a format keeps.
+    """One kind of data that a format stores: codes, high bits, scales or zero points.
 
     Attributes:
         name: ``codes``, ``high``, ``higher``, ``scale`` or ``zero``.
-        dtype: element type in memory.
+        dtype: dtype of its elements in memory.
         width: elements per token and head, or per block and head if ``shared``.
         shared: whether all tokens of a block share the section.
     """
@@ -60,9 +61,9 @@ class Packing:
     """A way to pack codes.
 
     Attributes:
-        dtype: element type of the section ``codes``; formats of 16 bits and more store one number a channel.
-        low_bits: bits of a code in that section.
-        high: for each high section, how many planes have a bit in it.
+        dtype: dtype of the section ``codes``; formats of 16 and 32 bits store one number per channel.
+        low_bits: bits of a code in the section ``codes``.
+        high: for each high section, the number of planes that have a bit in it.
     """
 
     dtype: torch.dtype = torch.uint8
@@ -75,15 +76,15 @@ class Packing:
 
     @property
     def bits(self) -> Fraction:
-        """Bits per channel, on average."""
+        """Average bits per channel."""
         return self.low_bits + Fraction(sum(self.high), self.num_planes)
 
     def plane_bits(self, plane: int) -> int:
-        """Bits per channel of one plane."""
+        """Bits per channel of the plane with number ``plane``."""
         return self.low_bits + sum(plane < planes for planes in self.high)
 
     def width(self, head_dim: int) -> int:
-        """Elements of the section ``codes``: the channels of a plane."""
+        """Elements per token of the section ``codes``: the channels of a plane."""
         return head_dim // self.num_planes
 
     def sections(self, head_dim: int) -> tuple[Section, ...]:
@@ -96,30 +97,30 @@ class Packing:
         return (Section("codes", self.dtype, width), *high)
 
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
-        """Codes uint8 [..., head_dim] -> the sections, each [..., width]."""
+        """Pack codes, uint8 [..., head_dim], into sections [..., width], by name."""
         if self.num_planes == 1:
             return {"codes": codes}
         planes = codes.chunk(self.num_planes, dim=-1)
         mask = (1 << self.low_bits) - 1
-        parts = {"codes": _combine([(plane & mask) << (self.low_bits * i) for i, plane in enumerate(planes)])}
+        sections = {"codes": _combine([(plane & mask) << (self.low_bits * i) for i, plane in enumerate(planes)])}
         for k, count in enumerate(self.high):
             pieces = 8 // count
             bits = [((plane >> (self.low_bits + k)) & 1) << (pieces * i) for i, plane in enumerate(planes[:count])]
             chunks = _combine(bits).chunk(pieces, dim=-1)
-            parts[HIGH_SECTIONS[k]] = _combine([chunk << i for i, chunk in enumerate(chunks)])
-        return parts
+            sections[HIGH_SECTIONS[k]] = _combine([chunk << i for i, chunk in enumerate(chunks)])
+        return sections
 
-    def planes(self, parts: dict[str, Tensor]) -> list[Tensor]:
-        """Inverse of :meth:`pack`: the codes of each plane, [..., width]."""
-        packed = parts["codes"]
+    def planes(self, sections: dict[str, Tensor]) -> list[Tensor]:
+        """Inverse of :meth:`pack`: the codes of each plane, uint8 [..., width]."""
+        packed = sections["codes"]
         if self.num_planes == 1:
             return [packed]
-        # As few operations as possible: Inductor buffers what takes many of them and is used twice.
+        # As few operations as possible: Inductor buffers a value that takes many operations and is used twice.
         mask = (1 << self.low_bits) - 1
         planes = [packed] + [packed >> (self.low_bits * i) for i in range(1, self.num_planes)]
         planes = [*(plane & mask for plane in planes[:-1]), planes[-1]]
         for k, count in enumerate(self.high):
-            high = parts[HIGH_SECTIONS[k]]
+            high = sections[HIGH_SECTIONS[k]]
             pieces = 8 // count
             repeated = high.unsqueeze(-2).expand(*high.shape[:-1], pieces, high.shape[-1]).reshape(packed.shape)
             piece = torch.arange(packed.shape[-1], device=packed.device) // high.shape[-1]
@@ -129,11 +130,8 @@ class Packing:
         return planes
 
 
-def _combine(parts: list[Tensor]) -> Tensor:
-    result = parts[0]
-    for part in parts[1:]:
-        result = result | part
-    return result
+def _combine(fields: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.bitwise_or, fields)
 
 
 PACKINGS = {

@@ -1,18 +1,18 @@
-"""The Triton part of a format: how its kernels encode vectors and decode codes.
+"""The codec of a format: Triton functions that encode vectors and decode codes.
 
-A codec is the part of a format that differs between formats. It is a set of functions that the store kernels and the
-attention kernels take as a parameter:
+Formats differ in their codec alone. The store kernels and the attention kernels take it as a parameter, and call two
+functions:
 
     encode(x, in_vector, OPERAND) -> codes, scale, zero
         ``x`` is float32 [vectors, channels] in the stored basis and finite; the channels of a row share a scale.
-        ``in_vector`` is bool [1, channels]; channels that are not in it pad to a power of two and hold 0.
-        ``codes`` has the shape of ``x`` (int32 of which the lowest byte counts, or the stored values themselves), or
-        is a tuple of pairs, see :mod:`kvcompile.kernels.store.code_pairs`. ``scale`` and ``zero`` are float32
-        [vectors]; they are ignored when the format has no section for them.
+        ``in_vector`` is bool [1, channels]; the other channels pad to a power of two and hold 0.
+        ``codes`` has the shape of ``x`` (int32 whose lowest byte counts, or the stored values themselves), or is a
+        tuple of pairs, see :mod:`kvcompile.kernels.store.code_pairs`. ``scale`` and ``zero`` are float32 [vectors];
+        the caller ignores them when the format has no section for them.
 
     levels(codes, PLANE, OPERAND) -> level
         The codes of a plane as float32 levels. The level of the specification is ``gain * level``. Every code has a
-        finite level, also one that was never written.
+        finite level, even codes that are never written.
 
 ``OPERAND`` is the :class:`~kvcompile.kernels.layout.operand.PackedOperand`; ``OPERAND.codec.constants`` holds the
 numbers of the format's class. A format of few bits also has inline PTX, which unpacks four bytes of each code section
@@ -28,18 +28,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Codec:
-    """The Triton part of a format; the functions are described above.
+    """Triton functions that encode vectors and decode codes; the text above describes them.
 
     Attributes:
-        encode: vectors -> codes, scales and zeros.
-        levels: codes -> levels.
-        unpack_ptx: PTX that makes fp16 of bytes, by the least major compute capability that runs it.
-        unpack_gains: what takes those to levels, a power of two for each plane; none if they are levels.
-        integers_ptx: PTX that makes integers of 8 bits of them, if levels are such but for an offset; else None.
-        integer_offset: what levels are above those.
+        encode: makes codes, scales and zero points from vectors.
+        levels: makes levels from codes.
+        unpack_ptx: PTX that makes fp16 numbers from packed bytes, by the least major compute capability that runs it.
+        unpack_gains: the levels over these fp16 numbers, a power of two for each plane; empty if both are equal.
+        integers_ptx: PTX that makes 8-bit integers from packed bytes; None if levels are not integers plus an offset.
+        integer_offset: the level minus this integer.
         interleaved: whether integers come in the order of :func:`kvcompile.kernels.attention.query.interleaved`.
-        paired: whether ``encode`` gives pairs of codes.
-        constants: numbers of the spec class that the functions use.
+        paired: whether ``encode`` returns pairs of codes.
+        constants: numbers of the format's class that the functions use.
     """
 
     encode: Any

@@ -1,9 +1,9 @@
-"""PTX text that makes numbers of packed codes as they are: four bytes of each code section at once.
+"""PTX text that makes fp16 numbers from packed integer codes, four bytes of each code section at once.
 
-A code in the lowest bits of an fp16 pattern is the number ``code * 2**-24``, which tensor cores multiply like any other
-(subnormal numbers cost them nothing), and ``n`` bits higher it is ``2**n`` times that. So there is nothing to convert:
-bytes become halves by ``PRMT``, and codes by a mask for each plane. What takes these numbers to codes is left to
-factors outside of products.
+A code in the lowest bits of an fp16 pattern is the subnormal number ``code * 2**-24``; ``n`` bits higher it is ``2**n``
+times this number. Tensor cores multiply subnormal numbers as fast as others, so codes need no conversion. ``PRMT``
+moves bytes to the halves of a register, and a mask for each plane leaves its code. The factor that turns these numbers
+into codes, a power of two, is applied outside of the products.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from kvcompile.kernels.formats.lookup_ptx import function_of, nibbles_of
 
 
 def halves_of_codes(bits: int) -> tuple[str, tuple[float, ...]]:
-    """PTX from registers of four bytes to fp16, two registers for each plane, and what takes each plane to codes.
+    """PTX that makes fp16 numbers, two registers for each plane, from registers of four bytes.
 
     Args:
-        bits: of a code: 2, 3 or 4. Of 3 the operands are those of
+        bits: bits of a code: 2, 3 or 4. With 3 bits the operands are the same as in
             :func:`kvcompile.kernels.formats.lookup_ptx.lookup_integers` with high bits.
+
+    Returns:
+        The text, and for each plane the factor from these numbers to codes.
     """
     num_planes = 2 if bits == 4 else 4
     lines: list[str] = []
@@ -36,6 +39,6 @@ def halves_of_codes(bits: int) -> tuple[str, tuple[float, ...]]:
 
 
 def integers_of_nibbles() -> str:
-    """PTX from a register of four bytes to int8, a register for each of two planes."""
+    """PTX that makes int8 codes, a register for each of two planes, from a register of four bytes."""
     mask = "0x0f0f0f0f"
     return function_of([f"and.b32 $0, $2, {mask};", "shr.b32 high, $2, 4;", f"and.b32 $1, high, {mask};"], {})

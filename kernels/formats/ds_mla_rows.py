@@ -1,19 +1,20 @@
-"""The K cache of DeepSeek-V4: its layout, and the plain-PyTorch meaning of writing and reading it.
+"""The K cache of DeepSeek-V4: its layout, and the plain-PyTorch specification of writing and reading it.
 
 A token has one K vector of HEAD_DIM channels, the same for all heads. Its first NOPE_DIM channels are e4m3 floats with
-one power-of-two scale a block of QUANT_BLOCK channels; its last ROPE_DIM channels, which carry the rotary embedding,
-stay bfloat16. The cache is paged: a page holds ``block_size`` tokens, first the DATA_BYTES of each token, then the
-SCALE_BYTES of each:
+one power-of-two scale for each quantization block of QUANT_BLOCK channels. Its last ROPE_DIM channels, which carry the
+rotary embedding, stay bfloat16. The cache is paged. A page holds ``block_size`` tokens: first the DATA_BYTES of each
+token, then the SCALE_BYTES of each token:
 
     [block_size][NOPE_DIM e4m3 | ROPE_DIM bfloat16, little-endian]   [block_size][NUM_SCALES UE8M0 | 1 padding byte]
 
-A scale byte ``s`` is UE8M0: the scale is ``2**(s - 127)``. It is the least power of two that keeps a block within the
-e4m3 range, ``2**ceil(log2(max(amax, MIN_AMAX) / 448))``, so that only e4m3 rounds. Pages lie anywhere: ``block_table``
-names the page of every ``block_size`` positions of a request, and slot ``n`` is token ``n % block_size`` of page
-``n // block_size``.
+A scale byte ``s`` is UE8M0: the scale is ``2**(s - 127)``. It is the least power of two that keeps a quantization block
+within the e4m3 range, ``2**ceil(log2(max(amax, MIN_AMAX) / 448))``. Dividing by it is exact; only e4m3 rounds. The
+pages of a request may lie anywhere: ``block_table`` has one page number for every ``block_size`` positions. Slot ``n``
+is token ``n % block_size`` of page ``n // block_size``.
 
-The functions are the specification of the Triton kernels, bit for bit (one NaN is as good as another), and traceable:
-no data-dependent Python. They trust their arguments; :mod:`kvcompile.kernels.deepseek_v4.ops` checks them.
+The Triton kernels agree with these functions bit for bit, except that any NaN may stand for any other. The functions
+are
+traceable: no Python depends on data. They trust their arguments; :mod:`kvcompile.kernels.deepseek_v4.ops` checks them.
 
 Source: vLLM's kernels for DeepSeek-V4, vllm-project/vllm#42236 (arguments, layout and meaning); OCP Microscaling
 Formats (MX) Specification 1.0 (E8M0).
@@ -35,22 +36,23 @@ SCALE_BYTES = NUM_SCALES + 1
 TOKEN_BYTES = DATA_BYTES + SCALE_BYTES
 
 MIN_AMAX = 1e-4
-"""What a block's largest magnitude counts as at least: the scale of zeros."""
+"""The least magnitude that determines a scale: a quantization block of smaller numbers gets the scale of this one."""
 
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# 448 is 1.75 * 2**8. Hence the exponent of the scale is that of amax less 8, and one more if the mantissa of amax is
-# beyond 1.75: then, and only then, adding MANTISSA_CARRY to the float32 pattern carries into the exponent.
+# 448 is 1.75 * 2**8. The exponent of the scale is the exponent of amax minus 8, plus 1 if the mantissa of amax is above
+# 1.75. In this case, and no other, adding MANTISSA_CARRY to the float32 pattern of amax carries into the exponent.
 E4M3_MAX_EXPONENT = 8
 MANTISSA_CARRY = (1 << 23) - 1 - (3 << 21)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize vectors to e4m3 with a UE8M0 scale a block.
+    """Quantize vectors to e4m3 with a UE8M0 scale per quantization block.
 
-    A block with a channel that is not finite becomes NaN as a whole: all its codes are E4M3_NAN, its scale is E8M0_NAN.
-    Zeros keep their sign. Magnitudes below half of the least e4m3 number times the scale become zero.
+    A quantization block with a channel that is not finite becomes NaN as a whole: all its codes are E4M3_NAN, and its
+    scale is E8M0_NAN. Zeros keep their sign. Magnitudes below half of the least e4m3 number times the scale become
+    zero.
 
     Args:
         x: bfloat16 [..., NOPE_DIM].
@@ -72,8 +74,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of :func:`quantize` up to the rounding to e4m3, defined for all bytes.
 
-    The product is exact in float32 and rounded once; only bfloat16's subnormal numbers and its overflow to infinity
-    round at all. The scale byte 255 counts as infinity, the code E4M3_NAN as NaN.
+    The product of code and scale is exact in float32. Rounding it to bfloat16 changes only subnormal numbers and
+    numbers that overflow to infinity. The scale byte 255 counts as infinity, the code E4M3_NAN as NaN.
 
     Args:
         codes: uint8 [..., NOPE_DIM].
@@ -91,22 +93,22 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def quantize_and_insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
     """Quantize tokens and write each to its slot of the cache, in place.
 
-    The padding byte of a token is written as 0. Nothing else of the cache changes.
+    The padding byte of a token is written as 0. No other byte of the cache changes.
 
     Args:
-        k: bfloat16 [num_tokens, HEAD_DIM], any strides. There may be more tokens than slots: the rest is padding.
+        k: bfloat16 [num_tokens, HEAD_DIM], any strides. Tokens beyond ``num_slots`` are padding.
         k_cache: uint8 [num_blocks, block_size, TOKEN_BYTES] or [num_blocks, block_size * TOKEN_BYTES], each page
             contiguous; changed in place.
-        slot_mapping: int32 or int64 [num_slots]. A token with a negative slot is not inserted. The others are distinct
-            and less than ``num_blocks * block_size``.
+        slot_mapping: int32 or int64 [num_slots], the slot of each token. A token with a negative slot is not inserted.
+            The other slots are distinct and less than ``num_blocks * block_size``.
         block_size: tokens of a page.
     """
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.numel() == 0:
         return
     inserted = slot_mapping >= 0
-    # Indexing cannot skip a token, so a skipped one repeats the write of one that is inserted: the same bytes to the
-    # same slot. If there is none, all of them write to slot 0 what is there.
+    # Indexing cannot skip a token. A skipped token repeats the write of an inserted token: the same bytes to the same
+    # slot. If no token is inserted, all of them write the bytes of slot 0 to slot 0.
     source = torch.where(inserted, torch.arange(num_tokens, device=k.device), inserted.int().argmax())
     inserted, slots = inserted[source, None], slot_mapping.long()[source].clamp(min=0)
     index = slots // block_size, slots % block_size
@@ -127,20 +129,21 @@ def dequantize_and_gather_k_cache(
     block_size: int,
     offset: int,
 ) -> None:
-    """Read the last tokens of every request, in place into ``out``.
+    """Dequantize the last tokens of every request into ``out``, in place.
 
     ``out[r, offset + i]`` becomes token ``seq_lens[r] - gather_lens[r] + i`` of request ``r``, for ``i`` from 0 to
-    ``gather_lens[r] - 1``. All other rows keep their values, and the pages of other tokens are not read.
+    ``gather_lens[r] - 1``. All other rows of ``out`` keep their values, and the pages of other tokens are not read.
 
     Args:
         out: bfloat16 [at least num_reqs, max_num_tokens, HEAD_DIM], any strides; changed in place.
         k_cache: as in :func:`quantize_and_insert_k_cache`.
         seq_lens: int32 or int64 [num_reqs], tokens of each request in the cache.
-        gather_lens: the same, how many of these to gather, at most ``max_num_tokens - offset``. None: all of them.
-        block_table: int32 or int64 [at least num_reqs, max_blocks_per_seq], pages. Entries of positions that are not
-            gathered may be anything.
+        gather_lens: int32 or int64 [num_reqs], how many of these tokens to gather, at most ``max_num_tokens - offset``.
+            None gathers all tokens.
+        block_table: int32 or int64 [at least num_reqs, max_blocks_per_seq], page numbers. Page numbers of positions
+            that are not gathered may be anything.
         block_size: tokens of a page.
-        offset: first row of ``out`` to write to.
+        offset: the first row of ``out`` that is written.
     """
     num_reqs = seq_lens.shape[0]
     rows = out[:num_reqs, offset:]

@@ -1,13 +1,16 @@
 """``fp8_e4m3`` and ``fp8_e5m2``: 8-bit floats, with one scale per token and head, or one for a whole cache.
 
-A code is the byte of ``x / scale`` rounded to nearest even; ``scale = max|x| / largest`` in float32, so that the
-largest channel lands on the largest finite value of the format, 448 or 57344. In the formats ``*_unit`` the scale is 1,
-and in ``fp8_e4m3_scale0.0123`` it is the number in the name, for keys or values of one layer: from a calibration, or
-``k_scale`` and ``v_scale`` of a checkpoint. It takes no bytes and, as a factor of queries or outputs, no time to read.
-Channels beyond ``scale * largest`` saturate there; ``x`` is multiplied by the inverse scale, rounded to float32.
-Byte patterns of infinity and NaN are never written. As levels, those of e4m3 read as +-480 and those of e5m2 as +-57344
-for infinity and 57344 for NaN, so that no byte has a level that is not finite. (GPUs that convert e4m3 themselves read
-both of its NaN as 480.)
+A code is the byte of ``x / scale``, rounded to nearest even. The scale is ``max|x| / largest`` in float32, so that the
+largest channel becomes the largest finite value of the format, 448 or 57344.
+
+The formats ``*_unit`` have a scale of 1. ``fp8_e4m3_scale0.0123`` has the static scale in its name, for the keys or the
+values of one layer; it comes from a calibration, or from ``k_scale`` and ``v_scale`` of a checkpoint. A static scale
+takes no bytes. It costs no time either, because attention applies it to queries or outputs. Channels beyond
+``scale * largest`` saturate; ``x`` is multiplied by the inverse scale, rounded to float32.
+
+Byte patterns of infinity and NaN are never written. Every byte has a finite level all the same: the patterns of e4m3
+read as +-480, and the patterns of e5m2 as +-57344 for infinity and 57344 for NaN. (GPUs that convert e4m3 themselves
+read both NaN patterns as 480.)
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -27,11 +30,11 @@ from kvcompile.kernels.lang.rounding import converts_fp8, quotient
 from kvcompile.kernels.lang.tiles import round_to_integer
 from kvcompile.kernels.lang.triton import jit, tl
 
-SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # where those of an e4m3 byte are in a float32, as an int32
+SIGN_EXPONENT_MANTISSA = 0x87F00000 - (1 << 32)  # the mask of an e4m3 byte shifted into a float32, as an int32
 
 
-# A byte moved to the top of a fp16 pattern has the exponent bias 15 instead of 7: the level times 2**-8, subnormals
-# included.
+# Moved to the top of an fp16 pattern, a byte has the exponent bias 15 instead of 7. This is the level times 2**-8, for
+# subnormal numbers too.
 SHIFT_E4M3_PTX = """{
     .reg .b32 low, high, low_bits, high_bits, gain;
     mov.b32 gain, 0x5c005c00;
@@ -47,7 +50,7 @@ SHIFT_E4M3_PTX = """{
     mul.rn.f16x2 $1, high, gain;
     }"""
 
-# The patterns of NaN become 480: min returns the number where the other operand is NaN.
+# NaN patterns become 480, because min returns the other operand if one is NaN.
 CONVERT_E4M3_PTX = """{
     .reg .b16 low, high;
     .reg .b32 first, second, most;
@@ -60,7 +63,7 @@ CONVERT_E4M3_PTX = """{
     }"""
 
 
-# A byte is the upper half of its fp16 pattern. min and max return the number where the other operand is NaN.
+# A byte is the upper half of its fp16 pattern. NaN patterns disappear, because min and max return the other operand.
 SHIFT_E5M2_PTX = """{
     .reg .b32 low, high, least, most;
     mov.b32 most, 0x7b007b00;
@@ -102,17 +105,18 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
 
 @jit
 def _converted(level, OPERAND: tl.constexpr):
-    """The bytes of float32 levels by the conversion of the GPU."""
+    """The bytes of float32 levels, converted by an instruction of the GPU."""
     DTYPE: tl.constexpr = tl.float8e4nv if OPERAND.codec.constants.mantissa_bits == 3 else tl.float8e5
     return level.to(DTYPE).to(tl.uint8, bitcast=True)
 
 
 @jit
 def _rounded(level, OPERAND: tl.constexpr):
-    """The bytes of float32 levels by arithmetic."""
+    """The bytes of float32 levels, computed by integer arithmetic."""
     magnitude = tl.abs(level)
-    # Round the float32 pattern to the mantissa bits, ties to even, and rebase the exponent. Below the smallest normal
-    # level all are multiples of one step; one that rounds up to that level gets its code, as the patterns continue.
+    # Round the float32 pattern to the mantissa bits, ties to even, and rebase the exponent. Levels below the smallest
+    # normal level are multiples of one step. A number that rounds up to the smallest normal level gets its code,
+    # because the code after the largest subnormal code is the smallest normal code.
     DROPPED: tl.constexpr = 23 - OPERAND.codec.constants.mantissa_bits
     bits = magnitude.to(tl.int32, bitcast=True)
     rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
@@ -145,15 +149,15 @@ class Fp8(Format):
             self.codec = Codec(_encode, _levels_e5m2, {0: SHIFT_E5M2_PTX}, constants=constants)
 
     def with_static_scale(self, scale: float) -> Fp8:
-        """The format without stored scales whose vectors have the factor ``scale``, rounded to float32.
+        """This format with the static scale ``scale``, rounded to float32; the format must store no scales.
 
         Raises:
-            ValueError: the scale is not between 2**-40 and 2**40, far within which those of real caches lie.
+            ValueError: the scale is not between 2**-40 and 2**40. Scales of real caches are far from both.
         """
         scaled = copy.copy(self)
         scaled.static_scale = float32(min(scale, 2.0**41))
         if not 2.0**-40 <= scaled.static_scale <= 2.0**40:
-            raise ValueError(f"a static scale must be a number between 2**-40 and 2**40, and {scale!r} is not")
+            raise ValueError(f"a static scale must be a number between 2**-40 and 2**40, but is {scale!r}")
         if scaled.static_scale != 1.0:
             scaled.name = f"{self.unit_name.removesuffix('_unit')}_scale{_shortest(scaled.static_scale)}"
         return scaled
@@ -171,11 +175,12 @@ class Fp8(Format):
 
     def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
         if self.dtype is torch.float8_e4m3fn:
-            # A byte moved to the top of a float32 pattern gets the exponent bias 127 instead of 7: its value times
-            # 2**-120, subnormals included. That is four vector instructions; converting from float8_e4m3fn takes 12.
+            # Moved to the top of a float32 pattern, a byte has the exponent bias 127 instead of 7. This is its value
+            # times 2**-120, for subnormal numbers too, in 4 vector instructions; a conversion from float8_e4m3fn takes
+            # 12.
             bits = (codes.view(torch.int8).to(torch.int32) << 20) & SIGN_EXPONENT_MANTISSA
             return bits.view(torch.float32) * 2.0**120
-        # The same with 5 exponent bits: the bias is 15. Patterns above the largest number saturate.
+        # The same for 5 exponent bits and the bias 15. Patterns above the largest number saturate.
         magnitude = codes & 0x7F
         sign = torch.where(magnitude > 0x7C, 0, codes & 0x80)
         bits = (sign.to(torch.int32) << 24) | (magnitude.clamp(max=0x7B).to(torch.int32) << 21)
@@ -183,7 +188,7 @@ class Fp8(Format):
 
 
 def _shortest(x: float) -> str:
-    """The shortest decimal that is ``x``, a float32, again."""
+    """The shortest decimal number that rounds to the float32 ``x``."""
     return next(text for digits in range(1, 10) if float32(float(text := f"{x:.{digits}g}")) == x)
 
 

@@ -1,4 +1,4 @@
-"""Rounding to fp16 in arithmetic, for scales and zero points that codes are computed against."""
+"""Rounding to fp16 by arithmetic, for scales and zero points: codes are computed against the rounded values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor
 from kvcompile.kernels.lang.triton import jit, tl
 
 SATURATION = 65280.0
-"""Where channels saturate: grids whose scale and zero are rounded outwards end below fp16's largest number, 65504.
+"""The magnitude at which channels saturate.
 
-A scale may be rounded up by 1.5 units in its last place, which moves the end of a grid of 16 steps by at most 180.
+It leaves room below 65504, the largest fp16 number, because scale and zero point are rounded outwards: a scale may be
+rounded up by 1.5 units in its last place, which moves the end of a grid of 16 steps by at most 180.
 """
 
 
 def nearest_half(x: Tensor) -> Tensor:
     """``x`` rounded to the nearest fp16 number, ties to even, as float32.
 
-    The same as ``x.half().float()``, in arithmetic: compilers may drop a cast there and back, and Inductor does. Adding
-    1.5 * 2**23 units in the last place of the result pushes all smaller bits out of a float32.
+    The result equals ``x.half().float()``. It is computed by arithmetic because Inductor drops a cast to fp16 and back.
+    Adding 1.5 * 2**23 units in the last place of the result pushes all smaller bits out of a float32.
     """
     power_of_two = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     shift = (power_of_two * 2.0**13).clamp(min=0.5) * 1.5
@@ -26,9 +27,10 @@ def nearest_half(x: Tensor) -> Tensor:
 
 
 def half_above(x: Tensor) -> Tensor:
-    """``x`` rounded to a fp16 number that is not below it, as float32.
+    """``x`` rounded to an fp16 number that is not below it, as float32.
 
-    What is added is at least half of fp16's unit in the last place, as far as rounding to nearest may move a number.
+    The number that is added is at least half a unit in the last place of fp16. Rounding to nearest moves a number by
+    no more than that.
     """
     return nearest_half(x + (x.abs() * 2**-11 + 2**-25))
 

@@ -1,21 +1,22 @@
 """``int4_*``, ``int3_*`` and ``int2_*``: asymmetric integers of few bits, with a scale and a zero point.
 
-``x = scale * code + zero`` with codes 0 to ``2**bits - 1``: ``zero`` is the smallest channel, ``scale`` the range over
-the largest code, both fp16, both rounded outwards so that the stored grid covers every channel. Codes are computed
-against the stored values, so rounding ``scale`` and ``zero`` adds no error of its own. With ``m = 2**bits - 1`` the
-error of a channel is at most
+``x = scale * code + zero`` with codes 0 to ``2**bits - 1``. ``zero`` is the smallest channel, and ``scale`` is the
+range of the channels divided by the largest code. Both are fp16, rounded outwards, so that the stored grid covers every
+channel. Codes are computed against the stored values, so rounding ``scale`` and ``zero`` adds no error of its own. With
+``m = 2**bits - 1`` the error of a channel is at most
 
     (max - min) / (2 * m) * (1 + 2**-10) + |min| * 2**-14 + 2**-24.
 
-fp16 and not bf16: keys often sit far from zero, and the outward rounding widens the grid by up to ``|min| * 2**-10``;
-with the 8 bits of bf16 that would be ``|min| * 2**-7``, a whole step of the grid for a vector eight times its range
-away from zero. The price is range: channels saturate at +-65280 (in the stored basis), and vectors whose range is below
-about 1e-6 are coarse (the term ``2**-24``).
+Metadata is fp16 and not bf16 because keys often lie far from zero. Rounding outwards widens the grid by up to
+``|min| * 2**-10``. With the 8 bits of bf16 it would be ``|min| * 2**-7``: a whole step of the grid for a vector whose
+distance from zero is eight times its range. The price is a smaller range of numbers. Channels saturate at +-65280 (in
+the stored basis), and vectors whose range is below about 1e-6 are coarse (the term ``2**-24``).
 
 ``int4_per_token_head`` is rotated by a Hadamard matrix first, as in vLLM's format of that name (QuaRot,
-arXiv:2404.00456); ``int4_unrotated`` is the uniform quantizer of the values in TurboQuant's presets. In
-``int4_per_channel`` the tokens of a block share scale and zero point of a channel, which suits keys with outlier
-channels (KIVI, arXiv:2402.02750); in ``int4_per_group_32`` (64, 128) that many channels of a token do.
+arXiv:2404.00456). ``int4_unrotated`` is the uniform quantizer of the values in TurboQuant's presets. In
+``int4_per_channel`` the tokens of a block share the scale and zero point of a channel, which suits keys with outlier
+channels (KIVI, arXiv:2402.02750). In ``int4_per_group_32`` (64, 128) groups of 32 (64, 128) channels of a token share
+them.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     largest = tl.max(tl.where(in_vector, x, float("-inf")), 1)
     zero = 0.0 - half_above_tile(0.0 - smallest)  # never -0, as in the specification
     scale = half_above_tile(tl.div_rn(largest - zero, OPERAND.codec.constants.max_code))
-    # Both were rounded outwards: codes are between 0 and the largest without a clamp.
+    # Both were rounded outwards, so codes need no clamp.
     level = quotient(x - zero[:, None], tl.where(scale > 0, scale, 1.0), 2.0**-24)
     return round_to_byte(level, 0), scale, zero
 
 
 class AsymmetricInt(Format):
-    """An asymmetric integer format of ``bits`` 2, 3 or 4."""
+    """An asymmetric integer format with 2, 3 or 4 ``bits`` per code."""
 
     scale_dtype = torch.float16
     zero_dtype = torch.float16

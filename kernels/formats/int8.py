@@ -1,9 +1,9 @@
 """``int8_*``: symmetric 8-bit integers.
 
-As in vLLM's ``int8_per_token_head``: ``scale = max|x| / 127``, codes are ``round(x / scale)``, stored with an offset of
-128 so that a byte unpacks to a float with a single byte permute. ``int8_per_token_head`` has a float32 scale per
-token and head, ``int8_per_channel`` one per channel of a block of tokens. ``int8_per_group_32`` (64, 128) have fp16
-scales for groups of channels, rounded up so that no code saturates; channels saturate at +-65280.
+As in vLLM's ``int8_per_token_head``: ``scale = max|x| / 127``, and codes are ``round(x / scale)``. Codes are stored
+with an offset of 128: a byte then unpacks to a float with a single byte permute. ``int8_per_token_head`` has a float32
+scale per token and head, ``int8_per_channel`` a float32 scale per channel of a block of tokens. ``int8_per_group_32``
+(64, 128) has fp16 scales for groups of channels, rounded up so that no code saturates; channels saturate at +-65280.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     SMALLEST: tl.constexpr = 2.0**-24 if OPERAND.scale_dtype == tl.float16 else 0.0
     level = quotient(x, tl.where(scale > 0, scale, 1.0), SMALLEST)
     if OPERAND.scale_dtype != tl.float16:
-        level = tl.clamp(level, -127.0, 127.0)  # a subnormal scale may have been rounded down a lot
+        level = tl.clamp(level, -127.0, 127.0)  # a subnormal scale may be rounded down by much
     return round_to_byte(level, 128), scale, scale
 
 
 class Int8(Format):
-    """An int8 format; ``group_size`` channels share a scale where ``granularity`` is ``group``."""
+    """An int8 format; ``group_size`` channels share a scale if ``granularity`` is ``group``."""
 
     packing = Packing()
     codec = Codec(_encode, _levels, {0: UNPACK_PTX}, constants=SimpleNamespace(saturation=SATURATION))

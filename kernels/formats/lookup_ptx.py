@@ -1,9 +1,9 @@
-"""PTX text that looks up small numbers by packed codes: four bytes of each code section at once.
+"""PTX text that looks up small numbers by packed codes, four bytes of each code section at once.
 
-``PRMT`` picks four of eight bytes by the low 16 bits of a register, three bits of each nibble: one of it looks up four
-codes, which stand in nibbles, in a table of eight bytes. The highest of four bits is a sign. The nibbles of a byte are
-codes of two planes, so that the bytes of a looked-up register come from those planes in turn: byte ``j`` of the first
-plane, ``j`` of the second, ``j + 1`` of the first, ``j + 1`` of the second.
+``PRMT`` picks four of eight bytes by the four lowest nibbles of a register, of which three bits count. One instruction
+looks up four codes, one per nibble, in a table of eight bytes. The highest bit of a code of four bits is its sign. The
+two nibbles of a byte are codes of two planes. The bytes of a looked-up register therefore alternate between the planes:
+byte ``j`` of the first plane, ``j`` of the second, ``j + 1`` of the first, ``j + 1`` of the second.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 
 
 def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
-    """PTX from registers of four bytes to int8, a register for each plane, in the order of
-    :func:`kvcompile.kernels.attention.query.interleaved`: $0 and $1 for codes of four bits, else $0 to $3.
+    """PTX that looks up int8 numbers, a register for each plane, from registers of four bytes.
 
-    What comes out is ``floor(level)``; levels are odd multiples of a half, so that this is ``level - 0.5``.
+    The results are $0 and $1 for codes of four bits, else $0 to $3, in the order of
+    :func:`kvcompile.kernels.attention.query.interleaved`. They are ``floor(level)``, which equals ``level - 0.5``.
 
     Args:
-        levels: the numbers of codes 0, 1, ...: 4, 8 or 16. Of 16 the second half are the negatives of the first.
-        has_high: whether a section of high bits follows the low ones. The operands are then the low bits, the high
-            bits where the first piece is meant (bits 0, 2, 4, 6 of a byte) and the second (bits 1, 3, 5, 7), 0 where
-            the other one is.
+        levels: the levels of codes 0, 1, ...: 4, 8 or 16 odd multiples of one half. The second half of 16 levels are
+            the negatives of the first half.
+        has_high: whether there is a section of high bits. The operands are then the low bits, the high bits of the
+            first piece (bits 0, 2, 4, 6 of a byte) and the high bits of the second piece (bits 1, 3, 5, 7). The high
+            bits of a piece are 0 in the columns of the other piece.
     """
     num_planes = _num_planes(levels)
     lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=num_planes)
@@ -38,8 +39,11 @@ def lookup_integers(levels: Sequence[float], has_high: bool) -> str:
 
 
 def lookup_halves(levels: Sequence[float], has_high: bool) -> str:
-    """PTX from registers of four bytes to fp16, two registers for each plane: $0 to $3 for codes of four bits, else $0
-    to $7. Arguments are those of :func:`lookup_integers`; levels are any that are exact in fp16."""
+    """PTX that looks up fp16 numbers, two registers for each plane, from registers of four bytes.
+
+    The results are $0 to $3 for codes of four bits, else $0 to $7. Arguments are the same as in
+    :func:`lookup_integers`, but levels may be any numbers that are exact in fp16.
+    """
     num_planes = _num_planes(levels)
     lines, nibbles = nibbles_of(num_planes, has_high, num_outputs=2 * num_planes)
     bits = [struct.unpack("<H", struct.pack("<e", level))[0] for level in levels]
@@ -67,8 +71,10 @@ def _num_planes(levels: Sequence[float]) -> int:
 
 
 def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[str], list[str]]:
-    """PTX that puts codes into the nibbles of registers, and those: one for two planes, ``i`` and
-    ``i + num_planes // 2``."""
+    """PTX that puts codes into the nibbles of registers, and the names of these registers.
+
+    The nibbles of register ``i`` hold the codes of planes ``i`` and ``i + num_planes // 2``.
+    """
     codes = f"${num_outputs}"
     if num_planes == 2:
         return [], [codes]
@@ -78,7 +84,7 @@ def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[
         return [f"and.b32 nibbles0, {codes}, 0x33333333;", shift, "and.b32 nibbles1, nibbles1, 0x33333333;"], names
     first, second = f"${num_outputs + 1}", f"${num_outputs + 2}"
     return [
-        # The bit of plane p at 2 * p, from whichever piece is there, and nothing else: a nibble's fourth bit stays 0.
+        # The bit of plane p is at 2 * p, for either piece. All other bits are cleared: a nibble's fourth bit stays 0.
         f"shr.u32 bits, {second}, 1;",
         f"lop3.b32 bits, {first}, bits, 0x55555555, 0xa8;",  # (first | bits) & 0x55...
         "shl.b32 shifted, bits, 2;",
@@ -89,32 +95,32 @@ def nibbles_of(num_planes: int, has_high: bool, num_outputs: int) -> tuple[list[
 
 
 def _index(nibbles: str, levels: Sequence[float]) -> list[str]:
-    """PTX that makes selectors of the low and the high four nibbles, and of their fourth bits signs of bytes."""
+    """PTX that makes selectors from the lower and upper four nibbles, and masks of bytes from their sign bits."""
     if len(levels) < 16:
         return [f"mov.b32 index0, {nibbles};", f"shr.u32 index1, {nibbles}, 16;"]
     return [
         f"and.b32 index0, {nibbles}, 0x77777777;",
         "shr.u32 index1, index0, 16;",
         f"shl.b32 shifted, {nibbles}, 4;",
-        # The highest bits of bytes, each all over its byte: those of low nibbles in ``shifted``.
+        # PRMT spreads the highest bit of a byte over the byte; in ``shifted`` it is the sign bit of the low nibble.
         f"prmt.b32 sign0, {nibbles}, shifted, 0x9d8c;",
         f"prmt.b32 sign1, {nibbles}, shifted, 0xbfae;",
     ]
 
 
 def _lookup(output: str, table: str, half: int, levels: Sequence[float]) -> str:
-    """PTX that looks up four nibbles."""
+    """PTX that looks up four nibbles in a table."""
     return f"prmt.b32 {output}, {table}0, {table}{0 if len(levels) == 4 else 1}, index{half};"
 
 
 def _tables(name: str, numbers: Sequence[int]) -> dict[str, str]:
-    """Up to eight bytes, four a register."""
+    """The lookup table of up to eight bytes, as the words of registers: four bytes per register."""
     words = [numbers[i : i + 4] for i in range(0, min(8, len(numbers)), 4)]
     return {f"{name}{i}": "0x" + bytes(n & 0xFF for n in reversed(word)).hex() for i, word in enumerate(words)}
 
 
 def function_of(lines: list[str], tables: dict[str, str]) -> str:
-    """PTX text of ``lines`` with all names that functions here use for registers, and constants."""
+    """PTX text of ``lines``, which declares the registers that functions here use, and loads the tables."""
     names = ["nibbles0", "nibbles1", "bits", "shifted", "index0", "index1", "sign0", "sign1", "low", "high", *tables]
     moves = [f"mov.b32 {name}, {word};" for name, word in tables.items()]
     return "\n".join(["{", f".reg .b32 {', '.join(names)};", *moves, *lines, "}"])

@@ -1,8 +1,8 @@
-"""Inline PTX that finds the nearest of some centroids for two channels at once, in the halves of registers.
+"""Inline PTX that finds the nearest centroid by bisection, for two channels at once, in the halves of registers.
 
-Magnitudes are rounded to fp16 and compared with thresholds between centroids, which fp16 holds exactly: the first
-comparison gives the highest bit of the index, and the threshold of each next one is a sum of products of the bits that
-are known. Those are fewer comparisons than with every threshold, each for two channels.
+Magnitudes are rounded to fp16 and compared with thresholds half way between centroids, which fp16 holds exactly. The
+first comparison gives the highest bit of the index. Each further threshold is computed from the bits that are known, as
+a sum of products. This takes fewer comparisons than one for every threshold, and each serves two channels.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SECOND_WHERE_THIRD = 0xD8
 
 
 def last_below(threshold: float) -> float:
-    """The largest float32 that, rounded to fp16, is not above ``threshold``, a number of fp16."""
+    """The largest float32 that rounds to an fp16 number of at most ``threshold``, which is an fp16 number."""
     (bits,) = struct.unpack("<H", struct.pack("<e", threshold))
     (next_half,) = struct.unpack("<e", struct.pack("<H", bits + 1))
-    middle = (threshold + next_half) / 2  # exact in float32; rounded to the one that ends in a zero bit
+    middle = (threshold + next_half) / 2  # exact in float32; rounds to the neighbour whose last bit is 0
     if bits % 2 == 0:
         return middle
     (bits,) = struct.unpack("<I", struct.pack("<f", middle))
@@ -28,24 +28,25 @@ def last_below(threshold: float) -> float:
 
 
 def thresholds(centroids: Sequence[float]) -> list[float]:
-    """The numbers in the middle of two centroids."""
+    """The numbers half way between neighbouring centroids."""
     return [(low + high) / 2 for low, high in itertools.pairwise(centroids)]
 
 
 def nearest_pair(centroids: Sequence[float]) -> str:
-    """PTX of two codes, and of the sum of the squares of twice their centroids: $0 and $1 from float32 $2, $3 and $4.
+    """PTX that encodes ``$2 * $4`` and ``$3 * $4``, from float32 $2, $3 and $4.
 
-    $0 has the code of ``$2 * $4`` in its lowest bits and that of ``$3 * $4`` from bit 16 on: the index of the centroid
-    that is nearest to the magnitude and, in the bit above it, whether it is negative. Other bits are arbitrary.
+    $0 holds the code of ``$2 * $4`` in its lowest bits and the code of ``$3 * $4`` from bit 16 on. A code is the index
+    of the centroid nearest to the magnitude; the bit above it says whether the number is negative. Other bits are
+    arbitrary. $1 is the sum of the squares of twice the two centroids.
 
     Args:
-        centroids: 2, 4 or 8 in ascending order; odd multiples of one half, below 128.
+        centroids: 2, 4 or 8 numbers in ascending order: odd multiples of one half, below 128.
     """
     search = _Search(centroids)
     index_bits = len(search.bits)
     table = bytes(round(2 * centroid) for centroid in centroids).ljust(8, b"\0")
     low, high = struct.unpack("<2I", table)
-    # The high bytes of a half of ``index`` are 0x64: selectors 4 and 6.
+    # The high byte of each half of ``index`` is 0x64, whose nibbles select bytes 4 and 6 of the table.
     beside = table[4] ** 2 + table[6] ** 2
     return f"""{{
         .reg .f32 first, second;
@@ -65,11 +66,12 @@ def nearest_pair(centroids: Sequence[float]) -> str:
 
 
 class _Search:
-    """The statements that give ``index``, 1024 and the index of the nearest centroid, of ``magnitude``.
+    """The PTX statements that compute ``index`` from ``magnitude``: 1024 plus the index of the nearest centroid.
 
     Attributes:
-        bits: registers of 1 and 0, the bits of the index from the highest on.
-        registers: all that are used.
+        statements: the statements, in order.
+        bits: registers with the bits of the index as 1.0 or 0.0, from the highest bit on.
+        registers: all registers that the statements use.
     """
 
     def __init__(self, centroids: Sequence[float]) -> None:
@@ -87,11 +89,11 @@ class _Search:
         self.statements.append(f"mov.b32 index, {index};")
 
     def _chosen(self, choices: Sequence[float]) -> str:
-        """The choice whose number has the bits that are known."""
+        """The register with the choice whose number is given by the bits that are known."""
         known = self.bits[: len(choices).bit_length() - 1]
         if not known:
             return self._constant(choices[0])
-        # The last bit is the lowest one of the number.
+        # The bit that was found last is the lowest bit of the number.
         zero, one = choices[::2], choices[1::2]
         steps = [high - low for low, high in zip(zero, one, strict=True)]
         return self._add("fma.rn.f16x2", known[-1], self._chosen(steps), self._chosen(zero))

@@ -1,8 +1,8 @@
 """The rotation of rotated formats: a Hadamard matrix, optionally with random signs before it.
 
 Rotating spreads the energy of outlier channels over all channels before quantization (QuaRot, arXiv:2404.00456;
-TurboQuant, arXiv:2504.19874). A ``head_dim`` that is not a power of two gets a block-diagonal matrix of the Hadamard
-matrices of its binary digits, largest first: 80 = 64 + 16, 96 = 64 + 32. With a seed other than 0 channel ``c`` is
+TurboQuant, arXiv:2504.19874). If ``head_dim`` is not a power of two, the matrix is block-diagonal, with a Hadamard
+matrix for each binary digit, largest first: 80 = 64 + 16, 96 = 64 + 32. With a seed other than 0, channel ``c`` is
 first multiplied by ``sign(c, seed)``.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
-"""Odd numbers of 32 bits: of the channel, of the seed, and between the shifts of the hash."""
+"""Odd 32-bit factors of the hash: of the channel, of the seed, and of the number between its two shifts."""
 
 
 def rotation_blocks(head_dim: int) -> list[int]:
@@ -21,7 +21,7 @@ def rotation_blocks(head_dim: int) -> list[int]:
 
 
 def _sylvester(size: int, device: torch.device | str) -> Tensor:
-    """Normalised Sylvester-Hadamard matrix: entry (i, j) is (-1)^popcount(i & j) / sqrt(size)."""
+    """The Sylvester-Hadamard matrix over its norm: element (i, j) is (-1)^popcount(i & j) / sqrt(size)."""
     index = torch.arange(size, device=device)
     bits = index[:, None] & index[None, :]
     for shift in (4, 2, 1):
@@ -30,7 +30,7 @@ def _sylvester(size: int, device: torch.device | str) -> Tensor:
 
 
 def random_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """+1 or -1 for every channel, float32 [head_dim]: a bit of a hash of the channel and the seed."""
+    """+1 or -1 for each channel, float32 [head_dim]: one bit of a hash of the channel and the seed."""
     of_channel, of_seed, between = HASH_MULTIPLIERS
     x = (torch.arange(head_dim, device=device) * of_channel + seed * of_seed) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * between) & 0xFFFFFFFF
@@ -39,9 +39,10 @@ def random_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -
 
 
 def rotation_matrix(head_dim: int, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
-    """The rotation R, float32 [head_dim, head_dim], orthogonal, and symmetric without a seed; ``head_dim`` up to 256.
+    """The rotation R, float32 [head_dim, head_dim]: orthogonal, and symmetric if there is no seed.
 
-    Built from index arithmetic alone, so that tracing it puts no constant tensor into a graph.
+    ``head_dim`` is at most 256. The matrix is computed from indices alone, so that tracing puts no constant tensor into
+    a graph.
     """
     blocks = [_sylvester(size, device) for size in rotation_blocks(head_dim)]
     matrix = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
@@ -51,12 +52,15 @@ def rotation_matrix(head_dim: int, device: torch.device | str = "cpu", seed: int
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
     """``x @ R`` for float32 ``x`` [..., head_dim]."""
     head_dim = x.shape[-1]
-    # A plain mm, because torch 2.11 cannot trace matmul on symbolic sizes without its Python dispatcher.
+    # mm and not matmul: torch 2.11 cannot trace matmul on symbolic sizes without its Python dispatcher.
     return torch.mm(x.reshape(-1, head_dim), rotation_matrix(head_dim, x.device, seed)).reshape(x.shape)
 
 
 def unrotate(x: Tensor, seed: int = 0) -> Tensor:
-    """Inverse of :func:`rotate`: ``x @ R.T``. Without a seed R is symmetric, so it is the same product."""
+    """Inverse of :func:`rotate`: ``x @ R.T`` for float32 ``x`` [..., head_dim].
+
+    Without a seed R is symmetric, and both functions compute the same product.
+    """
     if not seed:
         return rotate(x)
     return rotate(x) * random_signs(x.shape[-1], seed, x.device)

@@ -1,27 +1,28 @@
 """``turboquant_*bit``: Hadamard rotation, norm and direction split, Lloyd-Max codebook for the direction.
 
-After the rotation the coordinates of a unit vector are close to N(0, 1 / head_dim), whatever the vector, so one fixed
-codebook serves all (TurboQuant, arXiv:2504.19874). The stored scale carries the norm correction: it is the norm of the
-vector over the norm of its *decoded* direction, so that decoding restores the norm exactly (up to fp16).
+After the rotation the coordinates of any unit vector are close to N(0, 1 / head_dim), so that one fixed codebook serves
+all vectors (TurboQuant, arXiv:2504.19874). The stored scale carries the norm correction: it is the norm of the vector
+over the norm of its *decoded* direction. Decoding then restores the norm exactly (up to fp16).
 
-The centroids, :data:`CENTROIDS`, are odd multiples of half a ``STEP`` of the root mean square, so that a GPU looks up
-four at once as integers of 8 bits and multiplies those. That costs little: their distortion on N(0, 1) is at most
-0.06 % above that of Lloyd-Max. The highest bit of a code is its sign, the others count up from the smallest centroid.
-Where there are no tables, ``u = index + 0.5`` gives them by a polynomial:
+The centroids, :data:`CENTROIDS`, are odd multiples of half a ``STEP``, in units of the root mean square of a vector. A
+GPU can look up four of them at once as 8-bit integers, and multiply the integers. Their distortion on N(0, 1) is at
+most 0.06 % above the distortion of Lloyd-Max centroids. The highest bit of a code is the sign; the other bits are an
+index that counts up from the smallest centroid. Where there are no tables, a polynomial of ``u = index + 0.5`` gives
+the level:
 
     level(u) = STEP * (floor(u * (a + b * u**2 + c * u**4)) + 0.5)
 
-The nearest centroid is that of the magnitude over STEP, rounded to fp16, which holds the numbers half way between
-centroids exactly: a GPU compares two halves at once.
+To encode a channel, its magnitude over STEP is rounded to fp16 and compared with the numbers half way between two
+centroids. fp16 holds these numbers exactly, and a GPU compares two fp16 numbers at once.
 
-Rates between two integers give the first half of the (rotated) channels, which are the first two planes of four, one
-bit more.
+A format with a fractional number of bits (2.5, 3.5) spends one bit more on the first half of the rotated channels,
+which are the first two of four planes.
 
-A seed puts random signs before the Hadamard matrix (``turboquant_4bit_seed7``; in a policy ``rotation_seed: 7``), as
-the paper does: caches with different seeds have independent errors. Without one there are no signs.
+A seed puts random signs before the Hadamard matrix, as the paper does (``turboquant_4bit_seed7``; in a policy
+``rotation_seed: 7``). Caches with different seeds have independent errors. Without a seed there are no signs.
 
-The scale, close to the root mean square of the channels, is fp16: it saturates at 65504, has full precision down to
-6e-5 and is zero below 3e-8.
+The scale is close to the root mean square of the channels. It is fp16: it saturates at 65504, has full precision down
+to 6e-5 and is zero below 3e-8.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ HALF_MAX = 65504.0
 
 STEPS = 42.0
 STEP = float32(1 / STEPS)
-"""Twice the unit of centroids, for directions of unit variance; and how many there are in 1."""
+"""The unit of centroids, which are odd multiples of half a STEP; a direction has unit variance."""
 
 CENTROIDS = {
     1: (33.5,),
@@ -53,7 +54,7 @@ CENTROIDS = {
     3: (10.5, 31.5, 56.5, 90.5),
     4: (5.5, 16.5, 27.5, 39.5, 52.5, 67.5, 86.5, 114.5),
 }
-"""The positive centroids over STEP, by bits."""
+"""The positive centroids over STEP, by bits per code."""
 
 COEFFICIENTS = {
     1: (67.0, 0.0, 0.0),
@@ -61,7 +62,7 @@ COEFFICIENTS = {
     3: (20.6106771, 0.1770833, 0.0208333),
     4: (11.1431655, -0.00695999, 0.00141065831),
 }
-"""``(a, b, c)`` of the polynomial, by bits."""
+"""``(a, b, c)`` of the polynomial, by bits per code."""
 
 
 @jit
@@ -87,7 +88,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
     HEAD_DIM: tl.constexpr = float(OPERAND.head_dim)
     rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), HEAD_DIM))
     planes = planes_of(x, OPERAND)
-    # Not a division: sums in another order leave larger errors in x.
+    # Not a correctly rounded division: the order of sums in the rotation makes larger errors in x.
     inverse = tl.div_rn(OPERAND.codec.constants.steps, tl.where(rms > 0, rms, 1.0))
     inverse = tl.broadcast_to(inverse[:, None], planes[0].shape)
     in_plane = tl.arange(0, OPERAND.padded_width)[None, :] < OPERAND.width
@@ -98,7 +99,7 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
         pair, squares_of_pair = _nearest_pair(planes[2 * i], planes[2 * i + 1], inverse, 2 * i, OPERAND)
         pairs = pairs + (pair,)  # noqa: RUF005
         squares += tl.where(in_plane, squares_of_pair, 0)
-    sum_of_squares = tl.sum(squares, 1).to(tl.float32) / 4  # exact: of at most 256 numbers below 2**16
+    sum_of_squares = tl.sum(squares, 1).to(tl.float32) / 4  # exact: at most 256 numbers below 2**16
     decoded_rms = tl.sqrt_rn(tl.div_rn(sum_of_squares, HEAD_DIM)) * OPERAND.gain
     scale = tl.minimum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.half_max)
     return pairs, scale, scale
@@ -106,8 +107,15 @@ def _encode(x, in_vector, OPERAND: tl.constexpr):
 
 @jit
 def _nearest_pair(first, second, inverse, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """The codes nearest to two planes times ``inverse``, a pair, and the sums of the squares of twice their centroids,
-    int32. PLANE is the first one."""
+    """Encode two neighbouring planes, multiplied by ``inverse``.
+
+    Args:
+        first, second: float32 [vectors, channels], the planes PLANE and PLANE + 1.
+        inverse: float32, of the same shape.
+
+    Returns:
+        The codes, as a pair, and int32: the sums of the squares of twice the two centroids.
+    """
     PTX: tl.constexpr = OPERAND.codec.constants.nearest_ptx[PLANE]
     if has_ptx():
         pair, squares = tl.inline_asm_elementwise(
@@ -135,7 +143,7 @@ class TurboQuant(Format):
     """A TurboQuant codebook format.
 
     Args:
-        bits: bits per code, on average: 2, 2.5, 3, 3.5 or 4.
+        bits: average bits per code: 2, 2.5, 3, 3.5 or 4.
     """
 
     rotated = True
@@ -192,14 +200,14 @@ class TurboQuant(Format):
 
 
 def codebook(bits: int) -> tuple[float, ...]:
-    """The centroids over STEP of codes 0, 1, ..."""
+    """The centroids over STEP, in the order of the codes 0, 1, ..."""
     return (*CENTROIDS[bits], *(-level for level in CENTROIDS[bits]))
 
 
 def _centroid(index: Tensor, bits: int) -> Tensor:
-    """The positive centroids over STEP: float32 [...] of uint8 [...].
+    """The positive centroids over STEP, float32 [...], from indices uint8 [...].
 
-    On a CPU Inductor vectorizes arithmetic, and no indexing.
+    A polynomial and not a table: on a CPU Inductor vectorizes arithmetic, but not indexing.
     """
     a, b, c = COEFFICIENTS[bits]
     u = index.float() + 0.5

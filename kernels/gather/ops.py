@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.gather import kernel
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role, num_blocks
 from kvcompile.kernels.spec.gather import gather_tokens
 
@@ -35,9 +36,7 @@ def _gather(data: Tensor, slots: Tensor, format: str, role: str, head_dim: int) 
             f"{list(slots.shape)} on {slots.device}"
         )
     if layout.residual is None and data.is_cuda:
-        from kvcompile.kernels.gather import kernel as gather_kernel
-
-        return gather_kernel.gather(data, layout, slots)
+        return kernel.gather(data, layout, slots)
     return gather_tokens(data, layout, slots).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Triton itself and what is missing in it: imports, rounding, small tile operations, fast launches.
+"""Triton, and additions to it: its import, exact rounding, small tile operations, fast launches.
 
 This room imports nothing else of the project.
 """

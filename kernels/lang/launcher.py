@@ -1,4 +1,4 @@
-"""What launching any Triton kernel takes: compiled versions that are found fast, and what is known of a device."""
+"""Launching Triton kernels: a fast lookup of compiled versions, and the properties of a device that launches need."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torch import Tensor
 
 from kvcompile.kernels.lang.triton import INTERPRETED
 
-# Triton leaves assertions out of kernels without ``debug``, which would also check every integer sum for overflow.
+# ``debug`` compiles the assertions of a kernel. It would also check every integer sum for overflow, unless told not to.
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 
 class Launcher:
     """Launches one Triton kernel, and remembers its compiled versions.
 
-    Triton looks for the compiled version anew at every launch, with some 15 us of Python. The key here is shorter: the
-    kernels name every integer that is no stride as ``do_not_specialize``, so that a version depends only on constants,
-    on the dtypes and the alignment of tensors, and on which strides are 1 or divisible by 16.
+    Triton looks up the compiled version at every launch, in about 15 us of Python. The key here is shorter. Kernels
+    list every integer argument except strides in ``do_not_specialize``; then a version depends only on the constants,
+    the dtypes and alignment of the tensors, and which strides are 1, divisible by 16 or wider than int32.
+
+    Args:
+        kernel: a function made by :func:`kvcompile.kernels.lang.triton.jit`.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -36,7 +39,16 @@ class Launcher:
         constants: tuple[Any, ...],
         options: dict[str, Any],
     ) -> None:
-        """Run the kernel; its parameters are ``tensors``, ``strides``, ``numbers`` and ``constants``, in this order."""
+        """Run the kernel, whose parameters are ``tensors``, ``strides``, ``numbers`` and ``constants``, in this order.
+
+        Args:
+            grid: numbers of programs.
+            tensors: all on one device, on which the kernel runs.
+            strides: tuples of int.
+            numbers: int and float arguments, which the kernel must not specialize on.
+            constants: compile-time arguments, hashable.
+            options: Triton's launch options, such as ``num_warps``; equal for equal ``constants``.
+        """
         device = tensors[0].device
         key = (
             device,
@@ -45,7 +57,7 @@ class Launcher:
             constants,
         )
         arguments = (*tensors, *strides, *numbers, *constants)
-        # Triton launches on the current device: make it the one of the tensors.
+        # Triton launches on the current device: make it the device of the tensors.
         with contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device):
             compiled = self.compiled.get(key)
             if compiled is None:
@@ -56,7 +68,7 @@ class Launcher:
 
 @functools.lru_cache(maxsize=4096)
 def _stride_classes(strides: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
-    """What Triton specializes a kernel for, of every stride: whether it is 1, divisible by 16, and wider than int32."""
+    """The properties of each stride that Triton compiles for: whether it is 1, divisible by 16, wider than int32."""
     return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
 
 
@@ -66,7 +78,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """The major compute capability, and so whose inline PTX can run; 0 where none can: on AMD, in the interpreter."""
+    """The major compute capability, which decides on inline PTX; 0 on AMD and in the interpreter, which run no PTX."""
     if INTERPRETED or torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_properties(device).major
@@ -74,26 +86,34 @@ def capability_of(device: torch.device) -> int:
 
 @functools.cache
 def num_sms_of(device: torch.device) -> int:
-    """Streaming multiprocessors; two in the interpreter."""
+    """The number of streaming multiprocessors; 2 in the interpreter."""
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def early_start(device: torch.device) -> dict[str, Any]:
-    """The launch options of a kernel that may start before the one before it has ended, and waits for that itself;
-    empty before Hopper (programmatic dependent launch, which CUDA graphs keep)."""
+    """Launch options that let a kernel start before the previous one has ended (programmatic dependent launch).
+
+    The kernel itself must wait for the results of the previous one. CUDA graphs keep the option. Empty before Hopper.
+    """
     return {"launch_pdl": True} if capability_of(device) >= 9 else {}
 
 
 def precision(device: torch.device) -> str:
-    """How products of float32 are computed: in three parts on NVIDIA's tensor cores, or as they are."""
+    """The ``input_precision`` of float32 products: three tf32 products on NVIDIA's tensor cores, else full float32."""
     return "tf32x3" if capability_of(device) else "ieee"
 
 
 def blocks_per_program(rotated: bool, num_blocks: int, pairs: int, device: torch.device) -> int:
-    """Blocks of a pair (a KV head of a sequence) that a program stores or dequantizes one after the other.
+    """How many blocks of tokens one program stores or dequantizes, one after the other.
 
-    Several if it makes a rotation matrix first (``rotated``); and a grid has at most 65535 programs in its second
-    dimension.
+    A program that makes a rotation matrix first (``rotated``) takes up to 16 blocks, as long as the device stays busy.
+    Others take one, or more where the second dimension of the grid would exceed its limit of 65535 programs.
+
+    Args:
+        rotated: whether the format is rotated.
+        num_blocks: blocks of a pair.
+        pairs: KV heads of all sequences.
+        device: on which the kernel runs.
     """
     at_once = num_blocks * pairs // (8 * num_sms_of(device)) if rotated else 1
     return max(1, min(16, at_once), ceil_div(num_blocks, 65535))

@@ -1,4 +1,4 @@
-"""Rounding of tiles as the specification rounds them, in few instructions."""
+"""Rounding of tiles: bit for bit as the specification rounds, in few instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvcompile.kernels.lang.triton import INTERPRETED, constexpr_function, jit, 
 
 @constexpr_function
 def has_fma():
-    """Whether ``tl.fma`` rounds once. Triton's interpreter rounds the product, too."""
+    """Whether ``tl.fma`` rounds only once. Triton's interpreter also rounds the product."""
     return not INTERPRETED
 
 
@@ -25,13 +25,19 @@ def converts_fp8():
 
 @jit
 def quotient(x, divisor, SMALLEST: tl.constexpr):
-    """``x / divisor[:, None]``, as its comparisons with ``n * 2**k`` come out, ``n`` odd and below 256: rounded to an
-    integer of 8 bits, or to few mantissa bits, it is what a correctly rounded division is rounded to.
+    """``x / divisor[:, None]``, exact enough to be rounded to 8 bits.
 
-    A product with the reciprocal, corrected once, takes a quarter of the instructions of a division. Near all such
-    numbers it has been compared with a division for every mantissa of the divisor. Reciprocal and excess must be
-    normal numbers: divisors below 2**-64 are scaled up with ``x``, unless the caller knows a SMALLEST above that.
-    Divisors are positive, and quotients less than 2**17 in magnitude.
+    The result may differ from the correctly rounded quotient in its last bit. But it compares with every number
+    ``n * 2**k``, ``n`` odd and below 256, as the quotient does. Rounded to an 8-bit integer or to few mantissa bits,
+    both give the same number. (Checked around all these numbers, for every mantissa of the divisor.)
+
+    The method is a product with the reciprocal and one correction, in a quarter of the instructions of a division.
+
+    Args:
+        x: float32 [rows, columns]; quotients are less than 2**17 in magnitude.
+        divisor: float32 [rows], positive.
+        SMALLEST: a lower bound of the divisors, or 0. Reciprocal and correction must be normal numbers: below 2**-64
+            divisors and ``x`` are scaled up first.
     """
     if has_fma():
         if SMALLEST < 2.0**-64:
@@ -40,7 +46,7 @@ def quotient(x, divisor, SMALLEST: tl.constexpr):
             divisor = divisor * factor
         inverse = tl.div_rn(1.0, divisor)
         estimate = x * inverse[:, None]
-        # Signs are such that a zero keeps its own. (Triton computes -x as 0 - x.)
+        # The signs are chosen so that a zero keeps its sign. (Triton computes -x as 0 - x.)
         excess = tl.fma(estimate, tl.broadcast_to(divisor[:, None], x.shape), x * -1.0)
         result = tl.fma(excess, tl.broadcast_to((inverse * -1.0)[:, None], x.shape), estimate)
     else:
@@ -50,8 +56,9 @@ def quotient(x, divisor, SMALLEST: tl.constexpr):
 
 @jit
 def round_to_byte(x, OFFSET: tl.constexpr):
-    """The integers nearest to float32 ``x``, ties to even, plus OFFSET, an even integer: the lowest byte of an int32.
+    """float32 ``x`` rounded to integers, ties to even, plus OFFSET, in the lowest byte of int32.
 
-    They are from -128 to 255. Adding 1.5 * 2**23 leaves no fraction bits; the other bytes are those of that number.
+    OFFSET is even, and results are from -128 to 255. Adding 1.5 * 2**23 leaves no fraction bits in the float32 pattern;
+    its upper three bytes are meaningless here.
     """
     return (x + (12582912.0 + OFFSET)).to(tl.int32, bitcast=True)

@@ -23,12 +23,15 @@ def log2(x, FAST: tl.constexpr):
 
 @jit
 def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of a float32 tile as DTYPE, scaled to a largest channel in ``[2**(EXPONENT - 1), 2**EXPONENT)``.
+    """Scale each row of a float32 tile by a power of two, and convert it to DTYPE.
 
-    Also what takes that back, a power of two a row. With 7 a bf16 row is exact in fp16 except for channels below
-    ``2**-23`` of the largest.
+    The largest channel of a row comes to lie in ``[2**(EXPONENT - 1), 2**EXPONENT)``. With an EXPONENT of 7 a bf16 row
+    is exact in fp16, except for channels below ``2**-23`` of the largest.
+
+    Returns:
+        The scaled tile, and float32 [rows]: the powers of two that undo the scaling.
     """
-    # Exponents as float32 has them: ``bits << 23`` are those of 2**(bits - 127).
+    # Exponents are biased as in float32: the pattern ``exponent << 23`` is the number 2**(exponent - 127).
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 20), min(252 + EXPONENT, 254))
     x = (x * ((253 + EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(DTYPE)
@@ -37,7 +40,10 @@ def normalise_rows(x, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def planes_of(x, OPERAND: tl.constexpr):
-    """The planes of a tile [rows, channels] as a tuple of [rows, padded_width]; padding is zero where the tile's is."""
+    """The planes of a tile [rows, channels], as a tuple of [rows, padded_width].
+
+    The padding of planes is zero if the padding of the tile is.
+    """
     ROWS: tl.constexpr = x.shape[0]
     NUM: tl.constexpr = OPERAND.num_planes
     WIDTH: tl.constexpr = OPERAND.padded_width

@@ -1,7 +1,7 @@
-"""The one place that imports Triton; kernels in Gluon import Gluon beside it.
+"""The one place that imports Triton; the files with kernels in Gluon also import Gluon.
 
-Triton is missing on a machine without Linux. Then ``triton`` and ``tl`` are None, :func:`jit` returns the plain
-function, and only the plain-PyTorch paths can run.
+Triton exists for Linux only. Without it ``triton`` and ``tl`` are None, and :func:`jit`, :func:`constexpr_function` and
+:func:`constant` return stand-ins. Every file of kernels can then still be imported, and the plain-PyTorch paths run.
 """
 
 from __future__ import annotations
@@ -30,3 +30,8 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
 def constexpr_function(fn: Callable) -> Any:
     """``triton.constexpr_function``: callable in kernels, at compile time, on compile-time values."""
     return fn if triton is None else triton.constexpr_function(fn)
+
+
+def constant(value: Any) -> Any:
+    """``tl.constexpr(value)``, which kernels may read as a global; ``value`` itself where there is no Triton."""
+    return value if tl is None else tl.constexpr(value)

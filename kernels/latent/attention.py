@@ -1,10 +1,10 @@
 """Attention on a packed cache of latents in Triton: one tensor is keys and values, in absorbed form.
 
 Flash decoding. A program owns ROWS query rows of one sequence, of its many query heads, and a share of the tokens. A
-tile of latents ``x`` is dequantized once, in parts of its channels, and goes to shared memory, from where both products
-read it:
+tile of latents ``x`` is dequantized once, slice after slice of its channels, and goes to shared memory. Both products
+read it there:
 
-    S = sum over parts of q x^T   [rows, tokens]         O += P x   [rows, channels], a part at a time
+    S = sum over slices of q x^T   [rows, tokens]         O += P x   [rows, channels], one slice after the other
 
 Queries are the first operand: with a hundred of them it is the tensor cores that limit. Masks, ranges of visible tokens
 and the softmax are those of :mod:`kvcompile.kernels.attention.prefill`. On Hopper
@@ -66,9 +66,9 @@ def latent_attention_kernel(
     for own_tile in tl.range(0, tiles[3] - tiles[0], num_stages=NUM_STAGES):
         tile = tiles[0] + own_tile
         token = tile * TOKENS + tl.arange(0, TOKENS)
-        first_slot = tile % (LATENT.block_tokens // TOKENS) * TOKENS
+        row_in_block = tile % (LATENT.block_tokens // TOKENS) * TOKENS + tl.arange(0, TOKENS)
         block_ptr = data_ptr + (tile // (LATENT.block_tokens // TOKENS)).to(tl.int64) * data_strides[0]
-        latents = load_latents(block_ptr, first_slot + tl.arange(0, TOKENS), token < kv_len, LATENT)
+        latents = load_latents(block_ptr, row_in_block, token < kv_len, LATENT)
         scores = _products(query, latents, LATENT, PRECISION) * score_scale
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
@@ -85,49 +85,49 @@ def latent_attention_kernel(
         out_row += tl.program_id(2).to(tl.int64) * num_rows
         store_log_sum(lse_ptr, out_row, maximum, tl.log2(total), seen, in_query)
     inverse = tl.where(seen, 1.0 / total, 0.0)[:, None]
-    NUM_PARTS: tl.constexpr = LATENT.num_parts
-    for i in tl.static_range(NUM_PARTS):
+    NUM_SLICES: tl.constexpr = LATENT.num_slices
+    for i in tl.static_range(NUM_SLICES):
         out_ptrs = out_ptr + out_row[:, None] * LATENT.head_dim + channels_of(i, LATENT)[None, :]
         tl.store(out_ptrs, outputs[i] * inverse, mask=in_query[:, None])
 
 
 @jit
 def _load_query(row_ptrs, in_query, stride_channel, LATENT: tl.constexpr):
-    """The parts of the query, [rows, width] of LATENT.dtype."""
-    parts = ()
-    NUM_PARTS: tl.constexpr = LATENT.num_parts
-    for i in tl.static_range(NUM_PARTS):
+    """The slices of the query, [rows, width] of LATENT.dtype."""
+    slices = ()
+    NUM_SLICES: tl.constexpr = LATENT.num_slices
+    for i in tl.static_range(NUM_SLICES):
         ptrs = row_ptrs[:, None] + channels_of(i, LATENT)[None, :] * stride_channel
-        parts = parts + (tl.load(ptrs, mask=in_query[:, None], other=0.0).to(LATENT.dtype),)  # noqa: RUF005
-    return parts
+        slices = slices + (tl.load(ptrs, mask=in_query[:, None], other=0.0).to(LATENT.dtype),)  # noqa: RUF005
+    return slices
 
 
 @jit
 def _zeros(query, LATENT: tl.constexpr):
-    """An output of zeros for every part, float32 [rows, width]."""
-    parts = ()
-    NUM_PARTS: tl.constexpr = LATENT.num_parts
-    for i in tl.static_range(NUM_PARTS):
-        parts = parts + (tl.full(query[i].shape, 0.0, tl.float32),)  # noqa: RUF005
-    return parts
+    """An output of zeros for every slice, float32 [rows, width]."""
+    slices = ()
+    NUM_SLICES: tl.constexpr = LATENT.num_slices
+    for i in tl.static_range(NUM_SLICES):
+        slices = slices + (tl.full(query[i].shape, 0.0, tl.float32),)  # noqa: RUF005
+    return slices
 
 
 @jit
 def _products(query, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
     """``q . x``, float32 [rows, tokens]."""
     scores = tl.dot(query[0], tl.trans(latents[0]), input_precision=PRECISION)
-    OTHER_PARTS: tl.constexpr = LATENT.num_parts - 1
-    for i in tl.static_range(OTHER_PARTS):
+    OTHER_SLICES: tl.constexpr = LATENT.num_slices - 1
+    for i in tl.static_range(OTHER_SLICES):
         scores = tl.dot(query[i + 1], tl.trans(latents[i + 1]), scores, input_precision=PRECISION)
     return scores
 
 
 @jit
 def _accumulate(outputs, decay, weight, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
-    """The outputs of all parts after one more tile."""
-    parts = ()
-    NUM_PARTS: tl.constexpr = LATENT.num_parts
-    for i in tl.static_range(NUM_PARTS):
-        part = tl.dot(weight, latents[i], outputs[i] * decay[:, None], input_precision=PRECISION)
-        parts = parts + (part,)  # noqa: RUF005
-    return parts
+    """The outputs of all slices after one more tile."""
+    slices = ()
+    NUM_SLICES: tl.constexpr = LATENT.num_slices
+    for i in tl.static_range(NUM_SLICES):
+        output = tl.dot(weight, latents[i], outputs[i] * decay[:, None], input_precision=PRECISION)
+        slices = slices + (output,)  # noqa: RUF005
+    return slices

@@ -131,11 +131,11 @@ def _copy_query(query, query_ptr, strides, num_kv_heads, q_len, GROUP_SIZE: tl.c
     """The query rows of a program, in bfloat16, to shared memory."""
     batch, _, _, position, head, in_query = _rows(q_len, num_kv_heads, GROUP_SIZE, ROWS, gl.SliceLayout(1, QUERY))
     row_ptrs = query_ptr + batch * strides[0] + head * strides[1] + position * strides[2]
-    NUM_PARTS: gl.constexpr = HEAD_DIM // QUERY_WIDTH
-    for i in gl.static_range(NUM_PARTS):
+    NUM_SLICES: gl.constexpr = HEAD_DIM // QUERY_WIDTH
+    for i in gl.static_range(NUM_SLICES):
         channel = i * QUERY_WIDTH + gl.arange(0, QUERY_WIDTH, gl.SliceLayout(0, QUERY))
-        part = gl.load(row_ptrs[:, None] + channel[None, :] * strides[3], mask=in_query[:, None], other=0.0)
-        query.slice(i * QUERY_WIDTH, QUERY_WIDTH, dim=1).store(part.to(gl.bfloat16))
+        channels = gl.load(row_ptrs[:, None] + channel[None, :] * strides[3], mask=in_query[:, None], other=0.0)
+        query.slice(i * QUERY_WIDTH, QUERY_WIDTH, dim=1).store(channels.to(gl.bfloat16))
 
 
 @gluon.jit

@@ -67,27 +67,27 @@ def load_codes(tile_ptr, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 
 @gluon.jit
 def _codes_of(tile_ptr, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
+    row = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
     word = gl.arange(0, QUANT_BLOCK // 4, gl.SliceLayout(0, CODES))
-    ptrs = (tile_ptr + slot * DATA_BYTES).to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
-    return ptrs + BLOCK * (QUANT_BLOCK // 4), (tile * TOKENS + slot < kv_len)[:, None]
+    ptrs = (tile_ptr + row * DATA_BYTES).to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
+    return ptrs + BLOCK * (QUANT_BLOCK // 4), (tile * TOKENS + row < kv_len)[:, None]
 
 
 @gluon.jit
 def load_rope(tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
     """The rotary embedding, two channels an int32, [tokens, ROPE_DIM / 2]."""
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, ROPE))
+    row = gl.arange(0, TOKENS, gl.SliceLayout(1, ROPE))
     word = gl.arange(0, ROPE_DIM // 2, gl.SliceLayout(0, ROPE))
-    ptrs = (tile_ptr + (slot * DATA_BYTES + NOPE_DIM)).to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
-    return gl.load(ptrs, mask=(tile * TOKENS + slot < kv_len)[:, None], other=0)
+    ptrs = (tile_ptr + (row * DATA_BYTES + NOPE_DIM)).to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
+    return gl.load(ptrs, mask=(tile * TOKENS + row < kv_len)[:, None], other=0)
 
 
 @gluon.jit
 def load_scales(tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
     """The scale bytes, int64 [tokens]."""
-    slot = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
-    ptrs = (tile_ptr + (TOKENS * DATA_BYTES + slot * SCALE_BYTES)).to(gl.pointer_type(gl.int64))
-    return gl.load(ptrs, mask=tile * TOKENS + slot < kv_len, other=0)
+    row = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
+    ptrs = (tile_ptr + (TOKENS * DATA_BYTES + row * SCALE_BYTES)).to(gl.pointer_type(gl.int64))
+    return gl.load(ptrs, mask=tile * TOKENS + row < kv_len, other=0)
 
 
 @gluon.jit

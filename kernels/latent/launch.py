@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.configs import WARP_SPECIALIZED_LATENTS, AttentionConfig, latent_config
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, ceil_div, precision
@@ -16,9 +15,6 @@ from kvcompile.kernels.latent.store import store_latents_kernel
 from kvcompile.kernels.latent.tiles import LatentOperand, latent_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.layout.references import is_reference, strides_of
-
-if TYPE_CHECKING:
-    from kvcompile.kernels.attention.call import AttentionCall
 
 try:
     from kvcompile.kernels.latent.hopper import hopper_latent_attention_kernel
@@ -47,7 +43,7 @@ def attend_latents(
     call: AttentionCall, out: Tensor, config: AttentionConfig, splits: int, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention on latents, by ``splits`` programs for each tile of rows. As
-    :func:`kvcompile.kernels.attention.launch_prefill.attend_long`, and returns the same, but for the number of
+    :func:`kvcompile.kernels.attention.launch_prefill.attend_prefill`, and returns the same, but for the number of
     splits."""
     batch, num_heads, q_len, head_dim = call.query.shape
     num_kv_heads, num_rows = call.k_data.shape[2], batch * num_heads * q_len

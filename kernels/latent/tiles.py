@@ -39,9 +39,9 @@ class LatentOperand:
         dtype: of the products that latents take part in: bfloat16 or float32.
         head_dim: channels of a latent.
         block_tokens: tokens of a block.
-        num_parts: parts into which the channels are cut, each of them a tile; the last has the rotary embedding.
-        part_starts: where they begin.
-        part_widths: how wide they are.
+        num_slices: slices into which the channels are cut, each of them a tile; the last has the rotary embedding.
+        slice_starts: where they begin.
+        slice_widths: how wide they are.
         hardware_fp8: whether the GPU converts e4m3.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.layout.references`.
     """
@@ -49,9 +49,9 @@ class LatentOperand:
     dtype: Any
     head_dim: int
     block_tokens: int
-    num_parts: int
-    part_starts: tuple[int, ...]
-    part_widths: tuple[int, ...]
+    num_slices: int
+    slice_starts: tuple[int, ...]
+    slice_widths: tuple[int, ...]
     hardware_fp8: bool
     by_reference: bool
 
@@ -78,40 +78,40 @@ def latent_operand(float32: bool, hardware_fp8: bool, by_reference: bool) -> Lat
         dtype=tl.float32 if float32 or INTERPRETED else tl.bfloat16,  # the interpreter multiplies bits of bfloat16
         head_dim=spec.HEAD_DIM,
         block_tokens=BLOCK_TOKENS,
-        num_parts=len(widths),
-        part_starts=tuple(sum(widths[:i]) for i in range(len(widths))),
-        part_widths=widths,
+        num_slices=len(widths),
+        slice_starts=tuple(sum(widths[:i]) for i in range(len(widths))),
+        slice_widths=widths,
         hardware_fp8=hardware_fp8,
         by_reference=by_reference,
     )
 
 
 @jit
-def load_latents(block_ptr, slot, exists, LATENT: tl.constexpr):
-    """Latents of a block as a tuple of tiles [tokens, width] of LATENT.dtype, one a part; 0 where none ``exists``.
+def load_latents(block_ptr, row, exists, LATENT: tl.constexpr):
+    """Latents of a block as a tuple of tiles [tokens, width] of LATENT.dtype, one a slice; 0 where ``exists`` is false.
 
     Args:
         block_ptr: the first byte of the block.
-        slot: int32 [tokens], places in the block.
+        row: int32 [tokens], places in the block.
         exists: bool [tokens]; bytes of other tokens are not read.
     """
-    data_ptrs = block_ptr + slot * DATA_BYTES
-    scale_ptrs = block_ptr + LATENT.block_tokens * DATA_BYTES + slot * SCALE_BYTES
+    data_ptrs = block_ptr + row * DATA_BYTES
+    scale_ptrs = block_ptr + LATENT.block_tokens * DATA_BYTES + row * SCALE_BYTES
     scale_word = tl.load(scale_ptrs.to(tl.pointer_type(tl.int64)), mask=exists, other=0)
-    parts = ()
-    NOPE_PARTS: tl.constexpr = LATENT.num_parts - 1
-    for i in tl.static_range(NOPE_PARTS):
-        parts = parts + (_load_nope(data_ptrs, scale_word, exists, i, LATENT),)  # noqa: RUF005
+    slices = ()
+    NOPE_SLICES: tl.constexpr = LATENT.num_slices - 1
+    for i in tl.static_range(NOPE_SLICES):
+        slices = slices + (_load_nope(data_ptrs, scale_word, exists, i, LATENT),)  # noqa: RUF005
     rope_ptrs = (data_ptrs + NOPE_DIM).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, ROPE_DIM)[None, :]
     rope = tl.load(rope_ptrs, mask=exists[:, None], other=0)
-    return parts + (_products_of_bits(rope, LATENT),)  # noqa: RUF005
+    return slices + (_products_of_bits(rope, LATENT),)  # noqa: RUF005
 
 
 @jit
-def _load_nope(data_ptrs, scale_word, exists, PART: tl.constexpr, LATENT: tl.constexpr):
-    """A part of the quantized channels, [tokens, width]."""
-    WIDTH: tl.constexpr = LATENT.part_widths[PART]
-    START: tl.constexpr = LATENT.part_starts[PART]
+def _load_nope(data_ptrs, scale_word, exists, SLICE: tl.constexpr, LATENT: tl.constexpr):
+    """A slice of the quantized channels, [tokens, width]."""
+    WIDTH: tl.constexpr = LATENT.slice_widths[SLICE]
+    START: tl.constexpr = LATENT.slice_starts[SLICE]
     block = START // QUANT_BLOCK + tl.arange(0, WIDTH // QUANT_BLOCK)[None, :, None]
     channel = block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
     codes = tl.load(data_ptrs[:, None, None] + channel, mask=exists[:, None, None], other=0)
@@ -120,10 +120,10 @@ def _load_nope(data_ptrs, scale_word, exists, PART: tl.constexpr, LATENT: tl.con
 
 
 @jit
-def channels_of(PART: tl.constexpr, LATENT: tl.constexpr):
-    """The channels of a part, int32 [width]."""
-    WIDTH: tl.constexpr = LATENT.part_widths[PART]
-    return LATENT.part_starts[PART] + tl.arange(0, WIDTH)
+def channels_of(SLICE: tl.constexpr, LATENT: tl.constexpr):
+    """The channels of a slice, int32 [width]."""
+    WIDTH: tl.constexpr = LATENT.slice_widths[SLICE]
+    return LATENT.slice_starts[SLICE] + tl.arange(0, WIDTH)
 
 
 @jit

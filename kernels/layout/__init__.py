@@ -1,4 +1,4 @@
-"""The bytes of a packed cache: which block, section and byte holds what, and what kernels know of it at compile time.
+"""The bytes of a packed cache: where tokens, scales and exact blocks lie, and the constants that kernels compile with.
 
 This room imports formats and lang.
 """

@@ -1,9 +1,9 @@
-"""Which dimension of a cache is which: a letter for each, in the order of the tensor.
+"""The order of the dimensions of a cache, as a text with one letter per dimension.
 
 ``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel: ``bhtd`` is [batch,
 num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. A pool of slots that any sequence
-may own is ``thd``; where its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``. A stack is a tensor with further
-dimensions; each index of these names a part, which is a cache.
+may own is ``thd``. A pool whose slots lie in blocks, ``n``, is ``nthd`` or ``nhtd``. A stack is a tensor with further
+dimensions; an index for each of them selects a part, which is a cache.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 CACHE_AXES = ("bhtd", "bthd", "tbhd", "thbd", "hbtd", "htbd")
-"""The orders that a cache may have, the likelier first: where sizes are 1, several may fit."""
+"""The orders that a cache may have, the likeliest first: several orders fit if sizes are 1."""
 
 
 RANK_3_AXES = ("btd", "tbd", "htd", "thd")
-"""Those of a cache of one head, or of one sequence, that has no dimension of it."""
+"""The orders of a cache without the dimension of its only head, or of its only sequence."""
 
 
 SLOT_AXES = "thd"
@@ -28,7 +28,7 @@ BLOCK_AXES = ("nthd", "nhtd")
 
 
 def heads_first(x: Tensor, axes: str) -> Tensor:
-    """[batch, heads, tokens, channels] from a tensor in the order ``axes``, of four dimensions or three."""
+    """A view [batch, heads, tokens, channels] of a tensor in the order ``axes``, which has four or three letters."""
     if len(axes) == 3:
         x, axes = x.unsqueeze(-2), rank_4_axes(axes)
     return x if axes == "bhtd" else x.permute([axes.index(axis) for axis in "bhtd"])
@@ -40,7 +40,7 @@ def in_order(x: Tensor, axes: str) -> Tensor:
 
 
 def rank_4_axes(axes: str) -> str:
-    """The order of a cache of three dimensions with a fourth in front of its channels."""
+    """The order of a cache of three dimensions, with the missing dimension inserted before its channels."""
     (missing,) = set("bhtd").difference(axes)
     return f"{axes[:-1]}{missing}{axes[-1]}"
 
@@ -51,27 +51,29 @@ def rank_3_axes(axes: str) -> str:
 
 
 PartIndex = tuple[int, ...]
-"""Which part of a stack: an index for each of its stacked dimensions."""
+"""Selects a part of a stack: an index for each of its stacked dimensions."""
 
 
 def stacked_dims_of_source(
     indexed: Sequence[int], num_index_dims: int, rank: int, stacked_dims: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The stacked dimensions of what is assigned to an indexed tensor.
+    """The stacked dimensions of the source in an assignment to an indexed stack.
 
     Args:
-        indexed: the dimensions that have an index tensor, in ascending order; at least one, and none of the stacked.
-        num_index_dims: dimensions of these, broadcast together.
-        rank: of the tensor.
-        stacked_dims: of the tensor.
+        indexed: the dimensions of the stack that have an index tensor, in ascending order; at least one, and no stacked
+            dimension.
+        num_index_dims: the rank of the index tensors, broadcast together.
+        rank: the rank of the stack.
+        stacked_dims: the stacked dimensions of the stack.
 
     Returns:
-        None if what goes into a part is not what remains when these are selected away: indices are side by side in
-        parts, and are not in the tensor.
+        The dimensions of the source that correspond to ``stacked_dims``. None if selecting them from the source does
+        not give the source of a part: this happens if the indexed dimensions are adjacent in a part but not in the
+        stack.
     """
 
     def layout(dims: list[int]) -> list[Any]:
-        """The dimensions of a source: those of indices are in their place if they are adjacent, in front if not."""
+        """The dimensions of a source. Dimensions of the index tensors come first unless indexed ones are adjacent."""
         places = [dims.index(dim) for dim in indexed]
         begin = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
         kept = [dim for dim in dims if dim not in indexed]

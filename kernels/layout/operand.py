@@ -1,5 +1,4 @@
-"""What a kernel knows at compile time about one packed cache: the parameter that makes one kernel serve every
-format."""
+"""The compile-time description of a packed cache, the parameter that lets one kernel serve every format."""
 
 from __future__ import annotations
 
@@ -20,25 +19,25 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, R
 
 
 @dataclass(frozen=True)
-class HeldBlocks:
-    """What a kernel knows at compile time about a :class:`~kvcompile.kernels.layout.packed_layout.Residual`.
+class ExactBlocks:
+    """The compile-time description of a :class:`~kvcompile.kernels.layout.packed_layout.Residual`.
 
     Attributes:
-        dtype: of the tokens that are kept as they are.
-        sink_blocks: the first blocks that have slots,
-        recent_blocks: and how many slots the others share.
-        num_slots: of both.
-        padded_slots: the next power of two.
-        header_blocks: blocks before those of tokens.
-        rows_per_block: tokens in a block of the header.
-        row_bytes: bytes of such a token.
+        dtype: Triton dtype of exact tokens.
+        sink_blocks: number of first blocks, each of which has an entry of its own.
+        recent_blocks: number of entries that all other blocks share.
+        num_entries: number of all entries.
+        padded_entries: ``num_entries`` rounded up to a power of two.
+        header_blocks: blocks of the header, which lie before the blocks of tokens.
+        rows_per_block: rows of the header in a block; a row holds one token.
+        row_bytes: bytes of a row.
     """
 
     dtype: Any
     sink_blocks: int
     recent_blocks: int
-    num_slots: int
-    padded_slots: int
+    num_entries: int
+    padded_entries: int
     header_blocks: int
     rows_per_block: int
     row_bytes: int
@@ -46,46 +45,47 @@ class HeldBlocks:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedOperand:
-    """Everything that a kernel knows at compile time about one packed cache tensor: the parameter that makes one kernel
-    serve every format. Instances come from :func:`packed_operand`, one an argument list, so they compare by identity.
+    """The compile-time description of one packed cache tensor: all that a kernel knows about it before it runs.
+
+    :func:`packed_operand` makes the instances, one for each list of its arguments. They compare by identity.
 
     Attributes:
-        name: all that the other attributes follow from.
-        dtype: of the products that the levels take part in: float16, bfloat16 or float32.
+        name: identifies the description; all other attributes follow from it.
+        dtype: Triton dtype of the products that levels are multiplied in: float16, bfloat16 or float32.
         head_dim: channels of a vector.
-        padded_head_dim: the next power of two.
+        padded_head_dim: ``head_dim`` rounded up to a power of two.
         num_planes: planes of channels, see :mod:`kvcompile.kernels.formats.bit_planes`.
         low_bits: bits of a code in the section ``codes``.
-        code_dtype: element type of that section.
-        width: its elements for a vector.
-        padded_width: the next power of two, at least the 16 that a tensor core product sums over.
-        num_high: high sections.
-        high_planes: for each high section, how many planes have a bit in it.
-        high_widths: their bytes for a vector.
-        high_offsets: their byte offsets in a block.
+        code_dtype: Triton dtype of the section ``codes``.
+        width: elements of the section ``codes`` per vector.
+        padded_width: ``width`` rounded up to a power of two, at least 16, the least depth of a tensor core product.
+        num_high: number of high sections.
+        high_planes: for each high section, the number of planes that have a bit in it.
+        high_widths: for each high section, its bytes per vector.
+        high_offsets: for each high section, its byte offset in a block.
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
         rotated: whether the stored basis is rotated.
-        rotation_seed: of its random signs; 0 for none.
-        granularity: what shares a scale: ``token``, ``group`` or ``channel``.
-        num_scales: scales of a token, or of a block if they are per channel.
+        rotation_seed: seed of the random signs of the rotation; 0 without signs.
+        granularity: which channels share a scale: ``token``, ``group`` or ``channel``.
+        num_scales: scales of a token, or of a block if scales are per channel.
         group_size: channels of a group.
-        has_scale: whether there are scales,
-        scale_offset: byte offset of the scales in a block,
-        scale_dtype: their dtype.
-        has_zero: whether there are zero points,
-        zero_offset: byte offset of the zero points in a block,
-        zero_dtype: their dtype.
-        takes_static_scale: whether all vectors may have a factor, which is no constant of the kernel.
+        has_scale: whether there are scales.
+        scale_offset: byte offset of the scales in a block.
+        scale_dtype: Triton dtype of the scales; None without scales.
+        has_zero: whether there are zero points.
+        zero_offset: byte offset of the zero points in a block.
+        zero_dtype: Triton dtype of the zero points; None without zero points.
+        takes_static_scale: whether vectors have a static scale, which is an argument of kernels and no constant.
         block_tokens: tokens of a block.
-        block_bytes: and its bytes.
-        gain: factor between the levels of the codec and those of the spec,
-        unpack_gains: and between those of the spec and what PTX makes, for each plane.
+        block_bytes: bytes of a block.
+        gain: levels of the specification over levels of the codec.
+        unpack_gains: for each plane, levels of the specification over the numbers that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
-        unpack_ptx: the text of the codec for that capability; None without one, and for products in float32.
-        multiplies_integers: whether to use the codec's ``integers_ptx`` where the query has two columns a row.
-        query_exponent: for keys: queries are scaled to a largest channel in ``[2**(e - 1), 2**e)``.
-        residual: blocks that are kept as they are; None without any.
+        unpack_ptx: the codec's PTX text for that capability; None if there is none, and for products in float32.
+        multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
+        query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
+        residual: exact blocks beside the packed ones; None without a residual.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.layout.references`.
     """
 
@@ -124,22 +124,22 @@ class PackedOperand:
     unpack_ptx: str | None
     multiplies_integers: bool
     query_exponent: int
-    residual: HeldBlocks | None
+    residual: ExactBlocks | None
     by_reference: bool
 
     @property
     def header_blocks(self) -> int:
-        """Blocks before those of tokens."""
+        """Blocks of the header, which lie before the blocks of tokens; 0 without a residual."""
         return 0 if self.residual is None else self.residual.header_blocks
 
     @property
-    def num_slots(self) -> int:
-        """Blocks that are kept as they are."""
-        return 0 if self.residual is None else self.residual.num_slots
+    def num_entries(self) -> int:
+        """Entries of the header, which hold exact blocks; 0 without a residual."""
+        return 0 if self.residual is None else self.residual.num_entries
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """What planes made by :func:`kvcompile.kernels.tiles.packed.unpack` lack beside scales and zero points."""
+        """For each plane, a factor that :func:`kvcompile.kernels.tiles.packed.unpack` leaves to its caller."""
         return (1.0,) * self.num_planes if self.granularity == "group" else self.unpack_gains
 
     @property
@@ -149,7 +149,7 @@ class PackedOperand:
 
     @property
     def relative_gains(self) -> tuple[float, ...]:
-        """The ``gains`` over that."""
+        """The ``gains`` over ``largest_gain``."""
         return tuple(gain / self.largest_gain for gain in self.gains)
 
     @property
@@ -159,15 +159,15 @@ class PackedOperand:
 
     @property
     def prefetched_lines(self) -> int:
-        """Lines of 128 bytes of a block, rounded up to a power of two."""
+        """Cache lines of 128 bytes in a block, rounded up to a power of two."""
         return triton.next_power_of_2(-(-self.block_bytes // 128))
 
     def __repr__(self) -> str:
-        return self.name  # Triton makes it part of the names of functions
+        return self.name  # Triton uses it in the names of compiled functions
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """Triton's key of this constant in its cache on disk: covers the layout, the codec's numbers and its source."""
+        """The key of this constant in Triton's cache on disk: the layout, and the codec's numbers and source."""
         return " ".join([str(vars(self)), self.codec.encode.cache_key, self.codec.levels.cache_key])
 
 
@@ -175,10 +175,16 @@ class PackedOperand:
 def operand_and_scale(
     spec: str, role: Role, head_dim: int, float32: bool, ptx: int, by_reference: bool = False
 ) -> tuple[PackedOperand, float]:
-    """:func:`packed_operand`, the same for all static scales, so that layers share kernels; and the static scale."""
+    """:func:`packed_operand`, and the static scale of the format.
+
+    The description is the same for all static scales, so that layers with different scales share kernels.
+
+    Raises:
+        ValueError: the format has no codec.
+    """
     layout = PackedLayout.parse(spec, role, head_dim)
     if not layout.format.has_levels:
-        raise ValueError(f"{spec} has no codec; kernels of its own read and write it")
+        raise ValueError(f"{spec} has no codec; it has kernels of its own, in kvcompile.kernels.latent")
     unscaled = replace(layout, format_name=layout.format.kernel_name)
     return packed_operand(unscaled.spec, role, head_dim, float32, ptx, by_reference), layout.format.static_scale
 
@@ -187,10 +193,15 @@ def operand_and_scale(
 def packed_operand(
     spec: str, role: Role, head_dim: int, float32: bool, ptx: int, by_reference: bool = False
 ) -> PackedOperand:
-    """The compile-time description of a packed cache of layout ``spec`` for ``role`` and ``head_dim``.
+    """The compile-time description of a packed cache.
 
-    ``float32`` asks for products in float32, ``ptx`` is the major compute capability whose inline PTX can run or 0,
-    ``by_reference`` says whether the data is a reference.
+    Args:
+        spec: format and residual, see :attr:`PackedLayout.spec`.
+        role: ``key`` or ``value``.
+        head_dim: channels of a vector.
+        float32: whether products are computed in float32.
+        ptx: the major compute capability whose inline PTX can run, or 0.
+        by_reference: whether the data is a reference.
     """
     layout = PackedLayout.parse(spec, role, head_dim)
     fmt, offsets = layout.format, layout.section_offsets
@@ -199,7 +210,7 @@ def packed_operand(
     code_dtype = _TRITON_DTYPES[sections["codes"].dtype]()
     products = tl.float32 if float32 or code_dtype == tl.float32 else tl.float16
     if code_dtype == tl.bfloat16:
-        products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bits of bfloat16
+        products = tl.float32 if float32 or INTERPRETED else tl.bfloat16  # the interpreter multiplies bit patterns
     scale, zero = sections.get("scale"), sections.get("zero")
     unpack_ptx = None if float32 else _unpack_ptx(fmt.codec, ptx)
     unpack_gains = fmt.codec.unpack_gains if unpack_ptx is not None else ()
@@ -240,7 +251,7 @@ def packed_operand(
         unpack_ptx=unpack_ptx,
         multiplies_integers=ptx > 0 and not float32 and _multiplies_integers(layout),
         query_exponent=_query_exponent(fmt),
-        residual=_held_blocks(layout),
+        residual=_exact_blocks(layout),
         by_reference=by_reference,
     )
 
@@ -251,10 +262,10 @@ def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
 
 
 def _multiplies_integers(layout: PackedLayout) -> bool:
-    """See :class:`PackedOperand`.
+    """The attribute of :class:`PackedOperand`.
 
-    A rotated query has no outlier channels, which would leave the others few digits. Blocks that are kept as they are
-    have no integers, and products of integers sum over 32 channels at least.
+    The query must be rotated: without outlier channels all channels keep enough digits. Exact blocks have no integer
+    codes, so that there must be no residual. A product of integers sums over at least 32 channels.
     """
     fmt = layout.format
     has_integers = fmt.codec.integers_ptx is not None and fmt.packing.width(layout.head_dim) >= 32
@@ -262,27 +273,28 @@ def _multiplies_integers(layout: PackedLayout) -> bool:
 
 
 def _query_exponent(fmt: Format) -> int:
-    """See :class:`PackedOperand`.
+    """The attribute of :class:`PackedOperand`.
 
-    7 leaves 21 binary orders to the smallest normal fp16 number, and a bf16 query is exact in them. Scales per channel
-    multiply the query before its products: fp16 scales, at most ``2**17 / max_code``, must not take it to 2**16;
-    float32 scales are normalised to less than 2, so that nearly all the range of fp16 serves their differences.
+    With an exponent of 7 the smallest normal fp16 number is 21 binary orders below the largest channel, and a bf16
+    query is exact within them. Scales per channel multiply the query before its products. fp16 scales are at most
+    ``2**17 / max_code``, and the scaled query must stay below 2**16. float32 scales are normalised to less than 2,
+    which leaves nearly the whole range of fp16 to the differences between them.
     """
     if fmt.granularity != "channel":
         return 7
     return 14 if fmt.scale_dtype == torch.float32 else int(math.log2(fmt.codec.constants.max_code)) - 1
 
 
-def _held_blocks(layout: PackedLayout) -> HeldBlocks | None:
+def _exact_blocks(layout: PackedLayout) -> ExactBlocks | None:
     residual = layout.residual
     if residual is None:
         return None
-    return HeldBlocks(
+    return ExactBlocks(
         dtype=_TRITON_DTYPES[residual.dtype](),
         sink_blocks=residual.sink_blocks,
         recent_blocks=residual.recent_blocks,
-        num_slots=residual.num_slots,
-        padded_slots=triton.next_power_of_2(residual.num_slots),
+        num_entries=residual.num_entries,
+        padded_entries=triton.next_power_of_2(residual.num_entries),
         header_blocks=layout.header_blocks,
         rows_per_block=layout.rows_per_block,
         row_bytes=layout.row_bytes,

@@ -2,19 +2,20 @@
 
 A packed cache is one uint8 tensor ``data`` of shape [num_blocks, batch, num_kv_heads, block_bytes]. A block holds
 BLOCK_TOKENS consecutive tokens of one head, section after section (codes, scale, zero), and is contiguous. The block
-dimension is outermost, so that a longer buffer has the same strides and a prefix of it is the shorter cache.
+dimension is outermost: a longer buffer has the same strides, and a prefix of it is the shorter cache.
 
-Codes of a key lie row-major, [BLOCK_TOKENS][width]; codes of a value lie column-major, [width][BLOCK_TOKENS]. With that
-both products of attention (K q and V^T p) read their packed operand with the reduction dimension contiguous. Scales and
+Codes of keys lie row-major, [BLOCK_TOKENS][width]; codes of values lie column-major, [width][BLOCK_TOKENS]. Both
+products of attention (K q and V^T p) then read their packed operand with a contiguous reduction dimension. Scales and
 zero points lie row-major, or once for all tokens of the block if the section is shared.
 
-A cache with a :class:`Residual` also keeps some blocks of tokens as they are, in ``num_slots`` slots, and has
-``header_blocks`` blocks for them before the blocks of tokens. The header is a run of rows of ``head_dim`` elements of
-the residual's dtype: row ``r`` lies in block ``r // rows_per_block``, at byte ``r % rows_per_block * row_bytes``. Row 0
-holds one int32 tag for each slot, ``1 +`` the block of tokens that the slot holds, or 0 for none; the rows of slot
-``s`` are BLOCK_TOKENS rows from ``1 + s * BLOCK_TOKENS`` on, for keys and values alike. All-zero bytes are the cache of
-zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual` says what the header
-means.
+A cache with a :class:`Residual` also keeps some blocks of tokens exactly, in the dtype of the cache. They lie in a
+header of ``header_blocks`` blocks before the blocks of tokens. The header has ``num_entries`` entries; each holds the
+BLOCK_TOKENS tokens of one block and a tag, which names the block. The header is a run of rows of ``head_dim`` elements
+in the residual's dtype. Row ``r`` lies in block ``r // rows_per_block``, at byte ``r % rows_per_block * row_bytes``.
+Row 0 holds the tags, int32: ``1 +`` the number of the block that the entry holds, or 0 for an empty entry. The tokens
+of entry ``e`` are the BLOCK_TOKENS rows from ``1 + e * BLOCK_TOKENS`` on, for keys and values alike. All-zero bytes are
+the cache of zeros here too, and a prefix is still the shorter cache. :mod:`kvcompile.kernels.spec.residual` says what
+the header means.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvcompile.kernels.formats.bit_planes import Section
 TAG_BYTES = torch.int32.itemsize
 
 MIN_GROWING_BLOCKS = 2
-"""Least blocks of a cache that grows: Dynamo specialises on sizes 0 and 1."""
+"""The least number of blocks of a growing cache: Dynamo specialises on the sizes 0 and 1."""
 
 Role = Literal["key", "value"]
 
@@ -45,12 +46,15 @@ _SPEC = re.compile(r"(?P<format>[^\[\]]+)(\[recent=(?P<recent>\d+),sinks=(?P<sin
 
 @dataclass(frozen=True)
 class Residual:
-    """The tokens of a packed cache that are kept as they are, beside their packed form.
+    """The tokens of a packed cache that are also kept exactly, in the dtype of the cache.
 
     Attributes:
-        sink_blocks: so many blocks of tokens from the first on, always.
-        recent_blocks: so many of the blocks that were written last.
-        dtype: float32, float16 or bfloat16: the dtype of the cache.
+        sink_blocks: number of blocks, from the first block on, that are always kept exactly.
+        recent_blocks: number of blocks, among those written last, that are kept exactly.
+        dtype: the dtype of the cache: float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: the numbers of blocks are negative or both 0, or the dtype is none of the three.
     """
 
     sink_blocks: int
@@ -58,19 +62,21 @@ class Residual:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if min(self.sink_blocks, self.recent_blocks) < 0 or self.num_slots == 0:
-            raise ValueError(f"a residual of {self.sink_blocks} first and {self.recent_blocks} recent blocks is none")
+        if min(self.sink_blocks, self.recent_blocks) < 0 or self.num_entries == 0:
+            raise ValueError(
+                f"a residual needs at least one block, but has {self.sink_blocks} first and {self.recent_blocks} recent"
+            )
         if self.dtype not in _DTYPES.values():
-            raise ValueError(f"a residual of {self.dtype}; a cache is one of {', '.join(_DTYPES)}")
+            raise ValueError(f"the dtype of a residual must be one of {', '.join(_DTYPES)}, but is {self.dtype}")
 
     @property
-    def num_slots(self) -> int:
-        """Blocks of tokens that it keeps."""
+    def num_entries(self) -> int:
+        """The number of blocks that are kept exactly, each in an entry of the header."""
         return self.sink_blocks + self.recent_blocks
 
     @property
     def description(self) -> str:
-        """How many tokens of either kind it keeps, e.g. ``64 recent, 64 first``."""
+        """The numbers of recent and first tokens that are kept exactly, for people: ``64 recent, 64 first``."""
         counts = {"recent": self.recent_blocks, "first": self.sink_blocks}
         return ", ".join(f"{blocks * BLOCK_TOKENS} {word}" for word, blocks in counts.items() if blocks)
 
@@ -87,7 +93,7 @@ class PackedLayout:
         format_name: a name in the format registry.
         role: ``key`` or ``value``.
         head_dim: channels of a vector.
-        residual: tokens that are kept as they are, if any.
+        residual: tokens that are also kept exactly; None without such tokens.
     """
 
     format_name: str
@@ -98,13 +104,23 @@ class PackedLayout:
     @classmethod
     @functools.cache
     def parse(cls, spec: str, role: Role, head_dim: int) -> PackedLayout:
-        """The layout whose :attr:`spec` is ``spec``: a format's name, perhaps with a residual; ValueError otherwise."""
+        """The layout whose :attr:`spec` is ``spec``.
+
+        Args:
+            spec: the name of a format, optionally followed by a residual:
+                ``int4_per_channel[recent=1,sinks=0,float16]``.
+            role: ``key`` or ``value``.
+            head_dim: channels of a vector.
+
+        Raises:
+            ValueError: ``spec`` or ``role`` is not valid, or the format is unknown.
+        """
         match = _SPEC.fullmatch(spec)
         if match is None or (match["dtype"] is not None and match["dtype"] not in _DTYPES):
-            form = f"FORMAT[recent=BLOCKS,sinks=BLOCKS,DTYPE] with one of {', '.join(_DTYPES)}"
-            raise ValueError(f"{spec!r} is neither the name of a cache format nor of the form {form}")
+            form = f"FORMAT[recent=BLOCKS,sinks=BLOCKS,DTYPE] with DTYPE one of {', '.join(_DTYPES)}"
+            raise ValueError(f"{spec!r} is neither the name of a cache format nor {form}")
         if role not in get_args(Role):
-            raise ValueError(f"{role!r} is not the role of a cache: it is one of {', '.join(get_args(Role))}")
+            raise ValueError(f"{role!r} is not a role of a cache; roles: {', '.join(get_args(Role))}")
         residual = None
         if match["dtype"] is not None:
             residual = Residual(int(match["sinks"]), int(match["recent"]), _DTYPES[match["dtype"]])
@@ -112,17 +128,17 @@ class PackedLayout:
 
     @property
     def spec(self) -> str:
-        """Format and residual in one text, e.g. ``int4_per_channel[recent=1,sinks=0,bfloat16]``: what ops take."""
+        """Format and residual in one text, as operators take it: ``int4_per_channel[recent=1,sinks=0,bfloat16]``."""
         return f"{self.format_name}{self.residual or ''}"
 
     @property
     def description(self) -> str:
-        """Format and residual in words for people, e.g. ``int4_per_channel (64 recent)``; counts are tokens."""
+        """Format and residual for people, with counts of tokens: ``int4_per_channel (64 recent)``."""
         return self.format_name if self.residual is None else f"{self.format_name} ({self.residual.description})"
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes per sequence and head of the header."""
+        """Bytes of the header per sequence and head."""
         return self.header_blocks * self.block_bytes
 
     @property
@@ -130,19 +146,19 @@ class PackedLayout:
         return get_format(self.format_name)
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
-        """Why there can be no cache of ``dtype`` with this layout, or None if there can."""
+        """The reason why a cache of ``dtype`` cannot have this layout; None if it can."""
         reason = self.format.unsupported(self.head_dim, self.role)
         if reason is not None:
             return reason
         if self.format.granularity == "channel" and (self.residual is None or not self.residual.recent_blocks):
-            return "scales per channel need at least one block of recent tokens in the dtype of the cache"
+            return "scales per channel need a residual with at least one block of recent tokens"
         if self.residual is None:
             return None
         if self.residual.dtype != dtype:
-            return f"a cache of {dtype} keeps its first and recent tokens in that dtype"
-        if TAG_BYTES * self.residual.num_slots > self.row_bytes:
+            return f"the residual is {self.residual.dtype}, but the cache is {dtype}: both need the same dtype"
+        if TAG_BYTES * self.residual.num_entries > self.row_bytes:
             most = self.row_bytes // TAG_BYTES * BLOCK_TOKENS
-            return f"at head_dim {self.head_dim} at most {most} first and recent tokens can be kept as they are"
+            return f"at head_dim {self.head_dim} a residual can have at most {most} first and recent tokens"
         return None
 
     @functools.cached_property
@@ -151,7 +167,7 @@ class PackedLayout:
 
     @functools.cached_property
     def section_offsets(self) -> dict[str, int]:
-        """Byte offset of every section within a block."""
+        """The byte offset of each section within a block, by name."""
         offsets, offset = {}, 0
         for section in self.sections:
             offsets[section.name] = offset
@@ -160,7 +176,7 @@ class PackedLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token and head, metadata included; shared metadata is a whole number of bytes per token."""
+        """Bytes per token and head, metadata included. Shared metadata takes a whole number of bytes per token."""
         return self.block_bytes // BLOCK_TOKENS
 
     @functools.cached_property
@@ -172,66 +188,67 @@ class PackedLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token in the header."""
+        """Bytes of an exact token, a row of the header."""
         return self.head_dim * self.residual.dtype.itemsize if self.residual is not None else 0
 
     @property
     def rows_per_block(self) -> int:
-        """Tokens in a block of the header."""
+        """Rows of the header in one block."""
         return self.block_bytes // self.row_bytes
 
     @functools.cached_property
     def header_blocks(self) -> int:
-        """Blocks before those of tokens; 0 without a residual."""
+        """Blocks of the header, which lie before the blocks of tokens; 0 without a residual."""
         if self.residual is None:
             return 0
-        return -(-(1 + self.residual.num_slots * BLOCK_TOKENS) // self.rows_per_block)
+        return -(-(1 + self.residual.num_entries * BLOCK_TOKENS) // self.rows_per_block)
 
     def blocks(self, num_tokens: int) -> int:
-        """Blocks of a cache of ``num_tokens`` slots, the header included; also for symbolic sizes."""
+        """Blocks of a cache with room for ``num_tokens`` tokens, header included; sizes may be symbolic."""
         return self.header_blocks + num_blocks(num_tokens)
 
     def growing_blocks(self, num_tokens: int) -> int:
-        """The same for a cache that grows: the blocks that it shows."""
+        """Blocks that a growing cache of ``num_tokens`` tokens shows, header included; sizes may be symbolic."""
         return self.header_blocks + growing_blocks(num_tokens)
 
     def token_blocks(self, data: Tensor) -> int:
-        """Blocks of tokens in ``data``."""
+        """Blocks of tokens in ``data``, without the header."""
         return data.shape[0] - self.header_blocks
 
     def shape(self, num_tokens: int, batch: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-        """Shape of ``data`` for a cache of ``num_tokens`` slots."""
+        """The shape of ``data`` for a cache with room for ``num_tokens`` tokens."""
         return (self.blocks(num_tokens), batch, num_kv_heads, self.block_bytes)
 
     def nbytes(self) -> sympy.Expr:
-        """Bytes of ``data`` as an expression in ``num_tokens``, ``batch`` and ``num_kv_heads``."""
+        """The bytes of ``data`` as an expression in ``num_tokens``, ``batch`` and ``num_kv_heads``."""
         num_tokens, batch, heads = sympy.symbols("num_tokens batch num_kv_heads", integer=True, positive=True)
         per_token = self.format.bytes_per_token().subs(HEAD_DIM, self.head_dim)
         blocks = self.header_blocks + sympy.ceiling(num_tokens / BLOCK_TOKENS)
         return batch * heads * BLOCK_TOKENS * blocks * per_token
 
     def tags(self, data: Tensor) -> Tensor:
-        """View of the tags: int32 [batch, num_kv_heads, num_slots]."""
+        """A view of the tags in the header, int32 [batch, num_kv_heads, num_entries]."""
         assert self.residual is not None
-        return data.view(torch.int32)[0, ..., : self.residual.num_slots]
+        return data.view(torch.int32)[0, ..., : self.residual.num_entries]
 
     def rows(self, data: Tensor) -> Tensor:
-        """The rows of the slots, in the residual's dtype: [batch, num_kv_heads, num_slots, BLOCK_TOKENS, head_dim].
+        """The tokens of all entries, [batch, num_kv_heads, num_entries, BLOCK_TOKENS, head_dim] in the residual's
+        dtype.
 
-        A copy: a slot may begin in one block and end in the next.
+        The result is a copy, because an entry may begin in one block and end in the next.
         """
         assert self.residual is not None
         header = data.view(self.residual.dtype)[: self.header_blocks, ..., : self.rows_per_block * self.head_dim]
         rows = header.unflatten(-1, (self.rows_per_block, self.head_dim)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return rows[:, :, 1 : 1 + self.residual.num_slots * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
+        return rows[:, :, 1 : 1 + self.residual.num_entries * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
 
     def split(self, data: Tensor) -> dict[str, Tensor]:
-        """Typed views of the blocks of tokens in ``data``, one a section.
+        """Typed views of the sections in the blocks of tokens of ``data``, by name.
 
-        Each is [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width], or [num_blocks, batch, num_kv_heads, 1, width]
-        if it is shared.
+        A view is [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, width], or [num_blocks, batch, num_kv_heads, 1, width]
+        for a section that a block shares.
         """
-        parts = {}
+        sections = {}
         for section in self.sections:
             typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
             typed = typed[self.header_blocks :]
@@ -239,76 +256,81 @@ class PackedLayout:
             rows = 1 if section.shared else BLOCK_TOKENS
             flat = typed[..., start : start + section.width * rows]
             if self.column_major(section):
-                parts[section.name] = flat.unflatten(-1, (section.width, rows)).transpose(-1, -2)
+                sections[section.name] = flat.unflatten(-1, (section.width, rows)).transpose(-1, -2)
             else:
-                parts[section.name] = flat.unflatten(-1, (rows, section.width))
-        return parts
+                sections[section.name] = flat.unflatten(-1, (rows, section.width))
+        return sections
 
-    def token_bytes(self, parts: dict[str, Tensor]) -> Tensor:
-        """Sections [..., width] of tokens -> their bytes, uint8 [..., bytes_per_token], in section order."""
-        return torch.cat([_bytes_of(parts[section.name].to(section.dtype)) for section in self.sections], dim=-1)
+    def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
+        """The bytes of tokens, uint8 [..., bytes_per_token], from their sections [..., width], in section order."""
+        return torch.cat([_bytes_of(sections[section.name].to(section.dtype)) for section in self.sections], dim=-1)
 
-    def block_parts_bytes(self, parts: dict[str, Tensor]) -> list[Tensor]:
-        """Inverse of :meth:`split`: sections [..., BLOCK_TOKENS, width] -> bytes of blocks, int32 [..., nbytes]."""
+    def block_byte_values(self, sections: dict[str, Tensor]) -> list[Tensor]:
+        """Inverse of :meth:`split`: int32 [..., nbytes] from [..., BLOCK_TOKENS, width], for each section."""
         columns = []
         for section in self.sections:
-            part = parts[section.name].to(section.dtype)
-            part = part.transpose(-1, -2) if self.column_major(section) else part
-            columns.append(_byte_values(part).flatten(-2))
+            values = sections[section.name].to(section.dtype)
+            values = values.transpose(-1, -2) if self.column_major(section) else values
+            columns.append(_byte_values(values).flatten(-2))
         return columns
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: its rows, then its tag."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry: its tokens and its tag."""
         return BLOCK_TOKENS * self.row_bytes + TAG_BYTES
 
     @property
-    def written_slot_bytes(self) -> int:
-        """Bytes that are written to a slot: its rows, then its tag over and over, as long as a row.
+    def written_entry_bytes(self) -> int:
+        """Bytes that a write to an entry takes: its tokens, then its tag repeated until it is as long as a row.
 
-        Inductor splits a CPU loop with a division in it by the divisor, here ``row_bytes``, and forgets what is left
-        over (``try_loop_split``, torch 2.11 to 2.13). So nothing must be.
+        The number must be a multiple of ``row_bytes``. Inductor splits a CPU loop that divides its index into runs of
+        the divisor, here ``row_bytes``, and drops the remainder (``try_loop_split``, torch 2.11 to 2.13).
         """
         return (BLOCK_TOKENS + 1) * self.row_bytes
 
-    def slot_place(self, slot: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Block and offset in ``data`` of the bytes that are written to slots; all int64 and broadcast."""
-        row, rest = 1 + slot * BLOCK_TOKENS + byte // self.row_bytes, byte % self.row_bytes
+    def entry_place(self, entry: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+        """Block and offset in ``data`` of byte ``byte`` of a write to an entry; all are int64 and broadcast."""
+        row, rest = 1 + entry * BLOCK_TOKENS + byte // self.row_bytes, byte % self.row_bytes
         in_rows = byte < BLOCK_TOKENS * self.row_bytes
         block = torch.where(in_rows, row // self.rows_per_block, 0)
         offset = torch.where(
-            in_rows, row % self.rows_per_block * self.row_bytes + rest, slot * TAG_BYTES + rest % TAG_BYTES
+            in_rows, row % self.rows_per_block * self.row_bytes + rest, entry * TAG_BYTES + rest % TAG_BYTES
         )
         return block, offset
 
-    def slot_parts_bytes(self, rows: Tensor, tags: Tensor) -> list[Tensor]:
-        """Rows [..., BLOCK_TOKENS, head_dim] and tags, int64 [...], of slots -> their bytes, int32 [..., nbytes]."""
+    def entry_byte_values(self, rows: Tensor, tags: Tensor) -> list[Tensor]:
+        """The bytes of a write to entries, as a list of int32 [..., nbytes].
+
+        Args:
+            rows: tokens, [..., BLOCK_TOKENS, head_dim] in the residual's dtype.
+            tags: int64 [...].
+        """
         tag = tags.int()[..., None].expand(*tags.shape, self.row_bytes // TAG_BYTES)
         return [_byte_values(rows).flatten(-2), _byte_values(tag)]
 
-    def byte_offsets(self, token_in_block: Tensor) -> Tensor:
-        """Where the bytes of :meth:`token_bytes` lie in a block: int64 [...] -> int64 [..., bytes_per_token]."""
-        token = token_in_block[..., None]
+    def byte_offsets(self, row: Tensor) -> Tensor:
+        """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., bytes_per_token] from rows [...]."""
+        row = row[..., None]
         columns = []
         for section in self.sections:
             start, width = self.section_offsets[section.name], section.nbytes
-            index = torch.arange(width, device=token.device)
+            index = torch.arange(width, device=row.device)
             itemsize = section.dtype.itemsize
             if self.column_major(section):
-                within = (index // itemsize * BLOCK_TOKENS + token) * itemsize + index % itemsize
+                within = (index // itemsize * BLOCK_TOKENS + row) * itemsize + index % itemsize
             else:
-                within = token * width + index
+                within = row * width + index
             columns.append(start + within)
         return torch.cat(columns, dim=-1)
 
 
 def num_blocks(num_tokens: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens; also for symbolic sizes."""
+    """The number of blocks that hold ``num_tokens`` tokens; sizes may be symbolic."""
     return (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
 def growing_blocks(num_tokens: int) -> int:
-    """Blocks of ``num_tokens`` tokens that a cache which grows shows; also for symbolic sizes."""
+    """Blocks that a growing cache of ``num_tokens`` tokens shows, without a header; sizes may be symbolic."""
     return torch.sym_max(num_blocks(num_tokens), MIN_GROWING_BLOCKS)
 
 
@@ -317,16 +339,16 @@ def _bytes_in_block(section: Section) -> int:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Little-endian bytes of ``x`` [..., width]: uint8 [..., width * itemsize].
+    """The little-endian bytes of ``x`` [..., width]: uint8 [..., width * itemsize].
 
-    By arithmetic on the bits, which Inductor fuses; ``view(torch.uint8)`` is a kernel of its own, and Inductor of torch
-    2.11 computes wrong strides for it.
+    They are computed by arithmetic on the bits, which Inductor fuses. ``view(torch.uint8)`` would be a kernel of its
+    own, and Inductor of torch 2.11 computes wrong strides for it.
     """
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else _byte_values(x).to(torch.uint8)
 
 
 def _byte_values(x: Tensor) -> Tensor:
-    """:func:`_bytes_of` as numbers, int32: concatenating those is fused too, and that of uint8 is not."""
+    """:func:`_bytes_of` as int32: Inductor fuses the concatenation of int32 tensors, but not of uint8 tensors."""
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8).int()
     bits = x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).int()

@@ -1,9 +1,9 @@
 """References: packed data that is passed by an address in device memory.
 
-A recorded CUDA graph launches its kernels with the arguments of the recording. Where packed data shall differ from
-replay to replay, an operator is given a *reference* in its place: a tensor of the data's shape whose strides are all 0
-and whose storage holds, at the tensor's offset, the data's address (int64). The data itself is contiguous. Kernels read
-the address when they run (:func:`referred`), and whoever replays the graph writes it before.
+A recorded CUDA graph launches its kernels with the arguments of the recording. If packed data may differ from replay to
+replay, an operator gets a *reference* instead: a tensor with the shape of the data whose strides are all 0. Its storage
+holds the address of the data (int64), at the offset of the tensor. The data itself is contiguous. Kernels read the
+address when they run (:func:`referred`); the caller writes it before each replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.kernels.lang.triton import jit, tl
 
 REFERENCE_NBYTES = 16
-"""Distance of references in memory: Inductor copies inputs that are not aligned to 16 bytes."""
+"""Bytes from one reference to the next in memory: Inductor copies inputs that are not aligned to 16 bytes."""
 
 
 def reference_strides(data: Tensor) -> tuple[int, ...]:
@@ -28,8 +28,11 @@ def is_reference(data: Tensor) -> bool:
 
 
 def strides_of(data: Tensor) -> tuple[int, int, int]:
-    """The strides (block, batch, head) in bytes of packed data [num_blocks, batch, num_kv_heads, block_bytes], or of
-    the data that it refers to."""
+    """The strides (block, batch, head) in bytes of packed data.
+
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes], or a reference to such data.
+    """
     block, batch, head, _ = data.stride()
     if is_reference(data):
         _, batch_size, num_kv_heads, head = data.shape
@@ -39,11 +42,11 @@ def strides_of(data: Tensor) -> tuple[int, int, int]:
 
 
 class References:
-    """References to some packed data, all on one device, that keep their own address while what they refer to changes.
+    """References to packed tensors on one device. Their own addresses stay while the data they refer to changes.
 
     Args:
-        count: how many.
-        device: of the data.
+        count: the number of tensors.
+        device: the device of the data.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -52,11 +55,15 @@ class References:
         self._references: list[Tensor] = []
 
     def refer(self, data: list[Tensor]) -> list[Tensor]:
-        """The references, to ``data`` from now on: kernels that were launched before on the current stream still see
-        what was referred to then.
+        """Make the references refer to ``data``, and return them.
+
+        Kernels that were launched earlier on the current stream still read the earlier data.
+
+        Args:
+            data: ``count`` packed tensors, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
 
         Raises:
-            ValueError: data is not contiguous.
+            ValueError: a tensor is not contiguous.
         """
         known = [(tensor.data_ptr(), tensor.shape) for tensor in data]
         if known != self._known:
@@ -73,8 +80,8 @@ class References:
 
 @jit
 def referred(ptr, OPERAND: tl.constexpr):
-    """The pointer to packed data, from that which a kernel was given."""
+    """The pointer to packed data: the pointer argument of a kernel, or the address at it if it is a reference."""
     if OPERAND.by_reference:
-        # Blocks start at multiples of 64 bytes; Triton knows that of arguments only.
+        # Blocks start at multiples of 64 bytes. Triton knows the alignment of arguments only.
         ptr = tl.multiple_of(tl.load(ptr.to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.uint8)), 64)
     return ptr

@@ -10,8 +10,8 @@ of keys goes to the query once, one of values to the output. The decode
 path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
 of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
 
-Blocks that the slots of a residual hold (:mod:`kvcompile.kernels.spec.residual`) are attended to as they are: their
-scores replace those of the packed blocks, and their weights go to the slots' values instead of the packed ones.
+Blocks that the entries of a residual hold (:mod:`kvcompile.kernels.spec.residual`) are attended to as they are: their
+scores replace those of the packed blocks, and their weights go to the entries' values instead of the packed ones.
 
 Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
 """
@@ -28,7 +28,7 @@ from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.rotation import rotate, unrotate
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import read_stored_tokens
-from kvcompile.kernels.spec.residual import held_blocks, holding_slots
+from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
 
 MAX_DECODE_ROWS = 16  # query rows (query heads of a KV head times q_len) that the decode path keeps in registers
 GROUP_BLOCKS = 8  # blocks of V that are summed before anything is written
@@ -60,7 +60,7 @@ def attend(
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
         sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
-        kv_len: tokens in the cache, at most as many as its blocks hold; slots beyond it have no influence, whatever
+        kv_len: tokens in the cache, at most as many as its blocks hold; entries beyond it have no influence, whatever
             their bytes.
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
@@ -81,7 +81,7 @@ def attend(
         raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
-        raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} slots of the packed keys")
+        raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} tokens that k_data has room for")
     if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
         return query.new_zeros((*query.shape[:3], v_layout.head_dim))
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
@@ -208,38 +208,38 @@ def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     scores = _packed_scores(_to_stored_basis(q, layout), data, layout)
     if layout.residual is None:
         return scores
-    # The same products with the rows of slots; then each block looks at the slot that holds it.
+    # The same products with the rows of entries; then each block looks at the entry that holds it.
     keys = layout.rows(data).float()
     rows = [(keys * row).sum(-1) for row in _computed_once(q)[:, :, :, None, None].unbind(2)]
-    slot, held = holding_slots(data, layout)
-    held_scores = torch.stack(rows, 3)[:, :, slot].permute(2, 0, 1, 3, 4)
-    return torch.where(held[..., None, None], held_scores, scores)
+    entry, exact = holding_entries(data, layout)
+    exact_scores = torch.stack(rows, 3)[:, :, entry].permute(2, 0, 1, 3, 4)
+    return torch.where(exact[..., None, None], exact_scores, scores)
 
 
 def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries in the stored basis."""
-    parts, fmt = layout.split(data), layout.format
-    levels = _levels(parts, fmt, transposed=False)
+    sections, fmt = layout.split(data), layout.format
+    levels = _levels(sections, fmt, transposed=False)
     q = _times_static_scale(q, fmt)
     zero_scores = None
     if fmt.granularity == "channel":
-        if "zero" in parts:
-            zero_scores = (parts["zero"].float() * q).sum(-1, keepdim=True)
-        q = parts["scale"].float() * q
+        if "zero" in sections:
+            zero_scores = (sections["zero"].float() * q).sum(-1, keepdim=True)
+        q = sections["scale"].float() * q
     # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
     rows = []
     for row in _computed_once(q).unsqueeze(-2).unbind(-3):
-        products = [level * part for level, part in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
+        products = [level * plane for level, plane in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
         rows.append(sum(products[1:], products[0]).sum(-1))
     scores = torch.stack(rows, 3)
     if zero_scores is not None:
         scores = scores + zero_scores
     if fmt.granularity != "token":
         return scores
-    if "scale" in parts:
-        scores = scores * _per_token(parts["scale"])
-    if "zero" in parts:
-        scores = scores + _per_token(parts["zero"]) * q.sum(-1, keepdim=True)
+    if "scale" in sections:
+        scores = scores * _per_token(sections["scale"])
+    if "zero" in sections:
+        scores = scores + _per_token(sections["zero"]) * q.sum(-1, keepdim=True)
     return scores
 
 
@@ -247,11 +247,11 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
     """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
     if layout.residual is None:
         return _to_original_basis(_weighted_packed_values(p, in_cache, data, layout), layout)
-    _, held = holding_slots(data, layout)
-    packed_p = torch.where(held[..., None, None], 0.0, p)
+    _, exact = holding_entries(data, layout)
+    packed_p = torch.where(exact[..., None, None], 0.0, p)
     out = _to_original_basis(_weighted_packed_values(packed_p, in_cache, data, layout), layout)
 
-    block, holds = held_blocks(data, layout)
+    block, holds = exact_blocks(data, layout)
     sequence, head = (torch.arange(size, device=data.device) for size in block.shape[:2])
     weights = torch.where(holds[..., None, None], p[block, sequence[:, None, None], head[:, None]], 0.0)
     visible = holds[..., None] & in_cache[:, 0, 0, 0][block]
@@ -262,14 +262,14 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
 
 def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over the packed blocks, in the stored basis."""
-    parts, fmt = layout.split(data), layout.format
-    levels = _levels(parts, fmt, transposed=True)
+    sections, fmt = layout.split(data), layout.format
+    levels = _levels(sections, fmt, transposed=True)
     if fmt.scale_dtype is None or fmt.granularity != "token":
         # Nothing beyond the cache may count, not even as 0 * NaN.
         levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
         weights = p
     else:
-        weights = _computed_once(p * torch.where(in_cache, _per_token(parts["scale"]), 0.0))
+        weights = _computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0))
     # Two stages, so that the loops walk over the cache nearly in the order of its memory.
     blocks = weights.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
@@ -278,8 +278,8 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
         planes = [(level * row).unflatten(0, (blocks // group, group)).sum((1, -1)) for level in levels]
         rows.append(torch.cat(planes, dim=-1))
     out = torch.stack(rows, 3).sum(0)
-    if "zero" in parts and fmt.granularity == "token":
-        zero = torch.where(in_cache, _per_token(parts["zero"]), 0.0)
+    if "zero" in sections and fmt.granularity == "token":
+        zero = torch.where(in_cache, _per_token(sections["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)
     return _times_static_scale(out, fmt)
 
@@ -288,19 +288,19 @@ def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
     return x if fmt.static_scale == 1.0 else x * fmt.static_scale
 
 
-def _levels(parts: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
+def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
     """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
 
     With scales per group of channels, which cannot be taken out of the products, the dequantized values.
     """
-    levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(parts))]
+    levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(sections))]
     if fmt.granularity == "group":
         for name in ("scale", "zero"):
-            if name in parts:
-                metadata = fmt.per_channel(parts[name]).chunk(len(levels), dim=-1)
+            if name in sections:
+                metadata = fmt.per_channel(sections[name]).chunk(len(levels), dim=-1)
                 levels = [
-                    level * part if name == "scale" else level + part
-                    for level, part in zip(levels, metadata, strict=True)
+                    level * plane if name == "scale" else level + plane
+                    for level, plane in zip(levels, metadata, strict=True)
                 ]
     return [level.transpose(-1, -2) for level in levels] if transposed else levels
 

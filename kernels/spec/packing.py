@@ -12,13 +12,13 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.residual import (
     Update,
-    all_slots,
+    all_entries,
+    entry_scatter,
     header_of,
     is_few,
-    slot_scatter,
     token_update,
     vector_update,
-    with_held_blocks,
+    with_exact_blocks,
 )
 
 
@@ -41,16 +41,16 @@ def write_tokens(
         first_sequence: the sequence of ``data`` that is the first of ``x``, if ``data`` has others besides.
     """
 
-    def part(data: Tensor) -> Tensor:
+    def written(data: Tensor) -> Tensor:
         return data if first_sequence is None else data.narrow(1, first_sequence, x.shape[0])
 
     if layout.residual is None:
-        index, values = _byte_update(part(data), layout, x, positions, valid)
+        index, values = _byte_update(written(data), layout, x, positions, valid)
     elif is_few(x) and x.shape[2]:
-        index, values = token_update(part(data), layout, x, positions, valid).scatter(layout)
+        index, values = token_update(written(data), layout, x, positions, valid).scatter(layout)
     else:
         data = data.clone()
-        write_tokens_(part(data), layout, x, positions, valid)
+        write_tokens_(written(data), layout, x, positions, valid)
         return data
     if first_sequence is not None:
         block, sequence, head, byte = index
@@ -116,7 +116,7 @@ def write_vectors_(
 def _apply(data: Tensor, layout: PackedLayout, update: Update, blocks: Tensor | None) -> None:
     """Carry out an update of ``blocks``, or of all blocks."""
     packed = _blocks_first(update.packed(layout))
-    data.index_put_(*update.slot_scatter(layout))
+    data.index_put_(*update.entry_scatter(layout))
     if blocks is None:
         data[layout.header_blocks :].copy_(packed)
     else:
@@ -142,7 +142,7 @@ def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, s
             taken = (new_tags > first) & (new_tags <= last)
             tags = torch.where(taken, new_tags, tags)
             rows = torch.where(taken[..., None, None], layout.rows(source), rows)
-        data.index_put_(*slot_scatter(layout, all_slots(layout, data), rows, tags))
+        data.index_put_(*entry_scatter(layout, all_entries(layout, data), rows, tags))
     if source is None:
         data[begin:end].zero_()
     else:
@@ -164,11 +164,13 @@ def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
         x = x.to(layout.residual.dtype)
     padding = (0, 0, 0, -x.shape[2] % BLOCK_TOKENS)
     if layout.format.granularity == "channel":
-        parts = layout.format.encode(F.pad(x, padding).unflatten(2, (-1, BLOCK_TOKENS)))
+        sections = layout.format.encode(F.pad(x, padding).unflatten(2, (-1, BLOCK_TOKENS)))
     else:
-        parts = layout.format.encode(x)
-        parts = {name: F.pad(part, padding).unflatten(2, (-1, BLOCK_TOKENS)) for name, part in parts.items()}
-    packed = torch.cat(layout.block_parts_bytes(parts), -1).to(torch.uint8)
+        sections = layout.format.encode(x)
+        sections = {
+            name: F.pad(section, padding).unflatten(2, (-1, BLOCK_TOKENS)) for name, section in sections.items()
+        }
+    packed = torch.cat(layout.block_byte_values(sections), -1).to(torch.uint8)
     return _blocks_first(packed).contiguous()
 
 
@@ -205,7 +207,7 @@ def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
     Tokens that a residual holds are as they were written.
     """
     x = layout.format.decode(layout.split(data))
-    return _token_major(x if layout.residual is None else with_held_blocks(x, data, layout), num_tokens)
+    return _token_major(x if layout.residual is None else with_exact_blocks(x, data, layout), num_tokens)
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -223,7 +225,7 @@ def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> T
     """:func:`read_tokens` in the stored basis: a rotated format stays rotated."""
     x = layout.format.decode_levels(layout.split(data))
     if layout.residual is not None:
-        x = with_held_blocks(x, data, layout, stored_basis=True)
+        x = with_exact_blocks(x, data, layout, stored_basis=True)
     return _token_major(x, num_tokens)
 
 

@@ -1,9 +1,9 @@
 """Write tokens into a packed cache with a residual in Triton, block by block.
 
-:mod:`kvcompile.kernels.spec.residual` says what is to happen in four steps; :func:`_write_block` takes them for one
-block of one head. What remains is the order: a block of the same write may take the slot from which another one's
-contents are read. So the program that writes the block which takes a slot also writes, before it, the block that leaves
-the slot.
+:mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`_write_block` takes them for one block of
+one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one takes
+it, and the contents of the other are still read from it. Both are written by one program, and the block that leaves the
+entry comes first.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, store_sections
-from kvcompile.kernels.tiles.held_blocks import block_ptr, has_slot, load_rows, row_ptrs, slot_of, tag_ptrs
+from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, load_rows, row_ptrs, tag_ptrs
 from kvcompile.kernels.tiles.packed import decode_block
 from kvcompile.kernels.tiles.rotation import rotation_matrix
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "capacity"])
 def store_few_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, static_scale,
+    num_kv_heads, num_tokens, capacity, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write up to TOKENS tokens of one head, one block after the other. Grid (batch * num_kv_heads,).
 
-    Args are those of :func:`kvcompile.kernels.store.tokens.store_kernel`; ``num_slots`` are the tokens that the cache
+    Args are those of :func:`kvcompile.kernels.store.tokens.store_kernel`; ``capacity`` are the tokens that the cache
     holds.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
@@ -34,73 +34,73 @@ def store_few_kernel(
     matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
     token = tl.arange(0, TOKENS)
     position, written = load_positions(
-        positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens, num_slots,
+        positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens, capacity,
         HAS_VALID,
     )  # fmt: skip
     block = tl.where(written, position // OPERAND.block_tokens, -1).to(tl.int32)
-    slot = tl.where((block >= 0) & has_slot(block, OPERAND), slot_of(tl.maximum(block, 0), OPERAND), -1)
+    entry = tl.where((block >= 0) & has_entry(block, OPERAND), entry_of(tl.maximum(block, 0), OPERAND), -1)
     for step in range(2 * num_tokens):
-        # The block of each token, if no earlier token has it: first those that do not get a slot, then the others.
+        # The block of each token, if no earlier token has it: first those that do not get an entry, then the others.
         own_token = step % num_tokens
         own = tl.max(tl.where(token == own_token, block, -1), 0)
-        own_slot = tl.max(tl.where(token == own_token, slot, -1), 0)
-        takes_slot = (own_slot >= 0) & (tl.max(tl.where(slot == own_slot, block, -1), 0) == own)
+        own_entry = tl.max(tl.where(token == own_token, entry, -1), 0)
+        takes_entry = (own_entry >= 0) & (tl.max(tl.where(entry == own_entry, block, -1), 0) == own)
         is_first = tl.max(((block == own) & (token < own_token)).to(tl.int32), 0) == 0
-        if (own >= 0) & is_first & (takes_slot == (step >= num_tokens)):
+        if (own >= 0) & is_first & (takes_entry == (step >= num_tokens)):
             place = own.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
             is_here = (place[:, None] == position[None, :]) & written[None, :]
             source = tl.max(tl.where(is_here, token[None, :], -1), 1)
-            held = tl.load(tag_ptrs(header_ptr, slot_of(own, OPERAND))) == own + 1
+            exact = tl.load(tag_ptrs(header_ptr, entry_of(own, OPERAND))) == own + 1
             _write_block(
-                header_ptr, data_strides[0], own, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
+                header_ptr, data_strides[0], own, source, x_ptr, x_strides, exact, takes_entry, matrix, static_scale,
                 OPERAND, PRECISION,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_tokens", "num_slots"])
+@jit(do_not_specialize=["num_tokens", "capacity"])
 def place_tokens_kernel(
-    places_ptr, positions_ptr, valid_ptr, position_strides, valid_strides, num_tokens, num_slots,
+    places_ptr, positions_ptr, valid_ptr, position_strides, valid_strides, num_tokens, capacity,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Invert ``positions``, and find the block that gets each slot. Grid (batch, ceil(num_tokens / TOKENS)).
+    """Invert ``positions``, and find the block that gets each entry. Grid (batch, ceil(num_tokens / TOKENS)).
 
     Args:
-        places_ptr: int32 [batch, num_slots + OPERAND.num_slots], all -1 before: the token that is written to each place
-            of the cache, then the highest block that is written to of those that have each slot.
-        positions_ptr, valid_ptr, num_slots: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
+        places_ptr: int32 [batch, capacity + OPERAND.num_entries], all -1 before. First, for each token of the cache,
+            the token of ``x`` that is written there; then, for each entry, the last written block that has it.
+        positions_ptr, valid_ptr, capacity: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
     """
     batch = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     position, written = load_positions(
-        positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots, HAS_VALID
+        positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, capacity, HAS_VALID
     )
-    places_ptr += batch * (num_slots + OPERAND.num_slots)
+    places_ptr += batch * (capacity + OPERAND.num_entries)
     tl.store(places_ptr + position, token.to(tl.int32), mask=written)
     block = (position // OPERAND.block_tokens).to(tl.int32)
-    winner_ptrs = places_ptr + num_slots + slot_of(block, OPERAND)
+    winner_ptrs = places_ptr + capacity + entry_of(block, OPERAND)
     # Only a block above the one that is known can win: few atomics remain of those to the same place.
     known = tl.load(winner_ptrs, mask=written, other=0)
-    tl.atomic_max(winner_ptrs, block, mask=written & has_slot(block, OPERAND) & (block > known))
+    tl.atomic_max(winner_ptrs, block, mask=written & has_entry(block, OPERAND) & (block > known))
 
 
 @jit(do_not_specialize=["num_kv_heads"])
 def copy_tags_kernel(data_ptr, tags_ptr, data_strides, num_kv_heads, OPERAND: tl.constexpr):
-    """Copy the tags of a head's slots to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_slots].
+    """Copy the tags of a head's slots to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_entries].
 
     Grid (batch * num_kv_heads,).
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
-    slot = tl.arange(0, OPERAND.residual.padded_slots)
-    tags = tl.load(tag_ptrs(header_ptr, slot), mask=slot < OPERAND.num_slots)
-    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots
-    tl.store(tags_ptr + slot, tags, mask=slot < OPERAND.num_slots)
+    entry = tl.arange(0, OPERAND.residual.padded_entries)
+    tags = tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries)
+    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_entries
+    tl.store(tags_ptr + entry, tags, mask=entry < OPERAND.num_entries)
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_slots", "num_blocks", "blocks_per_program"])
+@jit(do_not_specialize=["num_kv_heads", "capacity", "num_blocks", "blocks_per_program"])
 def store_blocks_kernel(
-    data_ptr, x_ptr, places_ptr, tags_ptr, data_strides, x_strides, num_kv_heads, num_slots, num_blocks,
+    data_ptr, x_ptr, places_ptr, tags_ptr, data_strides, x_strides, num_kv_heads, capacity, num_blocks,
     blocks_per_program, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write tokens to some blocks of one head. Grid (batch * num_kv_heads, ceil(num_blocks / blocks_per_program)).
@@ -108,26 +108,26 @@ def store_blocks_kernel(
     Args:
         data_ptr, x_ptr, static_scale: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
         places_ptr: what :func:`place_tokens_kernel` found.
-        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_slots]: the tags before, as programs write new ones.
+        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_entries]: the tags before, as programs write new ones.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
     x_ptr += batch * x_strides[0] + head * x_strides[1]
-    places_ptr += batch * (num_slots + OPERAND.num_slots)
-    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_slots
+    places_ptr += batch * (capacity + OPERAND.num_entries)
+    tags_ptr += tl.program_id(0).to(tl.int64) * OPERAND.num_entries
     matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
     for i in range(2 * blocks_per_program):
         own = tl.program_id(1) * blocks_per_program + i // 2
         if own < num_blocks:
-            slot = slot_of(own, OPERAND)
-            before = tl.load(tags_ptr + slot) - 1
-            takes_slot = tl.load(places_ptr + num_slots + slot) == own
-            # First the block that leaves the slot, if this one takes it, then this one, unless it leaves its slot.
+            entry = entry_of(own, OPERAND)
+            before = tl.load(tags_ptr + entry) - 1
+            takes_entry = tl.load(places_ptr + capacity + entry) == own
+            # First the block that leaves the entry, if this one takes it, then this one, unless it leaves its entry.
             is_block = (before >= 0) & (before < num_blocks)
-            is_block = is_block & (slot_of(tl.maximum(before, 0), OPERAND) == slot)
-            leaves = (i % 2 == 0) & takes_slot & (before != own) & is_block
-            stays = (i % 2 == 1) & (takes_slot | (before != own))
+            is_block = is_block & (entry_of(tl.maximum(before, 0), OPERAND) == entry)
+            leaves = (i % 2 == 0) & takes_entry & (before != own) & is_block
+            stays = (i % 2 == 1) & (takes_entry | (before != own))
             if leaves | stays:
                 block = tl.where(leaves, before, own)
                 place = block.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
@@ -135,19 +135,19 @@ def store_blocks_kernel(
                 if tl.max(source, 0) >= 0:
                     _write_block(
                         header_ptr, data_strides[0], block, source, x_ptr, x_strides, before == block,
-                        takes_slot & stays, matrix, static_scale, OPERAND, PRECISION,
+                        takes_entry & stays, matrix, static_scale, OPERAND, PRECISION,
                     )  # fmt: skip
 
 
 @jit
 def _write_block(
-    header_ptr, stride_block, block, source, x_ptr, x_strides, held, takes_slot, matrix, static_scale,
+    header_ptr, stride_block, block, source, x_ptr, x_strides, exact, takes_entry, matrix, static_scale,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the tokens ``source`` [block_tokens], -1 for none, to ``block``, which its slot holds if ``held``."""
+    """Write the tokens ``source`` [block_tokens], -1 for none, to ``block``, which its entry holds if ``exact``."""
     BLOCK_TOKENS: tl.constexpr = OPERAND.block_tokens
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-    slot = slot_of(block, OPERAND)
+    entry = entry_of(block, OPERAND)
     written = source >= 0
     all_written = tl.min(written.to(tl.int32), 0) > 0
     channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
@@ -158,10 +158,10 @@ def _write_block(
     contents = new
     needs_old = all_written == 0
     if OPERAND.granularity != "channel":
-        needs_old = needs_old & takes_slot & (held == 0)  # rows that a slot has already stay there
+        needs_old = needs_old & takes_entry & (exact == 0)  # rows that an entry has already stay there
     if needs_old:
-        if held:
-            old = load_rows(header_ptr, stride_block, slot, OPERAND)
+        if exact:
+            old = load_rows(header_ptr, stride_block, entry, OPERAND)
         else:
             old = decode_block(packed_ptr, static_scale, OPERAND).to(OPERAND.residual.dtype)
         contents = tl.where(written[:, None], new, old)
@@ -173,8 +173,8 @@ def _write_block(
         store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), everywhere, encoded, OPERAND)
     else:
         store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), written, encoded, OPERAND)
-    if takes_slot:
-        changed = written | (held == 0)
-        ptrs = row_ptrs(header_ptr, stride_block, slot, OPERAND)[:, None] + channel
+    if takes_entry:
+        changed = written | (exact == 0)
+        ptrs = row_ptrs(header_ptr, stride_block, entry, OPERAND)[:, None] + channel
         tl.store(ptrs, contents, mask=changed[:, None] & in_head)
-        tl.store(tag_ptrs(header_ptr, slot), block + 1)
+        tl.store(tag_ptrs(header_ptr, entry), block + 1)

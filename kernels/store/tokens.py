@@ -8,10 +8,10 @@ from kvcompile.kernels.store.code_pairs import packed_field, pairs_of
 from kvcompile.kernels.tiles.rotation import rotates_by_products, rotation_matrix, to_stored_basis
 
 
-@jit(do_not_specialize=["num_tokens", "num_slots", "tiles_per_program"])
+@jit(do_not_specialize=["num_tokens", "capacity", "tiles_per_program"])
 def store_kernel(
     data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_tokens, num_slots, tiles_per_program, static_scale,
+    num_tokens, capacity, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile is TOKENS tokens of one head. Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
@@ -19,22 +19,22 @@ def store_kernel(
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
         x_ptr: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, strides (batch, head, token, channel).
-        positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, num_slots) fails an
+        positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, capacity) fails an
             assertion, as in the indexing kernels of PyTorch, and reaches no memory.
         valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
         static_scale: of the format, if OPERAND takes one.
     """
     _store_tiles(
         tl.program_id(1), data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides,
-        valid_strides, num_tokens, num_slots, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
+        valid_strides, num_tokens, capacity, tiles_per_program, static_scale, OPERAND, HAS_VALID, TOKENS, PRECISION,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "num_slots", "tiles_per_program"])
+@jit(do_not_specialize=["num_kv_heads", "num_tokens", "capacity", "tiles_per_program"])
 def store_pair_kernel(
     k_data_ptr, v_data_ptr, key_ptr, value_ptr, positions_ptr, valid_ptr,
     k_data_strides, v_data_strides, key_strides, value_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, num_slots, tiles_per_program, key_scale, value_scale,
+    num_kv_heads, num_tokens, capacity, tiles_per_program, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """:func:`store_kernel` for keys and values of the same positions: the second dimension of the grid has the heads of
@@ -43,12 +43,12 @@ def store_pair_kernel(
     if head < num_kv_heads:
         _store_tiles(
             head, k_data_ptr, key_ptr, positions_ptr, valid_ptr, k_data_strides, key_strides, position_strides,
-            valid_strides, num_tokens, num_slots, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS, PRECISION,
+            valid_strides, num_tokens, capacity, tiles_per_program, key_scale, KEY, HAS_VALID, TOKENS, PRECISION,
         )  # fmt: skip
     else:
         _store_tiles(
             head - num_kv_heads, v_data_ptr, value_ptr, positions_ptr, valid_ptr, v_data_strides, value_strides,
-            position_strides, valid_strides, num_tokens, num_slots, tiles_per_program, value_scale, VALUE, HAS_VALID,
+            position_strides, valid_strides, num_tokens, capacity, tiles_per_program, value_scale, VALUE, HAS_VALID,
             TOKENS, PRECISION,
         )  # fmt: skip
 
@@ -56,7 +56,7 @@ def store_pair_kernel(
 @jit
 def _store_tiles(
     head, data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_tokens, num_slots, tiles_per_program, static_scale,
+    num_tokens, capacity, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, which are of one head."""
@@ -76,7 +76,7 @@ def _store_tiles(
             tile_positions_ptr = positions_ptr + before * position_strides[1]
             position, written = load_positions(
                 tile_positions_ptr, valid_ptr + before * valid_strides[1], batch, tl.arange(0, TOKENS).to(tl.int64),
-                position_strides, valid_strides, tokens_left, num_slots, HAS_VALID,
+                position_strides, valid_strides, tokens_left, capacity, HAS_VALID,
             )  # fmt: skip
             first_position = tl.load(tile_positions_ptr + batch * position_strides[0])
             encoded = encode_tile(x, matrix, in_head, static_scale, OPERAND, TOKENS, PRECISION)
@@ -133,7 +133,7 @@ def _side_by_side(runs):
 
 @jit
 def load_positions(
-    positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, num_slots,
+    positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, capacity,
     HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """Positions of tokens, int64, and whether they are written; asserts that those which should be are in the cache."""
@@ -143,7 +143,7 @@ def load_positions(
         wanted = wanted & (tl.load(valid_ptrs, mask=wanted, other=0) != 0)
     position_ptrs = positions_ptr + batch * position_strides[0] + token * position_strides[1]
     position = tl.load(position_ptrs, mask=wanted, other=0)
-    in_cache = (position >= 0) & (position < num_slots)
+    in_cache = (position >= 0) & (position < capacity)
     tl.device_assert(in_cache, "kvcompile::store: a position is outside of the cache")
     return position, wanted & in_cache
 
@@ -169,14 +169,14 @@ def _store_tile(
 
 
 @jit
-def store_sections(block_ptrs, slot, written, encoded, OPERAND: tl.constexpr):
-    """Store encoded tokens at ``slot`` [tokens] of blocks that start at ``block_ptrs``, one or [tokens]."""
+def store_sections(block_ptrs, row, written, encoded, OPERAND: tl.constexpr):
+    """Store encoded tokens at ``row`` [tokens] of blocks that start at ``block_ptrs``, one or [tokens]."""
     codes, scale, zero = encoded
-    _store_codes(block_ptrs, slot, written, codes, OPERAND)
+    _store_codes(block_ptrs, row, written, codes, OPERAND)
     if OPERAND.has_scale:
-        _store_metadata(block_ptrs + OPERAND.scale_offset, slot, written, scale, OPERAND.scale_dtype, OPERAND)
+        _store_metadata(block_ptrs + OPERAND.scale_offset, row, written, scale, OPERAND.scale_dtype, OPERAND)
     if OPERAND.has_zero:
-        _store_metadata(block_ptrs + OPERAND.zero_offset, slot, written, zero, OPERAND.zero_dtype, OPERAND)
+        _store_metadata(block_ptrs + OPERAND.zero_offset, row, written, zero, OPERAND.zero_dtype, OPERAND)
 
 
 @jit
@@ -215,20 +215,20 @@ def encode_tile(
 
 
 @jit
-def _store_codes(block_ptrs, slot, written, codes, OPERAND: tl.constexpr):
-    """Pack codes, [tokens, channels] or pairs, and store them at ``slot`` [tokens] of blocks from ``block_ptrs`` on."""
+def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
+    """Pack codes, [tokens, channels] or pairs, and store them at ``row`` [tokens] of blocks from ``block_ptrs`` on."""
     if OPERAND.num_planes == 1:
-        _store_columns(block_ptrs, slot, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
+        _store_columns(block_ptrs, row, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
     else:
         low = packed_field(codes, 0, OPERAND.low_bits, OPERAND.low_bits, OPERAND.num_planes)
-        _store_columns(block_ptrs, slot, written, low, 0, tl.uint8, OPERAND.width, OPERAND)
+        _store_columns(block_ptrs, row, written, low, 0, tl.uint8, OPERAND.width, OPERAND)
         NUM_HIGH: tl.constexpr = OPERAND.num_high
         for k in tl.static_range(NUM_HIGH):
-            _store_high_bits(block_ptrs, slot, written, codes, k, OPERAND)
+            _store_high_bits(block_ptrs, row, written, codes, k, OPERAND)
 
 
 @jit
-def _store_high_bits(block_ptrs, slot, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
+def _store_high_bits(block_ptrs, row, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
     """Pack bit ``low_bits + K`` of the planes that have it and store them in high section K."""
     COUNT: tl.constexpr = OPERAND.high_planes[K]
     HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
@@ -238,7 +238,7 @@ def _store_high_bits(block_ptrs, slot, written, pairs, K: tl.constexpr, OPERAND:
     high = pieces[0]
     for piece in tl.static_range(OTHER_PIECES):
         high |= pieces[piece + 1] << (piece + 1)
-    _store_columns(block_ptrs, slot, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
+    _store_columns(block_ptrs, row, written, high, OPERAND.high_offsets[K], tl.uint8, HIGH_WIDTH, OPERAND)
 
 
 @jit
@@ -261,28 +261,28 @@ def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
 
 @jit
 def _store_columns(
-    block_ptrs, slot, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
+    block_ptrs, row, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
 ):
     """Store [tokens, columns] in a code section at byte ``offset`` of a block."""
     ptrs = (block_ptrs + offset).to(tl.pointer_type(DTYPE))
     column = tl.arange(0, x.shape[1])
     if OPERAND.column_major:
-        ptrs = (ptrs + slot)[:, None] + (column * OPERAND.block_tokens)[None, :]
+        ptrs = (ptrs + row)[:, None] + (column * OPERAND.block_tokens)[None, :]
     else:
-        ptrs = (ptrs + slot * WIDTH)[:, None] + column[None, :]
+        ptrs = (ptrs + row * WIDTH)[:, None] + column[None, :]
     tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (column < WIDTH)[None, :])
 
 
 @jit
-def _store_metadata(section_ptrs, slot, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
+def _store_metadata(section_ptrs, row, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
     """Store scales or zero points, [tokens], [tokens, groups] or [channels]."""
     ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
     if OPERAND.granularity == "group":
         group = tl.arange(0, x.shape[1])[None, :]
-        ptrs = (ptrs + slot * OPERAND.num_scales)[:, None] + group
+        ptrs = (ptrs + row * OPERAND.num_scales)[:, None] + group
         tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))
     elif OPERAND.granularity == "channel":
         channel = tl.arange(0, x.shape[0])
         tl.store(ptrs + channel, x.to(DTYPE), mask=channel < OPERAND.num_scales)
     else:
-        tl.store(ptrs + slot, x.to(DTYPE), mask=written)
+        tl.store(ptrs + row, x.to(DTYPE), mask=written)

@@ -19,33 +19,33 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
     Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
     """
     token = tl.arange(0, TOKENS)
-    block, slot = token // OPERAND.block_tokens, token % OPERAND.block_tokens
+    block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
     exists = block * OPERAND.block_tokens < tokens_left
     block_offset = block.to(tl.int64) * stride_block
     column = tl.arange(0, OPERAND.padded_width)
     HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
     codes = _load_codes(
-        ptr, block_offset, slot, exists, column, column < OPERAND.width, 0,
+        ptr, block_offset, row, exists, column, column < OPERAND.width, 0,
         OPERAND.code_dtype, OPERAND.width, HAS_PADDING, OPERAND,
     )  # fmt: skip
     packed = (codes,)
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     for k in tl.static_range(NUM_HIGH):
-        high = _load_high_bits(ptr, block_offset, slot, exists, column, k, OPERAND)
+        high = _load_high_bits(ptr, block_offset, row, exists, column, k, OPERAND)
         packed = packed + high
     scale = tl.full([TOKENS], 1.0, tl.float32)
     zero = scale
     if OPERAND.granularity == "channel":
         block = tl.arange(0, TOKENS // OPERAND.block_tokens)
-        slot, exists = block * 0, block * OPERAND.block_tokens < tokens_left
+        row, exists = block * 0, block * OPERAND.block_tokens < tokens_left
     if OPERAND.has_scale:
         scale = _load_metadata(
-            ptr + OPERAND.scale_offset, stride_block, block, slot, exists, column, OPERAND.scale_dtype, OPERAND
+            ptr + OPERAND.scale_offset, stride_block, block, row, exists, column, OPERAND.scale_dtype, OPERAND
         )
         zero = scale
     if OPERAND.has_zero:
         zero = _load_metadata(
-            ptr + OPERAND.zero_offset, stride_block, block, slot, exists, column, OPERAND.zero_dtype, OPERAND
+            ptr + OPERAND.zero_offset, stride_block, block, row, exists, column, OPERAND.zero_dtype, OPERAND
         )
     return packed, scale, zero
 
@@ -66,7 +66,7 @@ def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.c
 
 
 @jit
-def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
+def _load_high_bits(ptr, block_offset, row, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
     """High section K in the shape of the section ``codes``: int32 with the bits of plane 0 lowest.
 
     A codec that unpacks it gets the bytes as they are, in one tile for each of two pieces, which is 0 where the other
@@ -80,13 +80,13 @@ def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OP
         high = ()
         for i in tl.static_range(2):
             tile = _load_codes(
-                ptr, block_offset, slot, exists, column - i * WIDTH, piece == i, OFFSET, tl.uint8, WIDTH, True, OPERAND
+                ptr, block_offset, row, exists, column - i * WIDTH, piece == i, OFFSET, tl.uint8, WIDTH, True, OPERAND
             )
             high = high + (tile,)  # noqa: RUF005
     else:
         in_vector = column < OPERAND.width
         tile = _load_codes(
-            ptr, block_offset, slot, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, True, OPERAND
+            ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, True, OPERAND
         )
         piece = tl.where(in_vector, piece, 0)
         high = (tile.to(tl.int32) >> (piece[:, None] if OPERAND.column_major else piece[None, :]),)
@@ -95,7 +95,7 @@ def _load_high_bits(ptr, block_offset, slot, exists, column, K: tl.constexpr, OP
 
 @jit
 def _load_codes(
-    ptr, block_offset, slot, exists, column, in_vector, offset,
+    ptr, block_offset, row, exists, column, in_vector, offset,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, HAS_PADDING: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Columns of one code section of WIDTH columns: [tokens, columns] of a key, [columns, tokens] of a value.
@@ -105,10 +105,10 @@ def _load_codes(
     ptr = (ptr + offset).to(tl.pointer_type(DTYPE))
     block_offset = block_offset // (DTYPE.primitive_bitwidth // 8)
     if OPERAND.column_major:
-        ptrs = ptr + (block_offset + slot)[None, :] + (column * OPERAND.block_tokens)[:, None]
+        ptrs = ptr + (block_offset + row)[None, :] + (column * OPERAND.block_tokens)[:, None]
         in_bounds, in_vector = exists[None, :], in_vector[:, None]
     else:
-        ptrs = ptr + (block_offset + slot * WIDTH)[:, None] + column[None, :]
+        ptrs = ptr + (block_offset + row * WIDTH)[:, None] + column[None, :]
         in_bounds, in_vector = exists[:, None], in_vector[None, :]
     if HAS_PADDING:
         in_bounds = in_bounds & in_vector
@@ -117,16 +117,16 @@ def _load_codes(
 
 @jit
 def _load_metadata(
-    ptr, stride_block, block, slot, exists, column, DTYPE: tl.constexpr, OPERAND: tl.constexpr
+    ptr, stride_block, block, row, exists, column, DTYPE: tl.constexpr, OPERAND: tl.constexpr
 ):  # fmt: skip
-    """Scales or zero points of :func:`load_packed`; ``block``, ``slot`` and ``exists`` are [tokens] or [blocks].
+    """Scales or zero points of :func:`load_packed`; ``block``, ``row`` and ``exists`` are [tokens] or [blocks].
 
     Strides of packed data are multiples of 64 bytes: they divide evenly.
     """
     ptr = ptr.to(tl.pointer_type(DTYPE))
     block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
     if OPERAND.granularity == "token":
-        metadata = tl.load(ptr + block_offset + slot, mask=exists, other=0.0).to(tl.float32)
+        metadata = tl.load(ptr + block_offset + row, mask=exists, other=0.0).to(tl.float32)
     else:
         metadata = ()
         NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -136,13 +136,13 @@ def _load_metadata(
                 index = tl.minimum(index, OPERAND.head_dim - 1)
             if OPERAND.granularity == "group":
                 index //= OPERAND.group_size
-            row = block_offset
+            row_offset = block_offset
             if OPERAND.granularity == "group":
-                row += slot * OPERAND.num_scales
+                row_offset += row * OPERAND.num_scales
             if OPERAND.column_major:
-                ptrs, mask = ptr + index[:, None] + row[None, :], exists[None, :]
+                ptrs, mask = ptr + index[:, None] + row_offset[None, :], exists[None, :]
             else:
-                ptrs, mask = ptr + row[:, None] + index[None, :], exists[:, None]
+                ptrs, mask = ptr + row_offset[:, None] + index[None, :], exists[:, None]
             tile = tl.load(ptrs, mask=mask, other=0.0)
             if OPERAND.granularity == "group":
                 tile = tile.to(tl.float32)

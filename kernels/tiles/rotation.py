@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcompile.kernels.formats.rotation import HASH_MULTIPLIERS as _HASH_MULTIPLIERS
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 
-HASH_MULTIPLIERS: Any = None if tl is None else tl.constexpr(_HASH_MULTIPLIERS)
+HASH_MULTIPLIERS = constant(_HASH_MULTIPLIERS)
 
 
 @jit
@@ -75,23 +73,23 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     ROWS: tl.constexpr = x.shape[0]
     CHANNELS: tl.constexpr = OPERAND.padded_head_dim
     SUMMED: tl.constexpr = product_channels(OPERAND)
-    PARTS: tl.constexpr = CHANNELS // SUMMED
+    RUNS: tl.constexpr = CHANNELS // SUMMED
     channel = tl.arange(0, CHANNELS)
     if PRECISION == "ieee":
         x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
     if OPERAND.rotation_seed != 0:
         x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, PARTS, SUMMED]), (1, 0, 2)), [PARTS * ROWS, SUMMED])
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, RUNS, SUMMED]), (1, 0, 2)), [RUNS * ROWS, SUMMED])
     x = tl.dot(x, matrix.to(x.dtype), input_precision=PRECISION)
-    x = tl.reshape(x, [PARTS, ROWS * SUMMED])
+    x = tl.reshape(x, [RUNS, ROWS * SUMMED])
     for stage in tl.static_range(3):
-        if PARTS >> stage > 1:
+        if RUNS >> stage > 1:
             # The first bit of the part, which sums and differences move to the end.
-            halves = tl.reshape(x, [2, PARTS >> (stage + 1), (ROWS * SUMMED) << stage])
+            halves = tl.reshape(x, [2, RUNS >> (stage + 1), (ROWS * SUMMED) << stage])
             first, second = tl.split(tl.permute(halves, (1, 2, 0)))
             x = tl.join(first + second, first - second)
-            x = tl.reshape(x, [PARTS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, PARTS]), (0, 2, 1)), [ROWS, CHANNELS])
+            x = tl.reshape(x, [RUNS >> (stage + 1), (ROWS * SUMMED) << (stage + 1)])
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, SUMMED, RUNS]), (0, 2, 1)), [ROWS, CHANNELS])
     return x * rotation_norm(channel, OPERAND.head_dim)[None, :]
 
 

@@ -65,7 +65,7 @@ class Storage:
         layout = PackedLayout(self.name, "key", width, self.residual)  # the role makes no difference to sizes
         if measure == "allocated":
             return layout.residual_bytes
-        return self.residual.num_slots * layout.slot_bytes
+        return self.residual.num_entries * layout.entry_bytes
 
     def refusal(self, width: int, role: Role) -> str | None:
         """Why keys or values of ``width`` channels cannot be stored so; None if they can."""

@@ -75,7 +75,7 @@ def compiled(capability, monkeypatch):
     kernels = {}
     for module, names in (
         (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
-        (launch_prefill, "dequantize long_attention"),
+        (launch_prefill, "dequantize prefill_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
     ):
@@ -274,18 +274,18 @@ def test_longer_caches_and_more_queries_do_not_recompile(compiled):
     for q_len in (32, 33, 100, 1000):
         attend(INT8, INT8, q_len=q_len, is_causal=True)
     assert len(launch.launch_attention.compiled) == 2
-    assert len(launch_prefill.launch_long_attention.compiled) == 2  # of several splits, and of one
+    assert len(launch_prefill.launch_prefill_attention.compiled) == 2  # of several splits, and of one
 
 
 def test_attention_of_long_queries_compiles_with_a_mask(compiled):
     attend("turboquant_4bit", INT8, q_len=512, mask=torch.ones(512, 1000, dtype=torch.bool))
-    assert len(compiled["long_attention"]) == 1
+    assert len(compiled["prefill_attention"]) == 1
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 def test_causal_attention_of_long_queries_compiles_and_hardly_spills(compiled):
     attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
-    (kernel,) = compiled["long_attention"]
+    (kernel,) = compiled["prefill_attention"]
     instructions = kernel.asm["sass"].splitlines()
     assert re.search("HGMMA|HMMA", kernel.asm["sass"])
     assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 100

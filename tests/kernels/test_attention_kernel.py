@@ -18,7 +18,7 @@ from kvcompile.kernels.layout.operand import packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import write_tokens_
-from kvcompile.kernels.spec.residual import holding_slots
+from kvcompile.kernels.spec.residual import holding_entries
 
 every_format = pytest.mark.parametrize("format_name", BY_TOKEN)
 INT8 = "int8_per_token_head"
@@ -311,9 +311,9 @@ def hide_packed_form(case):
     for layout, data in zip(case.layouts, case.data, strict=True):
         if layout.residual is not None:
             codes = layout.split(data)["codes"]
-            _, held = holding_slots(data, layout)
+            _, exact = holding_entries(data, layout)
             noise = torch.randint(0, 256, codes.shape, generator=generator).to(codes.dtype)
-            codes.copy_(torch.where(held[..., None, None], noise, codes))
+            codes.copy_(torch.where(exact[..., None, None], noise, codes))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_slots_of_blocks_far_apart_are_shared_out_among_the_splits(num_sms, devi
     case = Case(device, "int4_per_channel" + BOTH, "int4_per_token_head" + ONE, batch=1, kv_len=600)
     x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(8))
     for data, layout in zip(case.data, case.layouts, strict=True):
-        write_tokens_(data, layout, x, torch.tensor([200, 400]))  # rewritten, so that their blocks are held
+        write_tokens_(data, layout, x, torch.tensor([200, 400]))  # rewritten, so that their blocks are exact
     hide_packed_form(case)
     case.check()
 

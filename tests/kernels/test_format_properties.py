@@ -54,9 +54,9 @@ def vectors(draw: st.DrawFn, *shape: int) -> Tensor:
     return x
 
 
-def largest_error(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
+def largest_error(fmt: Format, x: Tensor, encoded: dict[str, Tensor]) -> Tensor:
     """How far channels may be from what is stored of ``x``, vectors in the stored basis."""
-    scale = fmt.per_channel(parts["scale"]) if "scale" in parts else torch.tensor(fmt.static_scale)
+    scale = fmt.per_channel(encoded["scale"]) if "scale" in encoded else torch.tensor(fmt.static_scale)
     if isinstance(fmt, Fp8):
         info = torch.finfo(fmt.dtype)
         return torch.maximum(x.abs() * info.eps / 2, scale * info.smallest_normal * info.eps / 2)
@@ -71,8 +71,8 @@ def largest_error(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> Tensor:
 @given(x=vectors(1, BLOCK_TOKENS))
 @few_examples
 def test_every_channel_is_rounded_to_a_neighbour_on_the_grid_or_saturates(fmt: Format, x: Tensor) -> None:
-    parts = fmt.encode(x)
-    stored, decoded = rotate(x, fmt.rotation_seed) if fmt.rotated else x, fmt.decode_levels(parts)
+    encoded = fmt.encode(x)
+    stored, decoded = rotate(x, fmt.rotation_seed) if fmt.rotated else x, fmt.decode_levels(encoded)
     if torch.float16 in (fmt.scale_dtype, fmt.packing.dtype):
         bound = SATURATION if fmt.scale_dtype is not None else torch.inf
         stored = stored.clamp(-bound, bound)
@@ -80,9 +80,9 @@ def test_every_channel_is_rounded_to_a_neighbour_on_the_grid_or_saturates(fmt: F
         stored = stored.clamp(-fmt.largest * fmt.static_scale, fmt.largest * fmt.static_scale)
     overflows = fmt.packing.dtype == torch.float16 and stored.abs() > HALF_MAX
     smallest = 2**-24 if fmt.scale_dtype == torch.float16 else 1e-44  # scale or zero point, or what of them is rounded
-    zero = fmt.per_channel(parts["zero"]).abs() if "zero" in parts else 0.0
+    zero = fmt.per_channel(encoded["zero"]).abs() if "zero" in encoded else 0.0
     rounding = (stored.abs() + zero) * 2**-21 + smallest
-    close = (decoded - stored).abs() <= largest_error(fmt, stored, parts) * (1 + 2**-12) + rounding
+    close = (decoded - stored).abs() <= largest_error(fmt, stored, encoded) * (1 + 2**-12) + rounding
     assert (close | overflows).all()
 
 

@@ -74,18 +74,18 @@ def relative_error(actual, expected):
 def test_decoding_is_scale_times_level_plus_zero(fmt, head_dim):
     if not supports(fmt, head_dim):
         pytest.skip("not a multiple of the group size")
-    parts = fmt.encode(blocks(2, head_dim))
-    levels = torch.cat([fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(parts))], -1)
+    encoded = fmt.encode(blocks(2, head_dim))
+    levels = torch.cat([fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(encoded))], -1)
     repeats = head_dim // fmt.num_scales(head_dim)
     scale, zero = (
-        parts.get(name, torch.full((1, 1, head_dim // repeats), default))
+        encoded.get(name, torch.full((1, 1, head_dim // repeats), default))
         .float()
         .repeat_interleave(repeats, -1)[..., :head_dim]
         for name, default in (("scale", 1.0), ("zero", 0.0))
     )
     expected = scale * levels + zero
-    torch.testing.assert_close(fmt.decode_levels(parts), expected, rtol=1e-6, atol=1e-7)
-    stored = rotate(fmt.decode(parts), fmt.rotation_seed) if fmt.rotated else fmt.decode(parts)
+    torch.testing.assert_close(fmt.decode_levels(encoded), expected, rtol=1e-6, atol=1e-7)
+    stored = rotate(fmt.decode(encoded), fmt.rotation_seed) if fmt.rotated else fmt.decode(encoded)
     torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -94,13 +94,13 @@ def test_decoding_is_scale_times_level_plus_zero(fmt, head_dim):
 def test_the_byte_expression_counts_what_encode_stores(fmt, head_dim):
     if not supports(fmt, head_dim):
         pytest.skip("not a multiple of the group size")
-    parts = fmt.encode(blocks(3, head_dim))
+    encoded = fmt.encode(blocks(3, head_dim))
     sections = fmt.sections(head_dim)
-    assert list(parts) == [section.name for section in sections]
+    assert list(encoded) == [section.name for section in sections]
     for section in sections:
-        assert parts[section.name].dtype == section.dtype
-        assert parts[section.name].shape == (3, 1 if section.shared else 64, section.width)
-    stored = sum(part[0].numel() * part.element_size() for part in parts.values())
+        assert encoded[section.name].dtype == section.dtype
+        assert encoded[section.name].shape == (3, 1 if section.shared else 64, section.width)
+    stored = sum(section[0].numel() * section.element_size() for section in encoded.values())
     assert 64 * fmt.bytes_per_token().subs(HEAD_DIM, head_dim) == stored
 
 
@@ -123,8 +123,8 @@ def test_bytes_per_token_at_head_dim_128():
 
 @every_format
 def test_zero_bytes_decode_to_zeros(fmt):
-    parts = {s.name: torch.zeros(1 if s.shared else 64, s.width, dtype=s.dtype) for s in fmt.sections(128)}
-    decoded = fmt.decode(parts)
+    encoded = {s.name: torch.zeros(1 if s.shared else 64, s.width, dtype=s.dtype) for s in fmt.sections(128)}
+    decoded = fmt.decode(encoded)
     assert torch.equal(decoded, torch.zeros(64, 128))
 
 
@@ -146,8 +146,8 @@ def test_distortion_of_random_vectors_is_what_the_bits_allow(fmt, head_dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_input_dtype_only_rounds_the_input(fmt, dtype):
     x = blocks(2, 128).to(dtype)
-    for name, part in fmt.encode(x).items():
-        assert torch.equal(part, fmt.encode(x.float())[name])
+    for name, section in fmt.encode(x).items():
+        assert torch.equal(section, fmt.encode(x.float())[name])
 
 
 @every_head_dim
@@ -159,11 +159,11 @@ def test_planes_invert_pack_and_are_runs_of_channels(bits, head_dim):
         torch.randint(2 ** packing.plane_bits(i), (5, packing.width(head_dim)), dtype=torch.uint8, generator=generator)
         for i in range(packing.num_planes)
     ]
-    parts = packing.pack(torch.cat(planes, -1))
-    assert sum(part.shape[-1] for part in parts.values()) == head_dim * bits / 8
+    encoded = packing.pack(torch.cat(planes, -1))
+    assert sum(section.shape[-1] for section in encoded.values()) == head_dim * bits / 8
     for section in packing.sections(head_dim):
-        assert parts[section.name].shape == (5, section.width)
-    for actual, expected in zip(packing.planes(parts), planes, strict=True):
+        assert encoded[section.name].shape == (5, section.width)
+    for actual, expected in zip(packing.planes(encoded), planes, strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -174,14 +174,14 @@ def test_a_vector_that_is_not_finite_decodes_to_nan_and_changes_no_other(fmt, ba
     expected = fmt.encode(x)
     x[2, 7] = bad
     x[4] = bad
-    parts = fmt.encode(x)
+    encoded = fmt.encode(x)
     others = [0, 1, 3, 5]
-    for name, part in parts.items():
-        assert torch.equal(part[others], expected[name][others])
-    decoded = fmt.decode(parts)
+    for name, section in encoded.items():
+        assert torch.equal(section[others], expected[name][others])
+    decoded = fmt.decode(encoded)
     assert decoded[[2, 4]].isnan().all()
     assert decoded[others].isfinite().all()
-    assert torch.equal(parts["codes"][[2]], fmt.encode(torch.zeros(1, 128))["codes"])
+    assert torch.equal(encoded["codes"][[2]], fmt.encode(torch.zeros(1, 128))["codes"])
 
 
 @pytest.mark.parametrize("name", [*NO_SCALE, "int4_per_channel", "int2_per_channel", "int8_per_channel"])
@@ -288,10 +288,10 @@ def test_a_static_scale_is_a_factor_of_the_format_without_scales(name, scale):
     assert fmt.sections(128) == unit.sections(128)
     assert fmt.bytes_per_token() == HEAD_DIM
     x = torch.cat([vectors(50, 64), vectors(50, 64) * 1e5])  # these saturate
-    parts = fmt.encode(x * scale)
-    assert torch.equal(parts["codes"], unit.encode(x * scale * fmt.inverse_static_scale)["codes"])
-    assert torch.equal(fmt.decode(parts), unit.decode(parts) * scale)
-    assert fmt.decode(parts).abs().max() == fmt.largest * scale
+    encoded = fmt.encode(x * scale)
+    assert torch.equal(encoded["codes"], unit.encode(x * scale * fmt.inverse_static_scale)["codes"])
+    assert torch.equal(fmt.decode(encoded), unit.decode(encoded) * scale)
+    assert fmt.decode(encoded).abs().max() == fmt.largest * scale
 
 
 def test_a_static_scale_of_one_is_the_format_without_scales():
@@ -327,23 +327,23 @@ def fresh_compiler():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_and_eager_bytes_are_equal(fmt):
     x = (torch.stack([vectors(64, 64) * 50, vectors(64, 64) + 90]) * 64).round() / 64  # their rotation is exact
-    for name, part in torch.compile(fmt.encode)(x).items():
-        assert torch.equal(part, fmt.encode(x)[name]), name
+    for name, section in torch.compile(fmt.encode)(x).items():
+        assert torch.equal(section, fmt.encode(x)[name]), name
 
 
 @every_kind
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_and_eager_decode_agree(fmt):
-    parts = fmt.encode(blocks(2, 64))
-    torch.testing.assert_close(torch.compile(fmt.decode)(parts), fmt.decode(parts), rtol=1e-5, atol=1e-5)
+    encoded = fmt.encode(blocks(2, 64))
+    torch.testing.assert_close(torch.compile(fmt.decode)(encoded), fmt.decode(encoded), rtol=1e-5, atol=1e-5)
 
 
 def test_int8_codes_are_rounded_multiples_of_a_127th_of_the_largest_channel():
     x = vectors(100, 64)
-    parts = get_format("int8_per_token_head").encode(x)
-    torch.testing.assert_close(parts["scale"], x.abs().amax(-1, keepdim=True) / 127)
-    assert parts["codes"].min() >= 1
-    assert torch.all((roundtrip(get_format("int8_per_token_head"), x) - x).abs() <= parts["scale"] * 0.5001)
+    encoded = get_format("int8_per_token_head").encode(x)
+    torch.testing.assert_close(encoded["scale"], x.abs().amax(-1, keepdim=True) / 127)
+    assert encoded["codes"].min() >= 1
+    assert torch.all((roundtrip(get_format("int8_per_token_head"), x) - x).abs() <= encoded["scale"] * 0.5001)
 
 
 def test_fp8_levels_are_the_e4m3_values_and_finite_for_every_byte():
@@ -358,12 +358,12 @@ def test_fp8_levels_are_the_e4m3_values_and_finite_for_every_byte():
 def test_fp8_codes_round_to_nearest_and_are_never_nan():
     fmt = get_format("fp8_e4m3")
     x = torch.cat([vectors(500, 64), vectors(500, 64).exp(), vectors(500, 64) * 1e-40])
-    parts = fmt.encode(x)
-    assert not ((parts["codes"] & 0x7F) == 0x7F).any()
+    encoded = fmt.encode(x)
+    assert not ((encoded["codes"] & 0x7F) == 0x7F).any()
     finite = torch.arange(256, dtype=torch.uint8)
     grid = fmt.levels(finite[(finite & 0x7F) != 0x7F])
     normal = x[:1000]
-    nearest = (normal[..., None] - grid * parts["scale"][:1000, :, None]).abs().amin(-1)
+    nearest = (normal[..., None] - grid * encoded["scale"][:1000, :, None]).abs().amin(-1)
     actual = (roundtrip(fmt, normal) - normal).abs()
     torch.testing.assert_close(actual, nearest, rtol=1e-5, atol=1e-6)
 
@@ -373,8 +373,8 @@ def test_fp8_codes_round_to_nearest_and_are_never_nan():
 def test_int4_covers_every_channel_within_the_stated_error(offset, spread):
     fmt = get_format("int4_unrotated")
     x = torch.rand(200, 64, generator=torch.Generator().manual_seed(0)) * spread + offset
-    parts = fmt.encode(x)
-    scale, zero = parts["scale"].float(), parts["zero"].float()
+    encoded = fmt.encode(x)
+    scale, zero = encoded["scale"].float(), encoded["zero"].float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     assert torch.all(zero <= low)
     assert torch.all(zero.double() + 15 * scale.double() >= high * (1 - 1e-7))

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
         "test_store_kernel.py",
         "test_attention_kernel.py",
         "test_latent_kernels.py",
-        "test_long_attention.py",
+        "test_prefill.py",
         "test_references.py",
         "test_deepseek_v4_kernels.py",
         "test_gather.py",

@@ -210,10 +210,10 @@ def hard_latents(*shape, dtype=torch.float32):
     return x.to(dtype)
 
 
-def assert_stores_like_the_specification(x, positions, valid=None, *, device, num_slots, restride=lambda x: x):
+def assert_stores_like_the_specification(x, positions, valid=None, *, device, capacity, restride=lambda x: x):
     """Write into nonsense with the kernel and with the specification, and compare every byte of the buffer."""
     generator = torch.Generator().manual_seed(1)
-    shape = LATENTS.shape(num_slots, *x.shape[:2])
+    shape = LATENTS.shape(capacity, *x.shape[:2])
     expected = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     data = expected.to(device, copy=True)
     write_tokens_(expected, LATENTS, x, positions, valid)
@@ -226,7 +226,7 @@ def assert_stores_like_the_specification(x, positions, valid=None, *, device, nu
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 70])
 def test_stored_latents_are_those_of_the_specification(num_tokens, dtype, device):
     x, positions = hard_latents(2, 1, num_tokens, dtype=dtype), torch.arange(60, 60 + num_tokens)
-    assert_stores_like_the_specification(x, positions, device=device, num_slots=130)
+    assert_stores_like_the_specification(x, positions, device=device, capacity=130)
 
 
 def test_latents_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(device):
@@ -234,8 +234,8 @@ def test_latents_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(devi
     positions = torch.stack([torch.randperm(150, generator=generator)[:40] for _ in range(2)])
     valid = torch.rand(2, 40, generator=generator) > 0.3
     x = hard_latents(2, 1, 40)
-    assert_stores_like_the_specification(x, positions, valid, device=device, num_slots=150)
-    assert_stores_like_the_specification(x, positions[:1], valid[0], device=device, num_slots=150)
+    assert_stores_like_the_specification(x, positions, valid, device=device, capacity=150)
+    assert_stores_like_the_specification(x, positions[:1], valid[0], device=device, capacity=150)
 
 
 def test_latents_are_stored_beside_values_of_another_attention(device):
@@ -261,7 +261,7 @@ def test_latents_are_stored_beside_values_of_another_attention(device):
 )
 def test_stored_latents_may_have_any_strides(restride, device):
     x, positions = hard_latents(2, 1, 5, dtype=torch.bfloat16), torch.arange(5)
-    assert_stores_like_the_specification(x, positions, device=device, num_slots=64, restride=restride)
+    assert_stores_like_the_specification(x, positions, device=device, capacity=64, restride=restride)
 
 
 def test_references_to_latents_stand_for_them(device):
@@ -287,10 +287,10 @@ def test_what_the_kernels_do_not_know_is_refused(device):
 RESIDUALS = ["int4_unrotated" + BOTH, "turboquant_2.5bit" + BOTH]
 
 
-@pytest.mark.parametrize("long_rows", [1, 10**9])
+@pytest.mark.parametrize("prefill_rows", [1, 10**9])
 @pytest.mark.parametrize("spec", [*BY_TOKEN, *RESIDUALS])
-def test_one_tensor_serves_as_keys_and_values_in_every_format(spec, long_rows, device, monkeypatch):
-    monkeypatch.setattr(launch_prefill, "LONG_ROWS", long_rows)
+def test_one_tensor_serves_as_keys_and_values_in_every_format(spec, prefill_rows, device, monkeypatch):
+    monkeypatch.setattr(launch_prefill, "PREFILL_ROWS", prefill_rows)
     case = Case(device, spec, batch=1, num_heads=6, head_dim=64, kv_len=150, scale=0.2)
     hide_packed_form(SimpleNamespace(layouts=[case.layout], data=[case.data]))
     case.check()

@@ -32,8 +32,8 @@ def random_tokens(num_tokens, seed=0):
     return torch.randint(-99, 100, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def packed(layout, x, num_slots=None):
-    data = empty_packed(layout, num_slots or x.shape[2], x.shape[0], x.shape[1], CPU)
+def packed(layout, x, capacity=None):
+    data = empty_packed(layout, capacity or x.shape[2], x.shape[0], x.shape[1], CPU)
     return write_tokens(data, layout, x, torch.arange(x.shape[2]))
 
 
@@ -68,10 +68,10 @@ def test_token_bytes_fill_a_block_without_gap_or_overlap(layout):
 def test_sections_are_views_that_the_written_bytes_appear_in(layout):
     x = random_tokens(BLOCK_TOKENS)
     data = packed(layout, x)
-    parts = layout.split(data)
-    for name, part in layout.format.encode(x).items():
-        assert parts[name].untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-        assert torch.equal(parts[name][0], part)
+    sections = layout.split(data)
+    for name, section in layout.format.encode(x).items():
+        assert sections[name].untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+        assert torch.equal(sections[name][0], section)
 
 
 def test_codes_of_keys_are_row_major_and_of_values_column_major():
@@ -89,7 +89,7 @@ def test_codes_of_keys_are_row_major_and_of_values_column_major():
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
 def test_reading_what_was_written_is_decoding_what_was_encoded(layout, num_tokens):
     x = random_tokens(num_tokens)
-    data = packed(layout, x, num_slots=num_tokens + 70)
+    data = packed(layout, x, capacity=num_tokens + 70)
     expected = dequantized(layout, x)
     torch.testing.assert_close(read_tokens(data, layout, num_tokens), expected)
     assert not read_tokens(data, layout, num_tokens + 70)[:, :, num_tokens:].any()
@@ -139,7 +139,7 @@ def test_permuting_the_batch_permutes_the_cache(layout):
 @every_layout
 def test_a_prefix_of_the_blocks_is_the_shorter_cache(layout):
     x = random_tokens(150)
-    long = packed(layout, x, num_slots=640)
+    long = packed(layout, x, capacity=640)
     prefix = long[: num_blocks(100)]
     assert prefix.is_contiguous()
     assert torch.equal(prefix, packed(layout, x[:, :, :128]))

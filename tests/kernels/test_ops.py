@@ -131,7 +131,7 @@ def test_compiled_code_calls_the_operators_and_stores_in_place():
         (lambda a: {**a, "valid": torch.ones(3)}, "valid bool, but they are torch.int64 and torch.float32"),
         (lambda a: {**a, "x": torch.ones(2, 2, 3, 64, dtype=torch.int64)}, "x must be floating point"),
         (lambda a: {**a, "x": torch.ones(2, 3, 64)}, r"x must be \[batch, heads, tokens, head_dim\]"),
-        (lambda a: {**a, "role": "keys"}, "'keys' is not the role of a cache: it is one of key, value"),
+        (lambda a: {**a, "role": "keys"}, "'keys' is not a role of a cache; roles: key, value"),
     ],
 )
 def test_store_refuses_what_does_not_fit_and_says_what(change, message):

@@ -35,7 +35,7 @@ decode_and_prefill = pytest.mark.parametrize("q_len", [1, 3, 40])
 class Case:
     """A random query and packed caches of random tokens."""
 
-    def __init__(self, key="int8_per_token_head", value="int8_per_token_head", *, q_len=1, kv_len=130, num_slots=0,
+    def __init__(self, key="int8_per_token_head", value="int8_per_token_head", *, q_len=1, kv_len=130, capacity=0,
                  batch=2, heads=(4, 2), head_dims=(64, 64), dtype=torch.float32, fill=0):  # fmt: skip
         generator = torch.Generator().manual_seed(q_len + 7 * kv_len)
         num_heads, num_kv_heads = heads
@@ -45,7 +45,7 @@ class Case:
         self.data = []
         for layout in self.layouts:
             x = torch.randn(batch, num_kv_heads, kv_len, layout.head_dim, generator=generator)
-            data = empty_packed(layout, max(kv_len, num_slots), batch, num_kv_heads, CPU).fill_(fill)
+            data = empty_packed(layout, max(kv_len, capacity), batch, num_kv_heads, CPU).fill_(fill)
             write_tokens_(data, layout, x, torch.arange(kv_len))
             self.data.append(data)
 
@@ -94,7 +94,7 @@ def test_every_head_dim_works_and_those_of_keys_and_values_may_differ(head_dims,
 @decode_and_prefill
 def test_the_cache_may_have_any_length(kv_len, q_len):
     Case(kv_len=kv_len, q_len=q_len).check()
-    Case("int4_per_token_head", "turboquant_4bit", kv_len=kv_len, q_len=q_len, num_slots=kv_len + 70).check()
+    Case("int4_per_token_head", "turboquant_4bit", kv_len=kv_len, q_len=q_len, capacity=kv_len + 70).check()
 
 
 def attention_weights_with_sinks_and_softcap(case, mask, sinks, softcap):
@@ -186,8 +186,8 @@ def test_the_output_has_the_dtype_of_the_query(dtype, q_len):
 @decode_and_prefill
 def test_bytes_beyond_kv_len_have_no_influence(key, value, kv_len, q_len):
     mask = torch.rand(kv_len, generator=torch.Generator().manual_seed(0)) < 0.9
-    clean = Case(key, value, kv_len=kv_len, num_slots=200, q_len=q_len)
-    poisoned = Case(key, value, kv_len=kv_len, num_slots=200, q_len=q_len, fill=0xFF)
+    clean = Case(key, value, kv_len=kv_len, capacity=200, q_len=q_len)
+    poisoned = Case(key, value, kv_len=kv_len, capacity=200, q_len=q_len, fill=0xFF)
     assert not torch.equal(clean.data[0], poisoned.data[0])
     for options in ({}, {"mask": mask}, {"is_causal": True}):
         assert torch.equal(poisoned.attend(**options), clean.attend(**options))
@@ -207,7 +207,7 @@ def test_what_cannot_be_computed_is_an_error():
         Case().attend(mask=torch.ones(130, dtype=torch.bool), is_causal=True)
     case = Case(kv_len=64)
     case.kv_len = 65
-    with pytest.raises(ValueError, match="kv_len 65 is more than the 64 slots"):
+    with pytest.raises(ValueError, match="kv_len 65 is more than the 64 tokens"):
         case.attend()
 
 
@@ -251,8 +251,8 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
     def fn(query, k_data, v_data, mask):
         return attend(query, k_data, v_data, *layouts, mask=mask, kv_len=mask.shape[-1])
 
-    def inputs(kv_len, num_slots, batch=2):
-        case = Case("int4_per_token_head", "fp8_e4m3", q_len=q_len, kv_len=kv_len, num_slots=num_slots, batch=batch)
+    def inputs(kv_len, capacity, batch=2):
+        case = Case("int4_per_token_head", "fp8_e4m3", q_len=q_len, kv_len=kv_len, capacity=capacity, batch=batch)
         mask = torch.rand(q_len, kv_len, generator=torch.Generator().manual_seed(0)) < 0.9
         return case, (case.query, *case.data, mask)
 

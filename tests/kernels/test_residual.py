@@ -42,16 +42,16 @@ def empty(layout: PackedLayout) -> Tensor:
 
 @dataclass
 class Sequence:
-    """One sequence of a cache, all heads: what its packed blocks decode to, and the block in each slot."""
+    """One sequence of a cache, all heads: what its packed blocks decode to, and the block in each entry."""
 
     layout: PackedLayout
     packed: dict[int, Tensor] = field(default_factory=dict)
-    slots: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    entries: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def roundtrip(self, contents: Tensor) -> Tensor:
         return self.layout.format.decode(self.layout.format.encode(contents)).to(contents.dtype)
 
-    def slot(self, block: int) -> int | None:
+    def entry(self, block: int) -> int | None:
         residual = self.layout.residual
         if block < residual.sink_blocks:
             return block
@@ -59,9 +59,9 @@ class Sequence:
         return cyclic if cyclic is None else residual.sink_blocks + cyclic
 
     def block(self, block: int) -> Tensor:
-        held, rows = self.slots.get(self.slot(block), (None, None))
+        kept, rows = self.entries.get(self.entry(block), (None, None))
         zeros = torch.zeros(HEADS, BLOCK_TOKENS, HEAD_DIM, dtype=self.layout.residual.dtype)
-        return rows if held == block else self.packed.get(block, zeros)
+        return rows if kept == block else self.packed.get(block, zeros)
 
     def write(self, positions: list[int], x: Tensor) -> None:
         blocks = sorted({position // BLOCK_TOKENS for position in positions})
@@ -76,8 +76,8 @@ class Sequence:
                 old[:, written] = packed[:, written]
                 packed = old
             self.packed[block] = packed
-            if self.slot(block) is not None:
-                self.slots[self.slot(block)] = block, contents[block]
+            if self.entry(block) is not None:
+                self.entries[self.entry(block)] = block, contents[block]
 
     def tokens(self) -> Tensor:
         return torch.cat([self.block(block) for block in range(-(-TOKENS // BLOCK_TOKENS))], 1)[:, :TOKENS]
@@ -139,7 +139,7 @@ def test_blocks_that_are_filled_one_after_the_other_in_any_order_and_steps_are_a
             chosen, positions = torch.tensor(positions[:count]), positions[count:]
             write_tokens_(data, layout, x[:, :, chosen], chosen)
     for other in (pack_tokens(layout, x), write_tokens(empty(layout), layout, x, torch.arange(TOKENS))):
-        # Packed blocks have the same bytes; slots the same values: a token that was not written may be -0.0.
+        # Packed blocks have the same bytes; entries the same values: a token that was not written may be -0.0.
         assert torch.equal(data[layout.header_blocks :], other[layout.header_blocks :])
         assert torch.equal(layout.tags(data), layout.tags(other))
         assert torch.equal(read_tokens(data, layout, TOKENS), read_tokens(other, layout, TOKENS))
@@ -191,7 +191,7 @@ def test_attention_is_that_on_the_tokens_as_they_are_read(key, value, options):
 
 
 def random_cache(layout: PackedLayout) -> Tensor:
-    """A cache whose slots hold another block in each sequence."""
+    """A cache whose entries hold another block in each sequence."""
     data = pack_tokens(layout, torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM))
     write_tokens_(data, layout, torch.randn(BATCH, HEADS, 2, HEAD_DIM), torch.tensor([[70, 71], [3, 140]]))
     return data

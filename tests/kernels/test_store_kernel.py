@@ -31,7 +31,7 @@ def random_bytes(layout, num_tokens, batch, heads):
     return torch.randint(0, 256, layout.shape(num_tokens, batch, heads), dtype=torch.uint8, generator=generator)
 
 
-def assert_stores_like_the_specification(layout, x, positions, valid=None, *, device, num_slots, restride=None):
+def assert_stores_like_the_specification(layout, x, positions, valid=None, *, device, capacity, restride=None):
     """Write into nonsense with the kernel and with the specification, and compare every byte of the buffer.
 
     The specification runs on the CPU: PyTorch divides by a constant differently on a GPU. ``restride`` is applied to
@@ -40,7 +40,7 @@ def assert_stores_like_the_specification(layout, x, positions, valid=None, *, de
     on_device = x.to(device)
     if restride is not None:
         x, on_device = restride(x), restride(on_device)
-    expected = random_bytes(layout, num_slots, *x.shape[:2])
+    expected = random_bytes(layout, capacity, *x.shape[:2])
     data = expected.to(device, copy=True)
     write_tokens_(expected, layout, x, positions, valid)
     valid_on_device = None if valid is None else valid.to(device)
@@ -100,7 +100,7 @@ def test_stored_bytes_are_those_of_the_specification(format_name, role, head_dim
     layout, tokens = PackedLayout(format_name, role, head_dim), {64: 65, 80: 1, 128: 63}.get(head_dim, 3)
     x = vectors(2, 2, tokens, head_dim)
     positions = torch.arange(60, 60 + tokens)
-    assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=130)
+    assert_stores_like_the_specification(layout, x, positions, device=device, capacity=130)
 
 
 @both_roles
@@ -109,7 +109,7 @@ def test_any_number_of_tokens_may_cross_any_number_of_blocks(role, tokens, devic
     layout = PackedLayout("int8_per_token_head", role, 64)
     for start in (0, 63):
         x, positions = vectors(1, 2, tokens, 64), torch.arange(start, start + tokens)
-        assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=200)
+        assert_stores_like_the_specification(layout, x, positions, device=device, capacity=200)
 
 
 @every_format
@@ -119,14 +119,14 @@ def test_tokens_go_where_each_sequence_wants_them_and_invalid_ones_nowhere(forma
     positions = torch.stack([torch.randperm(150, generator=generator)[:40] for _ in range(2)])
     valid = torch.rand(2, 40, generator=generator) > 0.3
     layout = PackedLayout(format_name, role, 64)
-    assert_stores_like_the_specification(layout, vectors(2, 2, 40, 64), positions, valid, device=device, num_slots=150)
+    assert_stores_like_the_specification(layout, vectors(2, 2, 40, 64), positions, valid, device=device, capacity=150)
 
 
 def test_one_valid_mask_may_serve_all_sequences(device):
     layout = PackedLayout("int8_per_token_head", "key", 64)
     valid = torch.arange(9) % 2 == 0
     positions = torch.arange(9)
-    assert_stores_like_the_specification(layout, vectors(2, 2, 9, 64), positions, valid, device=device, num_slots=70)
+    assert_stores_like_the_specification(layout, vectors(2, 2, 9, 64), positions, valid, device=device, capacity=70)
 
 
 @pytest.mark.parametrize("format_name", ["int8_per_token_head", "turboquant_4bit"])
@@ -142,7 +142,7 @@ def test_one_valid_mask_may_serve_all_sequences(device):
 def test_vectors_may_have_any_strides(format_name, restride, device):
     layout = PackedLayout(format_name, "value", 64)
     x, positions = vectors(2, 3, 5, 64), torch.arange(5)
-    assert_stores_like_the_specification(layout, x, positions, device=device, num_slots=64, restride=restride)
+    assert_stores_like_the_specification(layout, x, positions, device=device, capacity=64, restride=restride)
 
 
 def vectors_next_to_ties(fmt, tokens, head_dim):
@@ -152,11 +152,13 @@ def vectors_next_to_ties(fmt, tokens, head_dim):
     x[..., 0], x[..., 1] = 4 + x[..., 0].abs(), -4 - x[..., 1].abs()  # scales and zero points depend on no other
     if fmt.scale_dtype == torch.float32:
         x *= 10.0 ** torch.randint(-42, 36, (tokens, 1), generator=generator)
-    parts = fmt.encode(x)
+    encoded = fmt.encode(x)
     levels = fmt.levels(torch.arange(2 ** int(fmt.bits), dtype=torch.uint8)).unique()
     levels = levels[levels.abs() < 100]
     ties = (levels[1:] + levels[:-1]) / 2
-    between = ties[torch.randint(0, len(ties), x.shape, generator=generator)] * parts["scale"] + parts.get("zero", 0)
+    between = ties[torch.randint(0, len(ties), x.shape, generator=generator)] * encoded["scale"] + encoded.get(
+        "zero", 0
+    )
     off = torch.randint(-2, 3, x.shape, generator=generator, dtype=torch.int32)
     between = torch.where(between.abs() < 1e-43, between, (between.view(torch.int32) + off).view(torch.float32))
     x[..., 2:] = between.clamp(x[..., 1:2], x[..., :1])[..., 2:]
@@ -168,7 +170,7 @@ def vectors_next_to_ties(fmt, tokens, head_dim):
 def test_channels_next_to_ties_are_rounded_as_by_a_division(format_name, device):
     layout = PackedLayout(format_name, "key", 128)
     x = vectors_next_to_ties(layout.format, 300, 128)
-    assert_stores_like_the_specification(layout, x, torch.arange(300), device=device, num_slots=300)
+    assert_stores_like_the_specification(layout, x, torch.arange(300), device=device, capacity=300)
 
 
 @every_format
@@ -176,7 +178,7 @@ def test_channels_next_to_ties_are_rounded_as_by_a_division(format_name, device)
 def test_vectors_may_have_any_float_dtype(format_name, dtype, device):
     layout = PackedLayout(format_name, "key", 64)
     x = vectors(1, 2, 20, 64, dtype)
-    assert_stores_like_the_specification(layout, x, torch.arange(20), device=device, num_slots=64)
+    assert_stores_like_the_specification(layout, x, torch.arange(20), device=device, capacity=64)
 
 
 @every_format
@@ -185,7 +187,7 @@ def test_a_vector_that_is_not_finite_becomes_nan_and_touches_no_other(format_nam
     layout = PackedLayout(format_name, "key", 64)
     x = vectors(1, 2, 12, 64)
     x[0, 1, 5, 17] = bad
-    assert_stores_like_the_specification(layout, x, torch.arange(12), device=device, num_slots=64)
+    assert_stores_like_the_specification(layout, x, torch.arange(12), device=device, capacity=64)
 
 
 @both_roles

@@ -21,11 +21,11 @@ FORMATS = [
 def packed_codes(fmt):
     """Random codes of each plane [WIDTH], and the registers of four bytes that hold them: (codes, high bits...)."""
     planes = torch.randint(2 ** int(fmt.bits), (fmt.num_planes, WIDTH), dtype=torch.uint8)
-    parts = fmt.packing.pack(planes.flatten())
-    sections = [parts["codes"].numpy()]
-    if "high" in parts:
+    encoded = fmt.packing.pack(planes.flatten())
+    sections = [encoded["codes"].numpy()]
+    if "high" in encoded:
         # As the kernels load it: once for each piece, and 0 where the other one is meant.
-        high = parts["high"].numpy()
+        high = encoded["high"].numpy()
         nothing = np.zeros_like(high)
         sections += [np.concatenate([high, nothing]), np.concatenate([nothing, high])]
     return planes, [section.view(np.uint32).tolist() for section in sections]

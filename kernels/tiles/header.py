@@ -1,0 +1,65 @@
+"""The header of a packed cache in Triton: entries that keep blocks of tokens as they are.
+
+:mod:`kvcompile.kernels.layout.packed_layout` says where its bytes lie and :mod:`kvcompile.kernels.spec.residual` what
+they mean. A ``header_ptr`` points to the first block of one head of one sequence.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.lang.triton import jit, tl
+
+
+@jit
+def block_ptr(header_ptr, stride_block, block, OPERAND: tl.constexpr):
+    """Pointer to a packed block of tokens."""
+    return header_ptr + (block.to(tl.int64) + OPERAND.header_blocks) * stride_block
+
+
+@jit
+def tag_ptrs(header_ptr, entry):
+    """Pointers to the tags of entries: int32, 1 + the block that an entry holds, 0 for none."""
+    return header_ptr.to(tl.pointer_type(tl.int32)) + entry
+
+
+@jit
+def entry_of(block, OPERAND: tl.constexpr):
+    """The entry of blocks, int32; where there is none, one that never has their tag."""
+    SINKS: tl.constexpr = OPERAND.residual.sink_blocks
+    RECENT: tl.constexpr = OPERAND.residual.recent_blocks
+    if RECENT == 0:
+        entry = tl.minimum(block, SINKS - 1)
+    else:
+        entry = tl.where(block < SINKS, block, SINKS + (tl.maximum(block, SINKS) - SINKS) % RECENT)
+    return entry
+
+
+@jit
+def has_entry(block, OPERAND: tl.constexpr):
+    """Whether blocks have an entry."""
+    return block < (OPERAND.residual.sink_blocks if OPERAND.residual.recent_blocks == 0 else 1 << 30)
+
+
+@jit
+def is_exact(header_ptr, block, OPERAND: tl.constexpr):
+    """Whether entries hold ``block``, int32 and not negative, any shape."""
+    exact = block < 0
+    if OPERAND.num_entries > 0:
+        exact = tl.load(tag_ptrs(header_ptr, entry_of(block, OPERAND))) == block + 1
+    return exact
+
+
+@jit
+def row_ptrs(header_ptr, stride_block, entry, OPERAND: tl.constexpr):
+    """Pointers to the rows of an entry, [block_tokens], of the residual's dtype."""
+    row = 1 + entry * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
+    block, row = row // OPERAND.residual.rows_per_block, row % OPERAND.residual.rows_per_block
+    ptrs = header_ptr + block.to(tl.int64) * stride_block + row * OPERAND.residual.row_bytes
+    return ptrs.to(tl.pointer_type(OPERAND.residual.dtype))
+
+
+@jit
+def load_rows(header_ptr, stride_block, entry, OPERAND: tl.constexpr):
+    """The tokens of an entry, [block_tokens, padded_head_dim] in the residual's dtype; 0 in padding."""
+    channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
+    ptrs = row_ptrs(header_ptr, stride_block, entry, OPERAND)[:, None] + channel
+    return tl.load(ptrs, mask=channel < OPERAND.head_dim, other=0.0)
