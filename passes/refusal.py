@@ -145,9 +145,37 @@ class Reason(enum.Enum):
     )
 
 
-class Refusal(Exception):
-    """Raised by a checker to leave a site alone."""
+class GiveUp(Exception):
+    """The base of all exceptions that leave something to plain Inductor. None of them reaches the user."""
+
+
+class Refusal(GiveUp):
+    """Raised where it is found that something cannot be packed.
+
+    It may be raised before the site is known. Then it lacks particulars, such as the role of the cache, and
+    :meth:`with_particulars` completes it.
+
+    Attributes:
+        reason: why.
+        particulars: what fills the message of ``reason``, as text.
+    """
 
     def __init__(self, reason: Reason, **particulars: object) -> None:
         self.reason = reason
-        super().__init__(reason.value.format(**particulars))
+        self.particulars = {name: str(value) for name, value in particulars.items()}
+        super().__init__(reason, self.particulars)
+
+    def __str__(self) -> str:
+        message: str = self.reason.value
+        return message.format_map(_Known(self.particulars))
+
+    def with_particulars(self, **particulars: object) -> Refusal:
+        """The same reason, with more particulars."""
+        return Refusal(self.reason, **self.particulars, **particulars)
+
+
+class _Known(dict[str, str]):
+    """Particulars of a message; unknown ones stay placeholders."""
+
+    def __missing__(self, name: str) -> str:
+        return f"{{{name}}}"

@@ -21,11 +21,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.axes import rank_3_axes
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, WRITE_OPS, view_chain
+from kvcompile.passes.graph.computed_from import states_behind
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call
 from kvcompile.passes.graph.pool_ops import POOL_VIEW
 from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.prove.latents import states_behind
 
 aten = torch.ops.aten
 

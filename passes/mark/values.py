@@ -13,10 +13,15 @@ from torch.fx import Node
 
 from kvcompile.passes.mark.axes import Layout
 from kvcompile.passes.mark.products import Product
+from kvcompile.passes.refusal import Reason, Refusal
 
 
-class NotUnderstood(Exception):
-    """Raised for an operation on scores or weights that attention on packed caches cannot take over."""
+class NotUnderstood(Refusal):
+    """Raised for an operation on scores or weights that attention on packed caches does not compute."""
+
+    def __init__(self, detail: str) -> None:
+        """``detail``: completes the sentence "the site is left alone because ..."."""
+        super().__init__(Reason.unrecognised, detail=detail)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, SIZE_OPS, same_sizes, shape_of
+from kvcompile.passes.graph.names import user_name
 from kvcompile.passes.graph.permutations import swaps_axes
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
+
+
+class NotAPool(Refusal):
+    """An input is not used as a pool is, because of the use that ``user`` makes of it."""
+
+    def __init__(self, user: Node) -> None:
+        super().__init__(Reason.gathered, detail=f"which is also used by {user_name(user)}")
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Pool:
         return shape[0] if len(shape) == 3 else shape[0] * shape[2 if self.heads_first else 1]
 
 
-def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
+def analyse_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
     """Read what the graph of input ``node`` does with it, if it is a pool.
 
     Args:
@@ -76,7 +84,7 @@ def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
         None if nothing gathers tokens from it, or if it has not the dimensions of a pool.
 
     Raises:
-        UsedAsWholeError: it has, and is used in another way than a pool is.
+        NotAPool: it has, and is used in another way than a pool is.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() not in (3, 4):
@@ -84,10 +92,10 @@ def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
     if heads_first is None and value.dim() == 4:
         try:
             return _read(Pool(node, heads_first=False))
-        except UsedAsWholeError as error:
+        except NotAPool as error:
             try:
                 return _read(Pool(node, heads_first=True))
-            except UsedAsWholeError:
+            except NotAPool:
                 raise error from None
     return _read(Pool(node, bool(heads_first)))
 
@@ -100,7 +108,7 @@ def _read(pool: Pool) -> Pool | None:
     if pool.write_back is not None and not _is_last_state(pool, pool.write_back.args[1]):
         others.append(pool.write_back)
     if others:
-        raise UsedAsWholeError(others[0])
+        raise NotAPool(others[0])
     return pool if pool.gathers else None
 
 

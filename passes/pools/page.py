@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.graph.refused_inputs import note_refusal
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.pools.analyse import Pool, read_pool
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.pools.analyse import NotAPool, Pool, analyse_pool
 
 aten = torch.ops.aten
 
@@ -35,9 +35,10 @@ def page_pools(gm: GraphModule, heads_first: Mapping[int, bool]) -> None:
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         try:
-            pool = read_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
-        except UsedAsWholeError:
-            continue  # the sites that read it are refused, and say so
+            pool = analyse_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
+        except NotAPool as refusal:
+            note_refusal(placeholder, refusal)  # for the sites that read it
+            continue
         if pool is not None:
             _PoolRewriter(gm.graph, pool).rewrite()
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
 from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, shape_of
 from kvcompile.passes.graph.states import states_of
-from kvcompile.passes.stacks.rules import RULES, UsedAsWholeError
+from kvcompile.passes.stacks.rules import RULES, NotAStack
 from kvcompile.passes.stacks.values import Initial, Made, State, Value, selected
 
 aten = torch.ops.aten
@@ -79,12 +79,12 @@ class Stack:
 
     def state(self, operand: Node, user: Node) -> State:
         if operand not in self.states:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return self.states[operand]
 
     def items(self, operand: Node, user: Node) -> list[State]:
         if operand not in self.lists:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return self.lists[operand]
 
     def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
@@ -92,11 +92,11 @@ class Stack:
         if state is None:
             return selected(user, operand, dims, part, rank)
         if state.dims != dims or len(shape_of(operand)) != rank or part not in state.values:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return state.values[part]
 
 
-def read_stack(node: Node, operand: Node) -> Stack | None:
+def analyse_stack(node: Node, operand: Node) -> Stack | None:
     """Read what the graph of input ``node`` does with it, if it is a stack.
 
     Args:
@@ -107,7 +107,7 @@ def read_stack(node: Node, operand: Node) -> Stack | None:
         None if it has no more dimensions than a cache.
 
     Raises:
-        UsedAsWholeError: it has, but they are used in another way.
+        NotAStack: it has, but they are used in another way.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() <= CACHE_RANK:
@@ -122,13 +122,13 @@ def read_stack(node: Node, operand: Node) -> Stack | None:
         if not (stack.states.keys() | stack.lists.keys()).isdisjoint(user.all_input_nodes):
             _read_use(stack, user)
         if user in copied and user not in stack.states:
-            _read_stacked(stack, user)
+            _analyse_stacked(stack, user)
     if stack.write_back is not None and any(_is_input(stack, value) for value in stack.written.values()):
-        raise UsedAsWholeError(stack.write_back)
+        raise NotAStack(stack.write_back)
     return stack
 
 
-def _read_stacked(stack: Stack, node: Node) -> None:
+def _analyse_stacked(stack: Stack, node: Node) -> None:
     """Note what ``node``, the last state of the stack, holds, if it was stacked of new values of its parts."""
     rank, first = len(shape_of(node)), stack.states[stack.node]
     state = first.map(lambda part, value: selected(node, node, stack.dims, part, rank))
@@ -137,7 +137,7 @@ def _read_stacked(stack: Stack, node: Node) -> None:
 
 
 def _read_use(stack: Stack, user: Node) -> None:
-    """Note what ``user`` does with a node that holds several parts; raises UsedAsWholeError."""
+    """Note what ``user`` does with a node that holds several parts; raises NotAStack."""
     if user.op == "output":
         _read_output(stack, user)
     elif user.target in SIZE_OPS:
@@ -145,7 +145,7 @@ def _read_use(stack: Stack, user: Node) -> None:
     elif user.target is aten.copy_.default and user.args[0] is stack.node:
         stack.write_back, stack.last = user, stack.state(user.args[1], user)
         if stack.last.dims != stack.dims or stack.last.values.keys() != stack.states[stack.node].values.keys():
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
     elif user.target in RULES:
         held = RULES[user.target](stack, user)
         if isinstance(held, list):
@@ -155,7 +155,7 @@ def _read_use(stack: Stack, user: Node) -> None:
         else:
             stack.parts[user] = held.values[()]
     else:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
 
 def _read_output(stack: Stack, output: Node) -> None:
@@ -165,7 +165,7 @@ def _read_output(stack: Stack, output: Node) -> None:
         if state is None:
             continue
         if stack.write_back is not None or any(_is_input(stack, value) for value in state.values.values()):
-            raise UsedAsWholeError(output)
+            raise NotAStack(output)
         stack.returned[place] = state
 
 

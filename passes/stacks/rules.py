@@ -16,17 +16,18 @@ from torch.fx import Node
 
 from kvcompile.kernels.layout.axes import PartIndex, stacked_dims_of_source
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, shape_of, with_defaults
+from kvcompile.passes.graph.names import user_name
+from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.stacks.values import Made, State, Value, without
 
 aten = torch.ops.aten
 
 
-class UsedAsWholeError(Exception):
-    """A tensor is no stack, because of what ``user`` does with it."""
+class NotAStack(Refusal):
+    """An input cannot be divided into its parts, because of the use that ``user`` makes of it."""
 
     def __init__(self, user: Node) -> None:
-        self.user = user
-        super().__init__("the caller" if user.op == "output" else user.format_node() or user.name)
+        super().__init__(Reason.part_of_tensor, detail=f"which is also used by {user_name(user)}")
 
 
 class Reader(Protocol):
@@ -36,7 +37,7 @@ class Reader(Protocol):
         """What ``operand`` holds, if it holds parts."""
 
     def state(self, operand: Node, user: Node) -> State:
-        """What ``operand`` holds; raises UsedAsWholeError if it holds no parts."""
+        """What ``operand`` holds; raises NotAStack if it holds no parts."""
 
     def items(self, operand: Node, user: Node) -> list[State]:
         """What each tensor of a list holds."""
@@ -95,7 +96,7 @@ def _slice(reader: Reader, user: Node) -> State:
 def _squeeze(reader: Reader, user: Node) -> State:
     state, dim = reader.state(user.args[0], user), user.args[1]
     if dim not in state.dims or state.size(dim) != 1:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return state.select(dim, 0)
 
 
@@ -103,7 +104,7 @@ def _unbind(reader: Reader, user: Node) -> list[State]:
     operand, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
     state = reader.state(operand, user)
     if dim not in state.dims:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return [state.select(dim, index) for index in range(state.size(dim))]
 
 
@@ -111,7 +112,7 @@ def _split(reader: Reader, user: Node) -> list[State]:
     operand, _, dim = with_defaults(user, None, None, user.kwargs.get("dim", 0))
     state = reader.state(operand, user)
     if dim not in state.dims:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     pieces, begin = [], 0
     for piece in user.meta["val"]:
         end = begin + int(piece.shape[dim])
@@ -139,7 +140,7 @@ def _where(reader: Reader, user: Node) -> State:
     states = [reader.find(arg) for arg in user.args[1:] if len(shape_of(arg)) == rank]
     state = next((state for state in states if state is not None), None)
     if state is None:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     dims = state.dims
 
     def chosen(part: PartIndex, value: Value) -> Value:
@@ -153,7 +154,7 @@ def _cat(reader: Reader, user: Node) -> State:
     tensors, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
     state, rank = reader.state(tensors[0], user), len(shape_of(user))
     if dim in state.dims or any(len(shape_of(tensor)) != rank for tensor in tensors):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
     def longer(part: PartIndex, value: Value) -> Value:
         others = [reader.part(user, tensor, state.dims, part, rank) for tensor in tensors[1:]]
@@ -193,7 +194,7 @@ def _index(reader: Reader, user: Node) -> State:
     state = reader.state(base, user)
     of_parts, given = _indices(user, state, indices, len(shape_of(base)))
     if len(given) != 1 or any(len(shape_of(index)) != 1 for index in given.values()):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return state.map(lambda part, value: Made(user, user.target, (value, of_parts)))
 
 
@@ -204,7 +205,7 @@ def _index_put(reader: Reader, user: Node) -> State:
     num_index_dims = max(len(shape_of(index)) for index in given.values())
     dims = stacked_dims_of_source(list(given), num_index_dims, rank, state.dims)
     if dims is None:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
     def changed(part: PartIndex, value: Value) -> Value:
         new = reader.part(user, source, dims, part, rank - len(given) + num_index_dims)
@@ -224,24 +225,24 @@ def _indices(
     given = {dim: index for dim, index in enumerate(of_parts) if index is not None}
     masks = any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values())
     if masks or not given or not given.keys().isdisjoint(state.dims):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return [index for dim, index in enumerate(of_parts) if dim not in state.dims], given
 
 
 def _constant(user: Node, index: Any, size: int) -> int:
-    """``index`` counted from the first; raises UsedAsWholeError if it is no constant, or out of range."""
+    """``index`` counted from the first; raises NotAStack if it is no constant, or out of range."""
     if not isinstance(index, int) or not -size <= index < size:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return index % size
 
 
 def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
-    """The indices of a slice; raises UsedAsWholeError if they are no constants, or none."""
+    """The indices of a slice; raises NotAStack if they are no constants, or none."""
     if not all(bound is None or isinstance(bound, int) for bound in bounds):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     indices = range(size)[slice(*bounds)]
     if not indices:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return indices
 
 

@@ -10,23 +10,21 @@ stacks. A part is proven, given a format and rewritten as a cache that came by i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from kvcompile.kernels.layout.axes import PartIndex
-from kvcompile.passes.calling import JoinedOutput, SplitStack
+from kvcompile.passes.calling import JoinedOutput, Rewritten, SplitStack
 from kvcompile.passes.graph.inline import insert_call, size_node
+from kvcompile.passes.graph.refused_inputs import note_refusal
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.stacks.analyse import Stack, read_stack
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.stacks.analyse import Stack, analyse_stack
+from kvcompile.passes.stacks.rules import NotAStack
 from kvcompile.passes.stacks.values import Initial, Made, State, Value
-
-if TYPE_CHECKING:
-    from kvcompile.passes.calling import Rewritten
 
 aten = torch.ops.aten
 
@@ -47,9 +45,10 @@ def split_stacks(
     split = []
     for index, placeholder in enumerate(placeholders):
         try:
-            stack = read_stack(placeholder, attended[placeholder]) if placeholder in attended else None
-        except UsedAsWholeError:
-            continue  # the sites that read it are refused, and say so
+            stack = analyse_stack(placeholder, attended[placeholder]) if placeholder in attended else None
+        except NotAStack as refusal:
+            note_refusal(placeholder, refusal)  # for the sites that read it
+            continue
         if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
             split.append(_Splitter(gm, stack, index, example_inputs).split())
     return tuple(split)
