@@ -158,20 +158,29 @@ class Refusal(GiveUp):
     Attributes:
         reason: why.
         particulars: what fills the message of ``reason``, as text.
+        note: what else the user should know; it follows the message.
     """
 
     def __init__(self, reason: Reason, **particulars: object) -> None:
         self.reason = reason
+        self.note = ""
         self.particulars = {name: str(value) for name, value in particulars.items()}
         super().__init__(reason, self.particulars)
 
     def __str__(self) -> str:
         message: str = self.reason.value
-        return message.format_map(_Known(self.particulars))
+        text = message.format_map(_Known(self.particulars))
+        return f"{text}; {self.note}" if self.note else text
 
     def with_particulars(self, **particulars: object) -> Refusal:
         """The same reason, with more particulars."""
         return Refusal(self.reason, **self.particulars, **particulars)
+
+    def with_note(self, note: str) -> Refusal:
+        """The same reason, with a note."""
+        refusal = self.with_particulars()
+        refusal.note = note
+        return refusal
 
 
 class _Known(dict[str, str]):

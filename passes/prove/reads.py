@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import CACHE_AXES
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, Size, view_chain, with_defaults
+from kvcompile.passes.graph.names import operation, operations
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.refusal import Reason, Refusal
 
@@ -95,7 +96,7 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     if len(shape) != 4:
         if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
             detail = f"the cache is seen in {len(shape)} dimensions there"
-            raise Refusal(Reason.unknown_write, role=role, op=root.target, detail=detail)
+            raise Refusal(Reason.unknown_write, role=role, op=operation(root), detail=detail)
         raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
     dims = [[Factor(axis, size)] for axis, size in enumerate(shape)]
     for node in chain:
@@ -144,7 +145,7 @@ def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     if isinstance(start, int) and isinstance(full, int) and start < 0:
         start = max(start + full, 0)
     if not statically_known_true(start >= 0) or step != 1 or len(dims[axis]) != 1:
-        raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+        raise Refusal(Reason.unknown_read, role=role, op=operation(node))
     (factor,) = dims[axis]
     first = start if factor.start is None else start + factor.start
     return [*dims[:axis], [replace(factor, size=size, start=first)], *dims[axis + 1 :]]
@@ -188,7 +189,7 @@ def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Facto
             members, product = _taken(factors, size)
             group, fits = [members], statically_known_true(product == size)
         if not fits:
-            raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+            raise Refusal(Reason.unknown_read, role=role, op=operation(node))
         result += group
     return result
 
@@ -243,7 +244,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     axes = _axes_of_root(dims, shape, gathers) if len(dims) == 4 else None
     if axes is None:
         _check_channels(root, dims, role)
-        raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
+        raise Refusal(Reason.unknown_read, role=role, op=operations(chain))
     _check_slices(dims, shape, axes, role)
     head_axis, token_axis = axes.index("h"), axes.index("t")
     num_tokens = next((factor.size for factor in dims[2] if factor.axis == token_axis), shape[token_axis])

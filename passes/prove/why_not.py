@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
 from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
-from kvcompile.passes.graph.names import cache_name, operation, user_name
+from kvcompile.passes.graph.names import cache_name, operation, tensor_name, user_name
 from kvcompile.passes.graph.refused_inputs import noted_refusal
 from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import is_marker
@@ -109,7 +109,7 @@ def check_whole(root: Node, role: Role) -> None:
     refusal = noted_refusal(first)
     if refusal is None or refusal.reason is not reason:
         refusal = Refusal(reason, detail=detail)
-    raise refusal.with_particulars(role=role, source=cache_name(first))
+    raise refusal.with_particulars(role=role, source=tensor_name(first))
 
 
 def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:
