@@ -220,7 +220,7 @@ class WrittenAttention:
     unsupported: str | None = None
 
     @property
-    def slots(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def dims(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """The axes of batch, heads, query rows and keys.
 
         The first axis that both operands have is the batch, unless it is the only one beside rows and keys. The last
