@@ -1,4 +1,4 @@
-"""Why a site is left to plain Inductor, and what to do. Every refusal a user can read comes from this list."""
+"""Why a site is left to plain Inductor, and what to do. Every reason that a user can read is a member of one list."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import enum
 
 
 class Reason(enum.Enum):
-    """A reason to leave a site alone.
+    """A reason to refuse a site.
 
-    The value is what the user reads, filled in with the particulars.
+    The value is the message that the user reads; particulars fill its placeholders.
 
     Attributes:
         remedy: what the user can do about it.

@@ -1,7 +1,7 @@
-"""The graph break that a graph was compiled after, as Dynamo tells it.
+"""Find the graph break after which a graph begins.
 
-Where Dynamo cannot go on, it compiles what it has seen, lets Python run the line, and compiles the rest of the function
-as a new one, ``torch_dynamo_resume_in_<function>_at_<line>``.
+Where Dynamo cannot trace a line, it compiles the code before it and lets Python run the line. It compiles the rest of
+the function as a new function, ``torch_dynamo_resume_in_<function>_at_<line>``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Place:
 
 
 def innermost_place(node: Node) -> Place | None:
-    """Where the innermost function of the model calls ``node``."""
+    """The line of the model's innermost function that calls ``node``."""
     frames = list(_frames(node))
     return Place(frames[-1]["file"], int(frames[-1]["line"]), frames[-1]["code"] or "") if frames else None
 
 
 def graph_break_before(graph: Graph) -> Place | None:
-    """The line of the graph break that ``graph`` was compiled after; None if there was none."""
+    """The line of the graph break after which ``graph`` begins; None if it begins with the function."""
     outermost = next((frame for node in graph.nodes for frame in _frames(node)), None)
     resumed = _RESUMED.match(outermost["function"]) if outermost is not None else None
     if outermost is None or resumed is None:
@@ -52,14 +52,14 @@ def graph_break_before(graph: Graph) -> Place | None:
     file, line = outermost["file"], int(resumed["line"])
     for reason in reversed(graph_break_reasons):
         stack = [(frame.filename, frame.lineno) for frame in reason.user_stack]
-        if stack and (file, line) == stack[0]:  # the break itself may be in a function that this line calls
+        if stack and (file, line) == stack[0]:  # the break may be in a function that this line calls
             file, line = stack[-1][0], stack[-1][1] or line
             break
     return Place(file, line, linecache.getline(file, line).strip())
 
 
 def reads_a_number(place: Place) -> bool:
-    """Whether the graph broke there because the code asks for the numbers of a tensor."""
+    """Whether the line asks for the numbers in a tensor, which breaks the graph."""
     return _READS_A_NUMBER.search(place.code) is not None
 
 

@@ -15,7 +15,7 @@ def computed_from(operands: Iterable[Node], is_cache: Callable[[Node], bool]) ->
     The walk stops at caches and at the attention of earlier layers.
 
     Returns:
-        For each node whether it is computed from a cache; if not, it is a cache.
+        For each node, whether it is computed from a cache; False for the caches themselves.
     """
     pending, seen = list(operands), set(operands)
     while pending:

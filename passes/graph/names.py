@@ -1,4 +1,7 @@
-"""What a reason calls a node: an input as the user does, an operation by its operator and the line that calls it."""
+"""How messages name nodes: an input as the user's code does, an operation by its operator and the line that calls it.
+
+This is the only file that turns a source of Dynamo into words.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ _KEEPS_ONE_GRAPH = "torch._dynamo.config.capture_scalar_outputs = True keeps one
 
 
 def name_inputs(names: Mapping[Node, str]) -> None:
-    """Note what Dynamo calls the inputs of a graph, such as ``L['cache'].layers[0].keys``."""
+    """Note Dynamo's names of a graph's inputs, such as ``L['cache'].layers[0].keys``."""
     for node, name in names.items():
         node.meta[_KEY] = name
 
 
 def in_words(source: str) -> str | None:
-    """What the user's code calls an input that Dynamo calls ``source``; None if it has no name there.
+    """The name in the user's code of an input that Dynamo calls ``source``; None if it has no name there.
 
-    ``L['self']._modules['layers']._modules['0'].keys`` is ``self.layers[0].keys``.
+    ``L['self']._modules['layers']._modules['0'].keys`` becomes ``self.layers[0].keys``.
     """
     if _UNNAMED.search(source):
         return None
@@ -44,7 +47,7 @@ def _member(match: re.Match[str]) -> str:
 
 
 def cache_name(state: Node) -> str:
-    """What the user calls the cache of which ``state`` is a value; completes "its key cache ..."."""
+    """The user's name of the cache that ``state`` is a value of; it completes "its key cache ..."."""
     first = first_state(state)
     if first.op != "placeholder":
         return f"made by {operation(first)}"
@@ -53,7 +56,7 @@ def cache_name(state: Node) -> str:
 
 
 def tensor_name(placeholder: Node) -> str:
-    """What the user calls an input that is more than a cache; completes "its key cache is a part of ..."."""
+    """The user's name of an input that is larger than a cache; it completes "its key cache is a part of ..."."""
     return cache_name(placeholder).strip("()")
 
 
@@ -65,9 +68,9 @@ def _unnamed(graph: Graph) -> str:
 
 
 def with_graph_break(refusal: Refusal, graph: Graph) -> Refusal:
-    """``refusal`` of a site in ``graph``; with a note of the graph break before it, if that keeps the cache plain.
+    """``refusal`` of a site in ``graph``, with a note of the graph break before the graph if that is the likely cause.
 
-    It does where the code before it computes the cache, or may write it.
+    It is the likely cause if the code before the break computes the cache, or if this graph only reads the cache.
     """
     place = graph_break_before(graph)
     is_from_before = _BEFORE_BREAK in refusal.particulars.get("source", "")
@@ -78,23 +81,23 @@ def with_graph_break(refusal: Refusal, graph: Graph) -> Refusal:
 
 
 def user_name(user: Node) -> str:
-    """Who uses a cache: the caller, or an operation."""
+    """The user of a cache: the caller, or an operation."""
     return "the caller" if user.op == "output" else operation(user)
 
 
 def operation(node: Node) -> str:
-    """What ``node`` calls, and the line of the model that does: ``aten.pow (model.py:12: x = keys.pow(2))``."""
+    """The operator of ``node`` and the line of the model that calls it: ``aten.pow (model.py:12: x = keys.pow(2))``."""
     return operations([node])
 
 
 def operations(nodes: Sequence[Node]) -> str:
-    """What several nodes in turn call, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``."""
+    """The operators of several nodes, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``."""
     names, place = ", ".join(map(_operator, nodes)), innermost_place(nodes[-1])
     return f"{names} ({place})" if place is not None else names
 
 
 def _operator(node: Node) -> str:
-    """The operator that the model called; functionalisation and decompositions may have put others in its place."""
+    """The operator that the model called. Functionalisation and decompositions may have replaced it by others."""
     if is_marker(node):
         return "attention"
     if node.target is GATHER_SLOTS:

@@ -1,4 +1,4 @@
-"""Why an input of a graph was not divided into caches: noted where that is found, read where a site is refused."""
+"""Note why an input cannot be divided into caches, where that is found; the refusal of a site takes the reason."""
 
 from __future__ import annotations
 
