@@ -26,14 +26,14 @@ from kvcompile.passes.notes.surroundings import SiteView
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
 from kvcompile.passes.prove.candidate import Candidate
-from kvcompile.passes.refusal import Reason, Refusal
+from kvcompile.passes.refusal import GiveUp, Reason, Refusal
 from kvcompile.passes.rewrite.caches import is_mutated
 from kvcompile.passes.site import Site, num_layers
 from kvcompile.report import report
 from kvcompile.report.weight_bytes import weight_bytes
 
 
-class _NothingRewrittenError(Exception):
+class _NothingRewritten(GiveUp):
     """Leaves AOTAutograd when no site can be packed: the untouched graph is then compiled as plain Inductor does."""
 
 
@@ -94,12 +94,12 @@ class _GraphCompiler:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         try:
             compiled = self._compile_packed()
-        except _NothingRewrittenError:
+        except _NothingRewritten:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         fallback = _plain_for_any_inputs(_copy(self.original), self.options.inductor_config)
         packing = self.packing
-        assert packing is not None, "otherwise _NothingRewrittenError"
-        assert packing.rewritten is not None, "otherwise _NothingRewrittenError"
+        assert packing is not None, "otherwise _NothingRewritten"
+        assert packing.rewritten is not None, "otherwise _NothingRewritten"
         caches, stacks = in_dynamo_order(packing.inputs, len(self.inputs), len(self.example_inputs), packing.rewritten)
         guard = None
         if self.options.policy.key_outliers != "ignore":
@@ -138,7 +138,7 @@ class _GraphCompiler:
         self.sites, self.views = packing.sites, packing.views
         self._report()
         if packing.rewritten is None:
-            raise _NothingRewrittenError
+            raise _NothingRewritten
         static = {index for index, known in enumerate(packing.inputs) if known.is_static}
         if packing.rewritten.by_reference:
             static |= {action.index for action in packing.rewritten.inputs}

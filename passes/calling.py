@@ -1,7 +1,7 @@
 """The contract between a rewritten graph and its caller: which inputs and outputs are packed, and what to do with them.
 
-The graph's inputs keep their number and order. The caller passes packed data where a plain cache was, and makes packed
-caches of the outputs that hold packed data.
+The graph's inputs keep their number and order. The caller passes packed data in the place of a plain cache. It wraps
+outputs that hold packed data in packed caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedInput:
         layout: of its packed data.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         growing: whether it grows by concatenation.
-        is_cache: whether its caller can pass the data of a cache; not if it is a view of other parts of one.
+        is_cache: whether the caller can pass the packed data of a whole cache. False for a view of some other part.
     """
 
     layout: PackedLayout
@@ -47,7 +47,7 @@ class PackedInput:
 
 @dataclass(frozen=True)
 class StackInput:
-    """A packed stack that the caller passes: its stacked dimensions, and each part as an input of its own."""
+    """A packed stack that the caller passes: its stacked dimensions, and each part as a separate input."""
 
     dims: tuple[int, ...]
     parts: Mapping[PartIndex, GraphInput]
@@ -57,17 +57,17 @@ class StackInput:
 class GraphInput:
     """One input of the ATen graph, as the caller knows it.
 
-    A list of these in the order of the graph's placeholders is the one record of positions: Dynamo's is an attribute,
-    AOTAutograd's is the place in the list, and splitting a stack puts its parts in the list.
+    A list of these, in the order of the graph's placeholders, is the only record of positions. Dynamo's position is an
+    attribute. AOTAutograd's position is the place in the list. A stack that is split adds its parts to the list.
 
     Attributes:
-        source: what the user calls it.
-        dynamo_index: its position among the inputs of Dynamo's graph; None for a tensor that AOTAutograd took out of a
-            tensor subclass, and for a part that stands behind all inputs.
+        source: Dynamo's name of it, such as ``L['cache'].layers[0].keys``.
+        dynamo_index: its position among the inputs of Dynamo's graph. None for a tensor that AOTAutograd took out of a
+            tensor subclass, and for a part of a stack that was appended to the inputs.
         packed: the packed cache that the caller passes, if passes may use its data.
         stack: the packed stack that the caller passes.
         arrives_packed: whether the caller passes a packed tensor of any kind.
-        is_persistent: whether an object of the caller holds the plain tensor, as a cache holds its keys.
+        is_persistent: whether the plain tensor is an attribute of an object of the caller, such as the keys of a cache.
         is_static: whether its address is the same at every call.
     """
 
@@ -82,26 +82,26 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class FirstPosition:
-    """The first position that a call writes, from the inputs of the call.
+    """Computes the first position that a call writes, before the call runs.
 
     Attributes:
-        positions: from the inputs, where tokens go (int64 [n] or [batch, n]) and which of them are valid (bool, or
-            None for all).
-        inputs: which inputs of the graph it takes.
+        positions: a graph from some inputs of the call to the positions of its new tokens (int64 [n] or [batch, n])
+            and a bool tensor of the valid ones (None for all).
+        inputs: the inputs of the call that ``positions`` takes.
     """
 
     positions: GraphModule
     inputs: tuple[int, ...]
 
     def __call__(self, args: Sequence[Any], num_tokens: int) -> Tensor:
-        """int64 [] or [batch]; 0 where nothing is written within ``num_tokens`` tokens."""
+        """The first position, int64 [] or [batch]; 0 where the call writes nothing within ``num_tokens`` tokens."""
         positions, valid = self.positions(*(args[index] for index in self.inputs))
         is_written = positions < num_tokens if valid is None else (positions < num_tokens) & valid
         first = torch.where(is_written, positions, num_tokens).amin(-1) if positions.shape[-1] else positions.sum(-1)
         return torch.where(first < num_tokens, first, 0)
 
     def moved(self, place_of: Callable[[int], int]) -> FirstPosition:
-        """The same where input ``i`` of the graph is input ``place_of(i)``."""
+        """The same computation for a caller whose input ``place_of(i)`` is input ``i`` of the graph."""
         return replace(self, inputs=tuple(place_of(index) for index in self.inputs))
 
 
@@ -111,12 +111,13 @@ class InputAction:
 
     Attributes:
         index: position among the graph's inputs.
-        kind: ``static`` and ``read-only`` pass packed data; ``growing`` first reserves ``new_tokens``.
+        kind: the caller passes packed data. For ``growing`` it reserves room for ``new_tokens`` before.
         layout: of the packed cache.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         new_tokens: tokens that the graph appends, an int or SymInt.
-        outputs: for ``growing``, the outputs that receive the longer cache.
-        first_position: for ``static``, where the graph writes first; None if that is not known before it runs.
+        outputs: for ``growing``, the outputs that are the longer cache.
+        first_position: for ``static``, the first position that the graph writes. None if it is not known before the
+            graph runs.
     """
 
     index: int
@@ -134,7 +135,7 @@ class OutputAction:
 
     Attributes:
         index: position among the graph's outputs.
-        growing: whether the cache may be concatenated to later.
+        growing: whether later calls may append to the cache.
         shape: logical shape, ints or SymInts.
         dtype: logical dtype.
         layout: of the packed cache.
@@ -157,9 +158,9 @@ class Rewritten:
         inputs: what to do with caches before the graph runs.
         outputs: what to do with caches that it returns.
         example_inputs: fake inputs of the rewritten graph.
-        by_reference: whether packed data is passed as references.
-        returned_inputs: the inputs into which the last outputs of the graph are to be copied, in their order.
-        stacks: the inputs that were split into parts before; all other positions are those after.
+        by_reference: whether packed data is passed as references (:mod:`kvcompile.kernels.layout.references`).
+        returned_inputs: the inputs that the caller overwrites with the last outputs of the graph, in their order.
+        stacks: the inputs that were split into parts. All other positions are counted after that split.
     """
 
     inputs: tuple[InputAction, ...]
@@ -171,19 +172,19 @@ class Rewritten:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the caches that it is given are on a GPU."""
+        """Whether all packed inputs are on a GPU."""
         return all(self.example_inputs[action.index].is_cuda for action in self.inputs)
 
 
 @dataclass(frozen=True)
 class JoinedOutput:
-    """An output that is a stack, and became several.
+    """A stack that was one output and became one output for each part.
 
     Attributes:
-        index: its position among the outputs before.
+        index: the position of the stack among the outputs before.
         dims: its stacked dimensions.
-        places: positions of its parts among the outputs after: the first part takes the place of the stack, the others
-            come behind all outputs that were there.
+        places: the position of each part among the outputs after. The first part takes the place of the stack, and the
+            others are appended to the outputs.
     """
 
     index: int
@@ -193,14 +194,14 @@ class JoinedOutput:
 
 @dataclass(frozen=True)
 class SplitStack:
-    """An input that became several.
+    """A stack that was one input and became one input for each part.
 
     Attributes:
-        index: its position among the inputs before.
+        index: the position of the stack among the inputs before.
         dims: its stacked dimensions.
-        places: positions of the parts that the graph uses among the inputs after: the first part takes the place of
-            the stack, the others come behind all inputs that were there.
-        returned: the outputs that are later states of it.
+        places: the position among the inputs after, of each part that the graph uses. The first part takes the place
+            of the stack, and the others are appended to the inputs.
+        returned: the outputs that are later states of the stack.
     """
 
     index: int
@@ -209,13 +210,13 @@ class SplitStack:
     returned: tuple[JoinedOutput, ...] = ()
 
     def view_of(self, x: torch.Tensor, part: PartIndex) -> torch.Tensor:
-        """A part of a plain tensor."""
+        """The view of part ``part`` of the plain tensor ``x``."""
         indices: dict[int, Any] = dict(zip(self.dims, part, strict=True))
         return x[tuple(indices.get(dim, slice(None)) for dim in range(x.dim()))]
 
 
 def with_parts_of_stacks(inputs: Sequence[GraphInput], stacks: Sequence[SplitStack]) -> list[GraphInput]:
-    """The record of a graph's inputs after stacks were split; a part is called ``kv[0]`` or ``kv[:, 0]``."""
+    """The record of a graph's inputs after stacks were split. A part is named ``kv[0]`` or ``kv[:, 0]``."""
     result: dict[int, GraphInput] = dict(enumerate(inputs))
     for split in stacks:
         whole = inputs[split.index]
@@ -239,15 +240,15 @@ def _subscript(dims: tuple[int, ...], part: PartIndex) -> str:
 def in_dynamo_order(
     inputs: Sequence[GraphInput], num_aten: int, num_dynamo: int, rewritten: Rewritten
 ) -> tuple[tuple[InputAction, ...], tuple[SplitStack, ...]]:
-    """Actions and split stacks of ``rewritten`` with the positions of Dynamo's inputs.
+    """The actions and split stacks of ``rewritten``, with positions among Dynamo's inputs.
 
-    Parts of stacks that stand behind all inputs stand behind all of Dynamo's inputs, too.
+    Parts of stacks that were appended to the inputs are appended to Dynamo's inputs, too.
 
     Args:
         inputs: the record of the graph's inputs, after stacks were split.
-        num_aten: inputs of the ATen graph before that.
-        num_dynamo: inputs of Dynamo's graph.
-        rewritten: what the caller has to do.
+        num_aten: number of inputs of the ATen graph before stacks were split.
+        num_dynamo: number of inputs of Dynamo's graph.
+        rewritten: the caller's duties, with positions among the graph's inputs.
     """
 
     def index_of(place: int) -> int:

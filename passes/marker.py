@@ -1,15 +1,16 @@
-"""The marker op ``kvcompile::sdpa``: one attention in one piece, from stage A to stage B.
+"""The marker op ``kvcompile::sdpa``: it carries one attention in one piece from marking to packing.
 
-AOTAutograd would turn ``F.scaled_dot_product_attention`` into a backend-specific op or decompose it, and written-out
-attention into a dozen operations. A marker stays in one piece; it also carries the qualified name of the module that
+AOTAutograd turns ``F.scaled_dot_product_attention`` into a backend-specific op or decomposes it, and written-out
+attention into a dozen operations. A marker stays in one piece. It also carries the qualified name of the module that
 computes attention, which only Dynamo's graph knows.
 
-A marker takes the result of the attention as the model wrote it as its operand ``original``, and stands for its value.
-Both travel through AOTAutograd and Inductor's joint passes side by side. Stage B then either replaces the marker by
-attention on packed caches, and the original computation is erased, or by ``original``: what is left is, operation by
-operation, what plain Inductor would have compiled. Nothing has to be remembered beside the graph.
+The operand ``original`` of a marker is the result of the attention as the model computes it, and the marker has its
+value. Both travel side by side through AOTAutograd and Inductor's joint passes. Packing then replaces the marker. A
+packed site gets attention on packed caches, and the original computation is erased. A refused site gets ``original``,
+and the remaining graph is, operation by operation, what plain Inductor would have compiled. Nothing has to be
+remembered beside the graph.
 
-The op has no kernel: stage B replaces every marker.
+The op has no kernel, because packing replaces every marker.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ class Marker:
     """One attention: ``softmax(softcap(scale * query @ key^T) + mask, sinks beside the keys) @ value``.
 
     Attributes:
-        original: the result as the model computes it; shape, strides and dtype of the marker are those of it.
+        original: the result as the model computes it. The marker has its shape, strides and dtype.
         query: [batch, num_heads, q_len, head_dim].
-        key: [batch, num_kv_heads, kv_len, head_dim], of which ``num_kv_heads`` may be fewer than ``num_heads``.
+        key: [batch, num_kv_heads, kv_len, head_dim]; ``num_kv_heads`` may be less than ``num_heads``.
         value: [batch, num_kv_heads, kv_len, v_head_dim].
         mask: broadcastable to [batch, num_heads, q_len, kv_len]; bool (True: attend) or float (added to the scores).
-        sinks: [num_heads], logits that take part in the softmax with a value of zero.
-        dropout_p: of the attention weights.
-        is_causal: query ``i`` sees the keys 0 to ``i``; excludes ``mask``.
-        scale: factor of the products, None for ``1 / sqrt(head_dim)``.
-        softcap: if not 0, ``softcap * tanh(score / softcap)`` takes the place of every score before the mask.
+        sinks: [num_heads], logits of keys whose values are zero; they take part in the softmax.
+        dropout_p: probability of dropout of the attention weights.
+        is_causal: whether query ``i`` sees the keys 0 to ``i`` only; excludes ``mask``.
+        scale: factor of the products; None for ``1 / sqrt(head_dim)``.
+        softcap: if not 0, every score becomes ``softcap * tanh(score / softcap)`` before the mask.
         enable_gqa: as for ``F.scaled_dot_product_attention``.
         module: the qualified name of the module that computes attention.
         form: how the model writes it: ``sdpa``, ``written out`` or ``flex_attention``.
-        unsupported: why it cannot be computed on packed caches; None if it can. The tensors are then not necessarily
-            of the shapes above.
-        hidden_rows_are_nan: whether rows to which ``mask`` shows no key are NaN; they are zeros otherwise.
+        unsupported: why it cannot be computed on packed caches; None if it can. If it cannot, the tensors may have
+            other shapes than those above.
+        hidden_rows_are_nan: whether a row is NaN if ``mask`` hides every key from it; it is zero otherwise.
     """
 
     original: Node
@@ -71,17 +72,17 @@ class Marker:
 
     @classmethod
     def of(cls, node: Node) -> Marker:
-        """What the marker ``node`` says."""
+        """The attention that the marker ``node`` describes."""
         return cls(*node.args)
 
     def describe(self) -> str:
-        """What kind of attention it is, for the report."""
+        """The kind of attention, for the report."""
         parts = [self.form]
         if self.mask is not None:
             parts.append("bool mask" if _fake(self.mask).dtype == torch.bool else "float mask")
         if self.is_causal:
             parts.append("causal")
-        head_dim = _fake(self.query).shape[-1] or 1  # one without channels has the scale that the model says
+        head_dim = _fake(self.query).shape[-1] or 1  # without channels, the scale is the one that the model gives
         if isinstance(self.scale, float) and abs(self.scale - head_dim**-0.5) > 1e-9:
             parts.append(f"scale {self.scale:g}")
         if self.softcap:
@@ -109,9 +110,9 @@ def markers_of(graph: Graph) -> list[Node]:
 
 
 def owners_of_originals(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """The nodes that serve nothing but originals, each with the markers of those originals.
+    """The nodes that only originals depend on, each with the markers of those originals.
 
-    Such a node is erased once all its markers are replaced by something else.
+    A node of these is erased once all its markers are replaced by packed attention.
     """
     owners: dict[Node, frozenset[Node]] = {}
     for node in reversed(graph.nodes):
@@ -131,7 +132,7 @@ def owners_of_originals(graph: Graph) -> dict[Node, frozenset[Node]]:
 
 
 def replace_marker(graph: Graph, marker: Node, result: Node) -> None:
-    """Put ``result`` in the place of a marker, and erase what served nothing but its original."""
+    """Put ``result`` in the place of a marker, and erase the nodes that only its original depended on."""
     marker.replace_all_uses_with(result)
     unused = {Marker.of(marker).original: None}
     graph.erase_node(marker)
@@ -144,7 +145,7 @@ def replace_marker(graph: Graph, marker: Node, result: Node) -> None:
 
 
 def _is_erasable(node: Node) -> bool:
-    # Attention kernels count as random because of their dropout, which is zero wherever a marker is rewritten.
+    # Attention kernels count as random because of their dropout. It is zero wherever a marker is rewritten.
     return node.op == "call_function" and not node.is_impure(impure_random=False)
 
 
@@ -158,6 +159,6 @@ TARGET = torch.ops.kvcompile.sdpa.default
 
 
 def expand_markers(graph: Graph) -> None:
-    """Put the computation that the model wrote in the place of every marker that is left."""
+    """Replace every remaining marker by the computation that the model wrote."""
     for marker in markers_of(graph):
         replace_marker(graph, marker, Marker.of(marker).original)

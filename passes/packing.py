@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
 from kvcompile.passes.canonical.widen_rank_3 import Rank3Caches
-from kvcompile.passes.notes.sites import SiteParts
+from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteView
 from kvcompile.passes.prove.cache import Cache
 from kvcompile.passes.prove.candidate import Candidate
@@ -52,7 +52,7 @@ class Packing:
     stacks: tuple[SplitStack, ...] = ()
     widened: Rank3Caches = field(default_factory=Rank3Caches)
     candidates: list[Candidate] = field(default_factory=list)
-    notes: SiteParts | None = None
+    notes: SiteNotes | None = None
     views: list[SiteView] = field(default_factory=list)
     rewriter: CacheRewriter | None = None
     layouts: dict[Node, tuple[Cache, PackedLayout]] = field(default_factory=dict)

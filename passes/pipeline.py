@@ -22,7 +22,7 @@ from kvcompile.passes.canonical.slice_splits import slice_splits
 from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
-from kvcompile.passes.notes.sites import SiteParts
+from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteView, neighbourhoods
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
@@ -117,7 +117,7 @@ def _find_caches(packing: Packing) -> None:
 
 
 def _note_sites(packing: Packing) -> None:
-    packing.notes = SiteParts(packing.sites, [candidate.attention for candidate in packing.candidates])
+    packing.notes = SiteNotes(packing.sites, [candidate.attention for candidate in packing.candidates])
     packing.notes.note_logical(packing.gm)
     packing.views = [SiteView(before) for before in neighbourhoods(packing.gm.graph, len(packing.sites))]
 

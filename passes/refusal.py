@@ -1,4 +1,4 @@
-"""Why a site is left to plain Inductor, and what to do. Every refusal a user can read comes from this list."""
+"""Why a site is left to plain Inductor, and what to do. Every reason that a user can read is a member of one list."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import enum
 
 
 class Reason(enum.Enum):
-    """A reason to leave a site alone.
+    """A reason to refuse a site.
 
-    The value is what the user reads, filled in with the particulars.
+    The value is the message that the user reads; particulars fill its placeholders.
 
     Attributes:
         remedy: what the user can do about it.
@@ -145,9 +145,46 @@ class Reason(enum.Enum):
     )
 
 
-class Refusal(Exception):
-    """Raised by a checker to leave a site alone."""
+class GiveUp(Exception):
+    """The base of all exceptions that leave something to plain Inductor. None of them reaches the user."""
+
+
+class Refusal(GiveUp):
+    """Raised where it is found that something cannot be packed.
+
+    It may be raised before the site is known. Then it lacks particulars, such as the role of the cache, and
+    :meth:`with_particulars` completes it.
+
+    Attributes:
+        reason: why.
+        particulars: what fills the message of ``reason``, as text.
+        note: what else the user should know; it follows the message.
+    """
 
     def __init__(self, reason: Reason, **particulars: object) -> None:
         self.reason = reason
-        super().__init__(reason.value.format(**particulars))
+        self.note = ""
+        self.particulars = {name: str(value) for name, value in particulars.items()}
+        super().__init__(reason, self.particulars)
+
+    def __str__(self) -> str:
+        message: str = self.reason.value
+        text = message.format_map(_Known(self.particulars))
+        return f"{text}; {self.note}" if self.note else text
+
+    def with_particulars(self, **particulars: object) -> Refusal:
+        """The same reason, with more particulars."""
+        return Refusal(self.reason, **self.particulars, **particulars)
+
+    def with_note(self, note: str) -> Refusal:
+        """The same reason, with a note."""
+        refusal = self.with_particulars()
+        refusal.note = note
+        return refusal
+
+
+class _Known(dict[str, str]):
+    """Particulars of a message; unknown ones stay placeholders."""
+
+    def __missing__(self, name: str) -> str:
+        return f"{{{name}}}"

@@ -1,4 +1,4 @@
-"""What the passes know about one attention site: where it is, what was decided, or why it was left alone."""
+"""What the passes know about one attention site: where it is, what was decided, and why it was refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class FormatPair:
     """How one layer's cache is stored.
 
     Attributes:
-        key: format of keys, by registry name.
-        value: format of values.
-        residual_length: recent tokens that are kept in the dtype of the cache, in whole blocks; at least one block of
-            keys whose scales are per channel.
-        sink_tokens: first tokens that are kept so, in whole blocks.
+        key: registry name of the format of keys.
+        value: registry name of the format of values.
+        residual_length: number of recent tokens in full precision, rounded up to whole blocks. Keys whose scales are
+            per channel keep at least one block.
+        sink_tokens: number of first tokens in full precision, rounded up to whole blocks.
     """
 
     key: str
@@ -33,7 +33,7 @@ class FormatPair:
         return self.key if role == "key" else self.value
 
     def residual(self, role: Role, dtype: torch.dtype) -> Residual | None:
-        """What keys or values of a cache of ``dtype`` keep as they are."""
+        """The tokens that keys or values of a cache of ``dtype`` keep in full precision; None if there are none."""
         recent_blocks, sink_blocks = num_blocks(self.residual_length), num_blocks(self.sink_tokens)
         if get_format(self.format_name(role)).granularity == "channel":
             recent_blocks = max(recent_blocks, 1)
@@ -53,13 +53,13 @@ class CacheSummary:
         kind: ``static`` (a buffer that arrives and is mutated), ``allocated`` (a buffer made inside the graph) or
             ``growing`` (concatenated and returned).
         write_form: how the model writes it, e.g. ``index_put``, ``slice_scatter``, ``scatter``, ``where``, ``cat``.
-        source: where the tensor comes from, in Dynamo's words (``L['past_key_values'].layers[0].keys``), or its node.
+        source: Dynamo's name of the tensor (``L['past_key_values'].layers[0].keys``), or the name of its node.
         shape: logical shape, symbolic sizes as strings.
         dtype: logical dtype, e.g. ``bfloat16``.
-        format: registry name of its format, and what it keeps as it is: ``int4_per_channel (64 recent)``.
+        format: registry name of its format, and its tokens in full precision: ``int4_per_channel (64 recent)``.
         bytes_per_token_before: bytes per token and KV head of the logical dtype.
         bytes_per_token_after: bytes per token and KV head in the packed cache, metadata included.
-        residual_bytes: bytes per sequence and KV head of recent and first tokens that it keeps as they are besides.
+        residual_bytes: further bytes per sequence and KV head, for recent and first tokens in full precision.
     """
 
     role: str
@@ -82,7 +82,7 @@ class Site:
         module: qualified name of the module that calls attention (``model.layers.0.self_attn``), or "" at top level.
         layer: the layer index in that name, if it has one.
         attention: what was recognised, e.g. ``sdpa causal, gqa 4``.
-        caches: what became of its caches; empty when refused.
+        caches: its packed caches; empty when refused.
         reason: why the site was left to plain Inductor; None when it was rewritten.
         reason_code: a short stable name of that reason, e.g. ``escaping_view``.
     """
@@ -99,12 +99,12 @@ class Site:
         return self.reason is None
 
     def refuse(self, refusal: Refusal) -> None:
-        """Leave the site to plain Inductor, for the reason that ``refusal`` carries."""
+        """Leave the site to plain Inductor, for the reason of ``refusal``."""
         self.reason, self.reason_code = str(refusal), refusal.reason.name
 
     @property
     def remedy(self) -> str | None:
-        """What the user can do about the reason; None if there is none, or it is not of our list."""
+        """What the user can do about the reason; None without a reason, or if it is no member of :class:`Reason`."""
         reason = Reason.__members__.get(self.reason_code or "")
         return reason.remedy if reason is not None else None
 

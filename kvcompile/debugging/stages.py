@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.mark_attention import is_attention
 from kvcompile.passes.marker import Marker, is_marker
-from kvcompile.passes.notes.roles import part_of
+from kvcompile.passes.notes.roles import role_of
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import DECIDED, PIPELINE, Pass
 from kvcompile.passes.site import Site
@@ -173,9 +173,9 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
 
 def _comment(node: Node) -> str | None:
     """What a node does for an attention site, if anything."""
-    part = part_of(node)
-    if part is not None:
-        return str(part)
+    role = role_of(node)
+    if role is not None:
+        return str(role)
     if is_marker(node):
         return f"{Marker.of(node).module or 'top level'}: attention"
     return f"{module_name(node) or 'top level'}: attention" if is_attention(node) else None

@@ -23,7 +23,7 @@ from kvcompile.evaluation.tuning import TunedHalf, Tuning, Uniform
 from kvcompile.kernels.formats import FORMATS
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
-from kvcompile.policy.policy import Choice, Half, Policy
+from kvcompile.policy.policy import Choice, Policy, RoleFormat
 
 DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "bfloat16")
 """What a search considers unless it is told otherwise."""
@@ -164,7 +164,7 @@ class _Search:
         pairs: dict[str, FormatPair | None] = {site.module: None for site in self.sites}
         pairs |= {module: FormatPair(roles["key"], roles["value"]) for module, roles in names.items()}
         default = Counter(pair for pair in pairs.values() if pair is not None).most_common(1)[0][0]
-        policy = Policy(default=Choice(key=Half(dtype=default.key), value=Half(dtype=default.value)))
+        policy = Policy(default=Choice(key=RoleFormat(dtype=default.key), value=RoleFormat(dtype=default.value)))
         others = {module: pair for module, pair in pairs.items() if pair != default}
         return policy.model_copy(update={"rules": rules_for(others, self.sites, policy)})
 

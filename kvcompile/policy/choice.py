@@ -105,7 +105,7 @@ class _Elements(Strict):
             raise PolicyError(str(error)) from None
 
 
-class Half(_Elements):
+class RoleFormat(_Elements):
     """The format of one half, keys or values, of a cache.
 
     Attributes:
@@ -116,7 +116,7 @@ class Half(_Elements):
     dtype: str
 
     @model_validator(mode="after")
-    def _exists(self) -> Half:
+    def _exists(self) -> RoleFormat:
         self.format_of_all_layers("key")
         return self
 
@@ -131,8 +131,8 @@ class Choice(_Elements):
         value: the format of values, in place of ``dtype``.
     """
 
-    key: Half | None = None
-    value: Half | None = None
+    key: RoleFormat | None = None
+    value: RoleFormat | None = None
 
     @field_validator("dtype")
     @classmethod

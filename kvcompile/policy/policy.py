@@ -42,7 +42,7 @@ from pydantic import (
 from kvcompile.errors import PolicyError, did_you_mean
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
-from kvcompile.policy.choice import Choice, Half, Strict
+from kvcompile.policy.choice import Choice, RoleFormat, Strict
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.text import parse_json, parse_yaml
 
@@ -274,8 +274,8 @@ class Policy(Strict):
 
 _MODEL_OF_FIELD: dict[str, type[Strict]] = {
     "match": Match,
-    "key": Half,
-    "value": Half,
+    "key": RoleFormat,
+    "value": RoleFormat,
     "default": Choice,
     "rules": Rule,
 }

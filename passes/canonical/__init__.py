@@ -1,4 +1,4 @@
-"""Stage B, before analysis: small rewrites after which there are fewer forms to analyse.
+"""Small rewrites before analysis, which bring a graph to fewer forms.
 
 This room imports graph and the contracts.
 """

@@ -1,7 +1,7 @@
-"""Stage B, before analysis: what is copied over all of an input is its value afterwards.
+"""Replace a copy over all of an input by the value that is copied.
 
-Functionalisation leaves ``copy(cache, slice)`` for ``cache.copy_(slice)``, where the source is a view. To the passes
-behind this one its value is that of the view.
+Functionalisation leaves ``copy(cache, slice)`` for ``cache.copy_(slice)`` if the source is a view. The copy has the
+value of the view, and later passes see the view in its place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ aten = torch.ops.aten
 
 
 def drop_whole_copies(graph: Graph) -> None:
-    """Let users of such a copy use what is copied.
+    """Let users of such a copy use its source.
 
-    Not where that is a view of an input: the graph may overwrite this one before the copy is written back, and Inductor
+    A copy of a view of an input stays. The graph may overwrite that input before the copy is written back, and Inductor
     orders copies between inputs only by the values that it makes for them.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
@@ -29,7 +29,7 @@ def drop_whole_copies(graph: Graph) -> None:
 
 
 def _made_from(node: Node) -> Node:
-    """The value that ``node`` is a view of."""
+    """The value that ``node`` is a view or a part of."""
     while node.op == "call_function" and node.target in VIEW_OPS | SELECTIONS:
         node = node.args[0]
     return node

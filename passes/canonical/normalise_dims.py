@@ -1,7 +1,7 @@
-"""Stage B, before analysis: dimensions are counted from the first.
+"""Count dimensions from the first.
 
-``cache.narrow(-2, start, n)`` reaches the graph with the dimension -2. The passes behind this one compare dimensions
-with places in the order of a cache.
+``cache.narrow(-2, start, n)`` reaches the graph with the dimension -2. Later passes compare dimensions with places in
+the order of a cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = ("dim", "dim0", "dim1", "dims")
 
 
 def normalise_dims(graph: Graph) -> None:
-    """Add the rank to negative dimensions of the operators that caches go through."""
+    """Add the rank to negative dimensions of views, writes and selections."""
     for node in graph.nodes:
         if node.target in _OPS:
             names = [argument.name for argument in node.target._schema.arguments]
@@ -27,7 +27,7 @@ def normalise_dims(graph: Graph) -> None:
 
 
 def _counted(node: Node, name: str, value: Any) -> Any:
-    """An argument of ``node``; dimensions from the first."""
+    """An argument of ``node``, with dimensions counted from the first."""
     if name not in _NAMES:
         return value
     rank = _rank(node)
@@ -35,6 +35,6 @@ def _counted(node: Node, name: str, value: Any) -> Any:
 
 
 def _rank(node: Node) -> int:
-    """Of the operator's input or result: ``unsqueeze`` counts in the latter, ``select`` in the former."""
+    """The larger rank of input and result: ``unsqueeze`` counts dimensions of its result, ``select`` of its input."""
     values = [operand.meta["val"] for operand in (node, *node.all_input_nodes[:1])]
     return max(1, *(value.dim() for value in values if isinstance(value, torch.Tensor)))

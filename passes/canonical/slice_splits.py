@@ -1,4 +1,4 @@
-"""Stage B, before analysis: a part of a split that attention reads becomes a slice."""
+"""Replace the pieces of splits that attention reads by slices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def slice_splits(graph: Graph) -> None:
-    """Put slices in the place of splits of the middle axes, of heads or tokens, that attention reads."""
+    """Put slices in the place of pieces of a split of heads or tokens, the middle axes, that attention reads."""
     for marker in markers_of(graph):
         call = Marker.of(marker)
         for node in (call.key, call.value):
@@ -33,7 +33,7 @@ def _is_split(node: Node) -> bool:
 
 
 def _sliced(graph: Graph, part: Node) -> Node:
-    """The slice that ``part`` of a split is, in its place."""
+    """The slice that equals ``part``, a piece of a split; it takes the place of the piece."""
     split, index = part.args
     whole, _, dim = split.args
     sizes = [value.shape[dim] for value in split.meta["val"]]

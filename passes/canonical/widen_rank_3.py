@@ -1,11 +1,12 @@
-"""Stage B, around analysis: a cache of three dimensions is one of one head, or of one sequence.
+"""Give caches of three dimensions a fourth, of size 1, while they are analysed and rewritten.
 
-Multi-query attention (Shazeer, https://arxiv.org/abs/1911.02150) and latents that all heads share need no dimension of
-heads: [batch, tokens, head_dim]. Nor do models that multiply matrices in batches of batch * heads, each of which is
-then a sequence of its own; and a program for one sequence needs none of the batch. Before analysis every state of such
-a cache gets a dimension of size 1 in front of its channels, and so do the placeholder and the outputs that hold it;
-what reads a state in a way of its own squeezes it again. The passes in between know caches of four dimensions only.
-Afterwards the placeholders and outputs that are not packed are as they were.
+Multi-query attention (Shazeer, https://arxiv.org/abs/1911.02150) and latents that all heads share have no dimension of
+heads: [batch, tokens, head_dim]. Models that multiply matrices in batches of batch * heads have none either; each of
+these is then a sequence. A program for one sequence has no dimension of the batch.
+
+Before analysis, every state of such a cache gets a dimension of size 1 before its channels. The placeholder and the
+outputs that hold the cache get it, too. Other users of a state get it squeezed. The passes in between know caches of
+four dimensions only. Afterwards, placeholders and outputs that are not packed lose the dimension again.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.axes import rank_3_axes
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, WRITE_OPS, view_chain
+from kvcompile.passes.graph.computed_from import states_behind
 from kvcompile.passes.graph.inline import behind_placeholders, insert_call
 from kvcompile.passes.graph.pool_ops import POOL_VIEW
 from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.prove.latents import states_behind
 
 aten = torch.ops.aten
 
 _NEW = -2
-"""The dimension that states are given."""
+"""The dimension that states get."""
 
 _MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
 class Rank3Caches:
-    """The inputs and outputs of a graph, by position, that were given a fourth dimension."""
+    """The positions of the inputs and outputs that got a fourth dimension."""
 
     inputs: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
 
     def restore(self, gm: GraphModule, rewritten: Rewritten) -> Rewritten:
-        """Take that dimension away again, where it is not packed, and from what the caller is told where it is."""
+        """Remove the dimension from plain inputs and outputs, and from the actions of packed ones."""
         graph = gm.graph
         packed = {action.index for action in rewritten.inputs}
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
@@ -74,8 +75,10 @@ class Rank3Caches:
 
 
 def widen_rank_3_caches(graph: Graph) -> Rank3Caches:
-    """Give a fourth dimension to the inputs of three behind the keys and values of attention, also where these are
-    computed from them, to their later states, and to new keys and values that the graph returns.
+    """Give a fourth dimension to caches of three dimensions and to all their states.
+
+    These caches are the inputs that attention reads as keys and values, the inputs that keys and values are computed
+    from, and new keys and values that the graph returns.
     """
     calls = [Marker.of(node) for node in markers_of(graph)]
     operands = [operand for call in calls for operand in (call.key, call.value) if _reads_tokens_in_order(operand)]
@@ -91,18 +94,21 @@ def widen_rank_3_caches(graph: Graph) -> Rank3Caches:
 
 
 def _reads_tokens_in_order(operand: Node) -> bool:
-    """Whether attention reads more than one token: of one, any dimension of size 1 may be that of tokens. And whether
-    no index gathers them: then a tensor of three dimensions is a pool of slots [num_slots, num_kv_heads, head_dim].
+    """Whether attention reads several tokens, and no index gathers them.
+
+    With a single token, any dimension of size 1 may be the dimension of tokens. With an index, a tensor of three
+    dimensions is a pool of slots [num_slots, num_kv_heads, head_dim].
     """
     gathers = any(state.target in (POOL_VIEW, aten.index.Tensor) for state in states_of(operand))
     return not gathers and not statically_known_true(operand.meta["val"].shape[-2] == 1)
 
 
 def _latents(graph: Graph, calls: list[Marker]) -> set[Node]:
-    """The inputs that are written and kept, and from which keys or values are computed, but no query.
+    """The inputs that are written and kept, and that keys or values are computed from, but no query.
 
-    A query is computed from new tokens alone. What it shares with keys is no cache: tokens with one in front, say. And
-    what is neither copied back nor returned is none: states of an encoder, of which padding is made zero, say.
+    A query is computed from new tokens alone, so an input behind both a query and a key is no cache. An example is a
+    sequence of tokens that gets one more in front. An input that is neither copied back nor returned is no cache
+    either. An example is an encoder's states whose padding becomes zero.
     """
     kept = {first_state(node) for node in graph.output_node().args[0] if isinstance(node, Node)}
     kept.update(copy.args[0] for copy in graph.find_nodes(op="call_function", target=aten.copy_.default))
@@ -115,7 +121,7 @@ def _latents(graph: Graph, calls: list[Marker]) -> set[Node]:
 
 
 def _is_written(node: Node) -> bool:
-    """Whether ``node`` is a later state of an input that may be a cache, and no pool, of which an index gathers."""
+    """Whether ``node`` is a written state of an input that may be a cache. A state that an index reads is a pool."""
     if node.target not in WRITE_OPS or not _may_be_cache(node) or first_state(node).op != "placeholder":
         return False
     return not any(user.target is aten.index.Tensor for user in node.users)
@@ -127,7 +133,7 @@ def _may_be_cache(node: Node) -> bool:
 
 
 class _States:
-    """The states of caches with a fourth dimension, by those without; a placeholder is its own."""
+    """The states of caches, each with its state of four dimensions. A placeholder is its own."""
 
     def __init__(self, graph: Graph, bases: list[Node]) -> None:
         self.graph = graph
@@ -141,7 +147,7 @@ class _States:
                 self._visit(node)
 
     def add_returned(self, operands: Iterable[Node]) -> None:
-        """New keys and values: the first rows of a cache that grows."""
+        """Add new keys and values that the graph returns, the first rows of a growing cache."""
         returned = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         for operand in operands:
             root, _ = view_chain(operand, returned)
@@ -153,7 +159,7 @@ class _States:
                 self._return(squeezed, state)
 
     def squeeze_other_uses(self) -> None:
-        """What is no state of a cache reads one without that dimension; the states without it are erased."""
+        """Let all other users read states without the dimension, and erase the states of three dimensions."""
         for node, state in self.widened.items():
             known = {*self.widened, *self.widened.values()}
             others = [user for user in node.users if user not in known and not _writes_back(user, node)]
@@ -193,13 +199,13 @@ class _States:
         self.output.args = (tuple(state if value is node else value for value in values),)
 
     def operand(self, value: Any) -> Any:
-        """What is broadcast to a state, with that dimension."""
+        """A value that is broadcast to a state, with the dimension."""
         if not isinstance(value, Node) or value.meta["val"].dim() == 0:
             return value
         return self.widened.get(value) or insert_call(self.graph, aten.unsqueeze.default, value, _NEW)
 
     def dim(self, node: Node, dim: int) -> int:
-        """Which dimension of a state, with that of heads, is dimension ``dim`` of it."""
+        """The dimension of the widened state that is dimension ``dim`` of ``node``."""
         rank = self.widened[node].meta["val"].dim() - 1
         return dim if dim < rank - 1 else rank
 
@@ -208,7 +214,7 @@ class _States:
 
 
 _Args = tuple[Any, ...] | None
-"""The arguments of an operator that makes a state, with that dimension; None if what it makes is no state."""
+"""The arguments of an operator that makes a state of four dimensions; None if its result is no state."""
 
 
 def _same(states: _States, x: Node, *rest: Any) -> _Args:
@@ -269,7 +275,7 @@ def _scatter(states: _States, base: Node, dim: int, index: Node, source: Node) -
 
 
 def _widened_index(states: _States, index: Node) -> Node:
-    """An index that was expanded or repeated still is."""
+    """An index with the dimension. An index that was expanded or repeated is expanded or repeated again."""
     if index.target not in (aten.expand.default, aten.repeat.default) or index.args[0].meta["val"].dim() != 3:
         return states.operand(index)
     sizes = [*index.args[1][:-1], 1, index.args[1][-1]]
@@ -277,13 +283,13 @@ def _widened_index(states: _States, index: Node) -> Node:
 
 
 def _where(states: _States, mask: Node, value: Node, other: Node) -> _Args:
-    # A mask or value of one dimension is one of channels, and stays that.
+    # A mask or value of one dimension is along the channels, and stays unchanged.
     return tuple(x if x.meta["val"].dim() == 1 else states.operand(x) for x in (mask, value, other))
 
 
 def _cat(states: _States, tensors: list[Node], dim: int = 0) -> _Args:
     if tensors[0] not in states.widened or any(tensor.meta["val"].dim() < 3 for tensor in tensors[1:]):
-        return None  # PyTorch takes an empty tensor of one dimension for one of any
+        return None  # PyTorch takes an empty tensor of one dimension for one of any rank
     return [states.operand(tensor) for tensor in tensors], states.dim(tensors[0], dim)
 
 

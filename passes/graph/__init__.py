@@ -1,4 +1,4 @@
-"""What every pass needs to read a graph: operators, states of a cache, names, and inserting nodes.
+"""What every pass needs to read and change a graph: operators, states of a cache, names, and inserted nodes.
 
-This room imports the contracts at the root of passes and nothing else of passes.
+From passes, this room imports the contracts at the root and nothing else.
 """

@@ -1,7 +1,7 @@
-"""Which values of a graph lie in the same memory: what is written to one of them later shows in the other.
+"""Which values of a graph share memory: a later write to one of them shows in the other.
 
-A view is followed back to the tensor that was made. Two views of one tensor share no memory if they part where each
-takes another range of it, as the keys and the values do that come out of one projection.
+Views are followed back to the tensor that an operation made. Two views of one tensor share no memory if their paths
+part at disjoint ranges, as the keys and the values of one projection do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of, with_defaults
 aten = torch.ops.aten
 
 Path = list[Node]
-"""A value, views of views of it, and the last of these."""
+"""A value, then each a view of the one before it."""
 
 
 def share_memory(one: Node, other: Node) -> bool:
@@ -28,7 +28,7 @@ def share_memory(one: Node, other: Node) -> bool:
 
 
 def lead_apart(one: Path, other: Path) -> bool:
-    """Whether two paths from one value part where each takes another range of it."""
+    """Whether two paths from one value part at disjoint ranges of it."""
     for step, other_step in zip(one[1:], other[1:], strict=False):
         if _view_op(step) != _view_op(other_step):
             return _are_disjoint(_range(step), _range(other_step))
@@ -36,7 +36,7 @@ def lead_apart(one: Path, other: Path) -> bool:
 
 
 def _views_to(node: Node) -> Path:
-    """The tensor that ``node`` is a view of, and the views between them; ends with ``node``."""
+    """The tensor that ``node`` is a view of, the views in between, and ``node``."""
     path = [node]
     while _is_view(path[0]):
         path.insert(0, _whole(path[0]))
@@ -49,7 +49,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _whole(node: Node) -> Node:
-    """What ``node`` is a view of; of an item of a list, what the list divides."""
+    """The tensor that ``node`` is a view of. For an item of a list, the tensor that the list divides."""
     return node.args[0].args[0] if _is_item(node) else node.args[0]
 
 
@@ -58,12 +58,12 @@ def _is_item(node: Node) -> bool:
 
 
 def _view_op(node: Node) -> tuple[Any, ...]:
-    """What ``node`` does to what it views; equal for two that do the same."""
+    """The operation by which ``node`` views its operand; equal for two nodes that do the same."""
     return (*_view_op(node.args[0]), node.args[1]) if _is_item(node) else (node.target, *node.args[1:])
 
 
 def _range(view: Node) -> tuple[int, Size, Size] | None:
-    """The dimension that ``view`` takes a range of, its first index and the one behind it; None for other views."""
+    """(dimension, first index, end index) if ``view`` takes a range of one dimension; None for other views."""
     if _is_item(view):
         return _range_of_item(*view.args)
     if view.target not in (aten.select.int, aten.slice.Tensor):

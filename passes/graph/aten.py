@@ -62,7 +62,7 @@ def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, 
 
 
 def views_alike(node: Any, other: Any) -> bool:
-    """Whether two arguments of nodes are one value, or the same views of one."""
+    """Whether two arguments of nodes are the same value, or the same views of the same value."""
     if not isinstance(node, Node) or not isinstance(other, Node) or node is other:
         return bool(node == other)
     same_op = node.target is other.target and node.target in VIEW_OPS and node.kwargs == other.kwargs
@@ -70,13 +70,13 @@ def views_alike(node: Any, other: Any) -> bool:
 
 
 def with_defaults(node: Node, *defaults: Any) -> list[Any]:
-    """The positional arguments of ``node``, those that are missing taken from ``defaults``."""
+    """The positional arguments of ``node``; ``defaults`` give missing ones."""
     given = list(node.args)
     return [*given, *defaults[len(given) :]]
 
 
 def shape_of(node: Node) -> torch.Size:
-    """The sizes of a tensor; a symbol that guards have made constant since is a number, which any trace can take in."""
+    """The sizes of a tensor, with a number for every symbol that guards have made constant: any trace takes numbers."""
     return torch.Size(
         int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
         for size in node.meta["val"].shape
@@ -84,7 +84,7 @@ def shape_of(node: Node) -> torch.Size:
 
 
 def sliced_by(node: Node) -> tuple[Node, ...]:
-    """The nodes from ``node`` back to the slice that it is a copy of; none if it is no slice."""
+    """The nodes from ``node`` back to the slice that it is a copy of; empty if it is no slice."""
     chain = [node]
     while chain[-1].target in SAME_OPS:
         chain.append(chain[-1].args[0])
@@ -102,7 +102,7 @@ WRITE_OPS = frozenset(
         aten.index.Tensor,
     )
 )
-"""The operators that :mod:`kvcompile.passes.prove.writes` may recognise as the write of a cache."""
+"""The operators that :mod:`kvcompile.passes.prove.writes` may recognise as a cache write; a test keeps both equal."""
 
 
 LIST_OPS = frozenset((aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default))
@@ -112,5 +112,5 @@ SELECTIONS = LIST_OPS | {aten.select.int, operator.getitem}
 
 
 def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
-    """Whether two shapes are known to be equal, for all values of their symbols."""
+    """Whether two shapes are known to be equal for all values of their symbols."""
     return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))

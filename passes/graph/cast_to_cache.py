@@ -1,4 +1,4 @@
-"""What is assigned to a cache is converted to its dtype first, as to that of a plain one."""
+"""Convert new tokens to the dtype of the cache before they are quantized, as an assignment to a plain cache does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvcompile.passes.graph.inline import inline
 
 
 def converted(graph: Graph, value: Node, cache: Node) -> Node:
-    """``value`` in the dtype of ``cache`` and on its device, inserted at the graph's insertion point if it is not yet.
+    """``value`` in the dtype of ``cache`` and on its device. Nodes that convert it go to the graph's insertion point.
 
-    Compilers may compute in float32 what has a narrow dtype, and drop a cast to that dtype and back. Inductor does
-    both, and codes are computed in float32. Numbers whose bits are asked for are rounded. This matters where the code
-    that makes codes is compiled together with the model's; on CUDA a store is an operator, and what it is given lies
-    in memory in its own dtype.
+    Inductor may compute values of a narrow dtype in float32, and drop a cast to that dtype and back. Codes are computed
+    in float32, so they would be codes of numbers that were never rounded. A view of the bits as integers forces the
+    rounding. It is needed where Inductor compiles the quantization together with the model. On CUDA a store is an
+    operator, and its operands lie in memory in their own dtype.
     """
     held, given = cache.meta["val"], value.meta["val"]
     is_converted = (held.dtype, held.device) == (given.dtype, given.device)

@@ -1,4 +1,4 @@
-"""Insert calls and plain PyTorch code into an FX graph: code is traced on the fake values of its arguments."""
+"""Insert calls and plain PyTorch code into an FX graph. Code is traced on the fake values of its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
-    """The fake mode that the values of ``graph`` live in."""
+    """The fake mode of the values of ``graph``."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch._subclasses.FakeTensor):
@@ -28,7 +28,7 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 
 
 def behind_placeholders(node: Node) -> Node:
-    """The first node behind ``node`` that is no placeholder: sizes are placeholders, too, and may come later."""
+    """The first node after ``node`` that is no placeholder. Sizes are placeholders, too, and may come later."""
     node = node.next
     while node.op == "placeholder":
         node = node.next
@@ -36,7 +36,7 @@ def behind_placeholders(node: Node) -> Node:
 
 
 def insert_call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert one call, and its fake value, at the graph's insertion point."""
+    """Insert one call, with its fake value, at the graph's insertion point."""
     node = graph.call_function(target, args, kwargs)
     _compute_value(node)
     return node
@@ -57,9 +57,9 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
         args: nodes (of tensors or symbolic integers) and constants.
 
     Returns:
-        what ``fn`` returns, with nodes in place of tensors.
+        The result of ``fn``, with nodes in place of tensors.
     """
-    # All symbols of the graph are inputs of the trace: it can then express any size that ``fn`` meets or closes over.
+    # All symbols of the graph are inputs of the trace, so that it can express any size that ``fn`` uses.
     nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbol_nodes(graph).values()]
 
     def call(*values: Any) -> Any:
@@ -85,10 +85,10 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
-    """A copy of a traced node; a sum or product of several, which ``make_fx`` writes as one call, in calls of two.
+    """A copy of a traced node. A sum or product of several operands becomes several calls with two operands each.
 
-    It does that with sizes that come from outside of the trace. Of such a call, generated Python takes two operands and
-    forgets the others.
+    ``make_fx`` writes a sum of sizes from outside the trace as one call with all operands. Generated Python would take
+    the first two of them and drop the others.
     """
     if node.target not in (operator.add, operator.mul) or len(node.args) <= 2:
         return graph.node_copy(node, env.__getitem__)
@@ -99,7 +99,7 @@ def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
 
 
 def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
-    """The placeholders that carry the graph's symbolic integers, by symbol."""
+    """The placeholders of the graph's symbolic integers, by symbol."""
     symbols = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -115,7 +115,7 @@ def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     expr = size.node.expr
     if expr.is_number:
         return int(expr)
-    tracer = GraphAppendingTracer(graph)  # one for all: a minimum of two proxies, say, asks for it
+    tracer = GraphAppendingTracer(graph)  # one for all proxies: operations on two of them ask for it
     proxies = {symbol: Proxy(node, tracer) for symbol, node in symbol_nodes(graph).items()}
     before = set(graph.nodes)
     result = sympy_interp(PythonReferenceAnalysis, proxies, expr).node

@@ -24,13 +24,13 @@ def module_name(node: Node) -> str:
 
 
 def layer_index(module: str) -> int | None:
-    """The first number in a qualified module name, which is the layer in every common model."""
+    """The first number in a qualified module name; in every common model it is the layer."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
     return int(match.group(1)) if match else None
 
 
 def sites_of(gm: GraphModule) -> list[Site]:
-    """A Site for every marker of a graph, nothing decided."""
+    """An undecided Site for every marker of a graph."""
     markers = [Marker.of(node) for node in markers_of(gm.graph)]
     modules = [marker.module for marker in markers]
     layers = [layer_index(module) for module in modules]

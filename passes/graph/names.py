@@ -1,58 +1,106 @@
-"""What a reason calls a node: an input as the user does, an operation by its operator and the line that calls it."""
+"""How messages name nodes: an input as the user's code does, an operation by its operator and the line that calls it.
+
+This is the only file that turns a source of Dynamo into words.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from kvcompile.passes.graph.breaks import graph_break_before, innermost_place, reads_a_number
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import is_marker
+from kvcompile.passes.refusal import Reason, Refusal
 
 _KEY = "kvcompile_source"
-_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+_VARIABLE = re.compile(r"\b[LG]\['(\w+)'\]")
+_MEMBER = re.compile(r"\._(?:modules|buffers|parameters)\['(\w+)'\]|\.__dict__\['(\w+)'\]")
+_UNNAMED = re.compile(r"\b[LG]\['(?:__|\.)")
+_BEFORE_BREAK = "a value that the code before the graph break at"
+_KEEPS_ONE_GRAPH = "torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
 
 
 def name_inputs(names: Mapping[Node, str]) -> None:
-    """Note what the user calls the inputs of a graph."""
+    """Note Dynamo's names of a graph's inputs, such as ``L['cache'].layers[0].keys``."""
     for node, name in names.items():
         node.meta[_KEY] = name
 
 
+def in_words(source: str) -> str | None:
+    """The name in the user's code of an input that Dynamo calls ``source``; None if it has no name there.
+
+    ``L['self']._modules['layers']._modules['0'].keys`` becomes ``self.layers[0].keys``.
+    """
+    if _UNNAMED.search(source):
+        return None
+    return _MEMBER.sub(_member, _VARIABLE.sub(r"\1", source))
+
+
+def _member(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    return f"[{name}]" if name.isdigit() else f".{name}"
+
+
 def cache_name(state: Node) -> str:
-    """What the user calls the cache of which ``state`` is a value."""
+    """The user's name of the cache that ``state`` is a value of; it completes "its key cache ..."."""
     first = first_state(state)
-    if first.op == "placeholder":
-        return str(first.meta.get(_KEY, first.name))
-    return f"made by {operation(first)}"
+    if first.op != "placeholder":
+        return f"made by {operation(first)}"
+    name = in_words(str(first.meta.get(_KEY, first.name)))
+    return f"({_unnamed(first.graph)})" if name is None else name
+
+
+def tensor_name(placeholder: Node) -> str:
+    """The user's name of an input that is larger than a cache; it completes "its key cache is a part of ..."."""
+    return cache_name(placeholder).strip("()")
+
+
+def _unnamed(graph: Graph) -> str:
+    place = graph_break_before(graph)
+    if place is None:
+        return "a value without a name in the code"
+    return f"{_BEFORE_BREAK} {place.where} computed"
+
+
+def with_graph_break(refusal: Refusal, graph: Graph) -> Refusal:
+    """``refusal`` of a site in ``graph``, with a note of the graph break before the graph if that is the likely cause.
+
+    It is the likely cause if the code before the break computes the cache, or if this graph only reads the cache.
+    """
+    place = graph_break_before(graph)
+    is_from_before = _BEFORE_BREAK in refusal.particulars.get("source", "")
+    if place is None or not (is_from_before or refusal.reason is Reason.plain_read_only):
+        return refusal
+    note = f"the graph begins after the graph break at {place}"
+    return refusal.with_note(f"{note}; {_KEEPS_ONE_GRAPH}" if reads_a_number(place) else note)
 
 
 def user_name(user: Node) -> str:
-    """Who uses a cache: the caller, or an operation."""
+    """The user of a cache: the caller, or an operation."""
     return "the caller" if user.op == "output" else operation(user)
 
 
 def operation(node: Node) -> str:
-    """What ``node`` calls, and the line of the model that does: ``aten.pow (model.py:12: x = keys.pow(2))``."""
-    name, line = _operator(node), _line(node)
-    return f"{name} ({line})" if line else name
+    """The operator of ``node`` and the line of the model that calls it: ``aten.pow (model.py:12: x = keys.pow(2))``."""
+    return operations([node])
+
+
+def operations(nodes: Sequence[Node]) -> str:
+    """The operators of several nodes, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``."""
+    names, place = ", ".join(map(_operator, nodes)), innermost_place(nodes[-1])
+    return f"{names} ({place})" if place is not None else names
 
 
 def _operator(node: Node) -> str:
-    """The operator that the model called; functionalisation and decompositions may have put others in its place."""
+    """The operator that the model called. Functionalisation and decompositions may have replaced it by others."""
     if is_marker(node):
         return "attention"
     if node.target is GATHER_SLOTS:
         return "an index that gathers tokens"
     called = node.meta.get("original_aten", node.target)
     return str(called.overloadpacket) if isinstance(called, torch._ops.OpOverload) else node.name
-
-
-def _line(node: Node) -> str | None:
-    """Where the innermost function of the model calls it."""
-    frames = list(_LINE.finditer(node.meta.get("stack_trace") or ""))
-    return "{}:{line}: {code}".format(Path(frames[-1]["file"]).name, **frames[-1].groupdict()) if frames else None

@@ -1,6 +1,6 @@
-"""The two ops that stand for what is particular about pools in stage B; :mod:`kvcompile.passes.pools.page` says how.
+"""The two ops by which passes treat a pool as a cache; :mod:`kvcompile.passes.pools.page` inserts them.
 
-They have no kernels: that pass puts them in, and what the rewrite leaves of them it turns into PyTorch's own again.
+They have no kernels. ``expand_pools`` replaces the remaining ones by PyTorch's own operators after the rewrite.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _library.define("pool_view(Tensor pool, SymInt[] size, bool heads_first) -> Tens
 _library.define("gather_slots(Tensor cache, Tensor slots) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 POOL_VIEW = torch.ops.kvcompile.pool_view.default
-"""The slots of a pool as a cache [1, num_slots, num_kv_heads, head_dim], or those of such a cache as a pool.
+"""A view of a pool as a cache [1, num_slots, num_kv_heads, head_dim], or of such a cache as a pool.
 
 ``heads_first``: whether the pool is [num_blocks, num_kv_heads, block_size, head_dim].
 """
 
 GATHER_SLOTS = torch.ops.kvcompile.gather_slots.default
-"""Tokens [*N, num_kv_heads, head_dim] of such a cache, by ``slots``, integers [*N]."""
+"""Tokens [*N, num_kv_heads, head_dim] of a pool's cache, by ``slots``, integers [*N]."""

@@ -1,4 +1,4 @@
-"""What a value of a graph was before it was written and viewed."""
+"""The earlier states of a value: what it was before writes and views."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ aten = torch.ops.aten
 
 
 def states_of(node: Node) -> list[Node]:
-    """The tensor that ``node`` is a later state of, or a part or view of one, and what is between them; ends with
-    ``node``."""
+    """The nodes from the first state of ``node`` to ``node``; each writes, views or selects from the one before it."""
     states = [node]
     while node.op == "call_function" and node.target in WRITE_OPS | VIEW_OPS | SELECTIONS | {POOL_VIEW}:
         operand = node.args[2] if node.target is aten.where.self else node.args[0]

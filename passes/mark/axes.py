@@ -26,7 +26,7 @@ class Axis(NamedTuple):
 Layout = tuple[tuple[Axis, ...], ...]
 """For every dimension of a tensor its axes, the slowest first."""
 
-Slots = tuple[tuple[str, ...], ...]
+Dims = tuple[tuple[str, ...], ...]
 """The axes wanted for every dimension, by name; those that a tensor does not have are left out."""
 
 
@@ -73,12 +73,12 @@ class Rearrangement:
         return Rearrangement((*self.steps, step), (back, *self.back))
 
 
-def rearrange(layout: Layout, slots: Slots) -> Rearrangement | None:
-    """How to view a tensor so that its dimensions are ``slots``; None if no sequence of simple views does it.
+def rearrange(layout: Layout, dims: Dims) -> Rearrangement | None:
+    """How to view a tensor so that its dimensions are ``dims``; None if no sequence of simple views does it.
 
-    Axes in ``layout`` that are in no slot are an error of the caller and give None.
+    Axes in ``layout`` that are in no dimension are an error of the caller and give None.
     """
-    wanted = [[name for name in slot if name in names_of(layout)] for slot in slots]
+    wanted = [[name for name in dim if name in names_of(layout)] for dim in dims]
     if [[axis.name for axis in dim] for dim in layout] == wanted:
         return Rearrangement()
     result: Rearrangement | None = Rearrangement()

@@ -13,10 +13,15 @@ from torch.fx import Node
 
 from kvcompile.passes.mark.axes import Layout
 from kvcompile.passes.mark.products import Product
+from kvcompile.passes.refusal import Reason, Refusal
 
 
-class NotUnderstood(Exception):
-    """Raised for an operation on scores or weights that attention on packed caches cannot take over."""
+class NotUnderstood(Refusal):
+    """Raised for an operation on scores or weights that attention on packed caches does not compute."""
+
+    def __init__(self, detail: str) -> None:
+        """``detail``: completes the sentence "the site is left alone because ..."."""
+        super().__init__(Reason.unrecognised, detail=detail)
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class WrittenAttention:
     unsupported: str | None = None
 
     @property
-    def slots(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def dims(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """The axes of batch, heads, query rows and keys.
 
         The first axis that both operands have is the batch, unless it is the only one beside rows and keys. The last

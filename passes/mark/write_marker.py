@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.mark.axes import Layout, Rearrangement, Slots, Step, names_of, rearrange
+from kvcompile.passes.mark.axes import Dims, Layout, Rearrangement, Step, names_of, rearrange
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.hidden_rows import may_hide_rows
 from kvcompile.passes.mark.products import CONTRACTED
@@ -30,8 +30,8 @@ def write_marker(writer: GraphWriter, attention: WrittenAttention, module: str) 
         return _not_understood(writer, attention, module, attention.unsupported or str(reason))
 
 
-def _rearrangement(layout: Layout, slots: Slots) -> Rearrangement:
-    result = rearrange(layout, slots)
+def _rearrangement(layout: Layout, dims: Dims) -> Rearrangement:
+    result = rearrange(layout, dims)
     if result is None:
         raise NotUnderstood("the dimensions of its tensors do not form batch, heads, tokens and channels")
     return result
@@ -43,16 +43,16 @@ def _view(writer: GraphWriter, node: Node, steps: tuple[Step, ...]) -> Node:
     return node
 
 
-def _arrange(writer: GraphWriter, node: Node, layout: Layout, slots: Slots) -> Node:
-    """``node`` with the dimensions ``slots``; raises NotUnderstood if there is no such view."""
-    return _view(writer, node, _rearrangement(layout, slots).steps)
+def _arrange(writer: GraphWriter, node: Node, layout: Layout, dims: Dims) -> Node:
+    """``node`` with the dimensions ``dims``; raises NotUnderstood if there is no such view."""
+    return _view(writer, node, _rearrangement(layout, dims).steps)
 
 
 def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -> Node:
     weights = attention.weights
     if weights is None:
         raise NotUnderstood("its scores or weights are not understood")
-    scores, (batch, heads, rows, _) = weights.scores, attention.slots
+    scores, (batch, heads, rows, _) = weights.scores, attention.dims
     output = _rearrangement(attention.output_layout, (batch, heads, rows, (CHANNELS,)))
     marker = Marker(
         original=_view(writer, attention.output, output.steps),
@@ -98,9 +98,9 @@ def _not_understood(writer: GraphWriter, attention: WrittenAttention, module: st
 
 
 def _query(writer: GraphWriter, attention: WrittenAttention, scores: Scores) -> Node:
-    batch, heads, rows, _ = attention.slots
+    batch, heads, rows, _ = attention.dims
     node, layout = attention.query.node, attention.product.layouts[1 - attention.key_side]
-    own = set(names_of(attention.product.out)) - set(attention.slots[3])
+    own = set(names_of(attention.product.out)) - set(attention.dims[3])
     if not own <= set(names_of(layout)):
         raise NotUnderstood("its query is broadcast to more batches or heads")
     products, output = value_of(attention.product.node).dtype, value_of(attention.output).dtype
@@ -114,11 +114,11 @@ def _query(writer: GraphWriter, attention: WrittenAttention, scores: Scores) -> 
 
 def _apply(writer: GraphWriter, x: Node, factor: Multiply, attention: WrittenAttention) -> Node:
     operand = factor.operand
-    if set(names_of(operand.layout)) & set(attention.slots[3]):
+    if set(names_of(operand.layout)) & set(attention.dims[3]):
         raise NotUnderstood("its scores are scaled by a tensor that varies along the keys")
     node = operand.node
     if operand.layout:
-        node = _arrange(writer, node, operand.layout, attention.slots)
+        node = _arrange(writer, node, operand.layout, attention.dims)
     return writer.call(torch.div if factor.divide else torch.mul, x, node)
 
 
@@ -137,7 +137,7 @@ def _keys_or_values(
 
     The query heads of one KV head are neighbours: of several head axes, those that the tensor lacks come last.
     """
-    batch, heads, _, keys = attention.slots
+    batch, heads, _, keys = attention.dims
     lacks = [name not in names_of(layout) for name in heads if name in names_of(attention.product.out)]
     if lacks != sorted(lacks):
         raise NotUnderstood("the query heads that share a KV head are not neighbours")
@@ -146,11 +146,11 @@ def _keys_or_values(
 
 def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAttention) -> Node:
     """A tensor that is broadcast against the scores, as one that is broadcast against [B, H, q_len, kv_len]."""
-    heads = [name for name in attention.slots[1] if name in names_of(attention.product.out)]
+    heads = [name for name in attention.dims[1] if name in names_of(attention.product.out)]
     has = [name in names_of(operand.layout) for name in heads]
     if any(has) and not all(has):
         raise NotUnderstood("its mask or bias is broadcast over some of several head dimensions")
-    return _arrange(writer, operand.node, operand.layout, attention.slots)
+    return _arrange(writer, operand.node, operand.layout, attention.dims)
 
 
 def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:
@@ -160,7 +160,7 @@ def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttentio
     """
     if sink is None or statically_known_true(value_of(sink.node).numel() == 0):
         return None
-    batch, heads, rows, _ = attention.slots
+    batch, heads, rows, _ = attention.dims
     for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):
         if any(axis.name in (*batch, *rows) for axis in axes) and not statically_known_true(stride == 0):
             raise NotUnderstood("its sinks are not one logit for every head")

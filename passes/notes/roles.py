@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-_KEY = "kvcompile_part"
+_KEY = "kvcompile_role"
 
 
 @dataclass(frozen=True)
-class Part:
+class NodeRole:
     """What a node does, and for whom.
 
     Attributes:
@@ -34,19 +34,19 @@ class Part:
         return f"{self.modules[0] or 'top level'}{more}: {self.name}"
 
 
-def part_of(node: Node) -> Part | None:
+def role_of(node: Node) -> NodeRole | None:
     """What ``node`` was noted to do."""
-    part: Part | None = node.meta.get(_KEY)
-    return part
+    role: NodeRole | None = node.meta.get(_KEY)
+    return role
 
 
-def note_part(node: Node, part: Part) -> None:
+def note_role(node: Node, role: NodeRole) -> None:
     """Note what ``node`` does, unless that is known already."""
-    node.meta.setdefault(_KEY, part)
+    node.meta.setdefault(_KEY, role)
 
 
 @contextlib.contextmanager
-def noting_new_nodes(gm: GraphModule, part: Callable[[Node], Part]) -> Iterator[None]:
+def noting_new_nodes(gm: GraphModule, role: Callable[[Node], NodeRole]) -> Iterator[None]:
     """Note the part of every node that is made in the block."""
     made: list[Node] = []
 
@@ -59,4 +59,4 @@ def noting_new_nodes(gm: GraphModule, part: Callable[[Node], Part]) -> Iterator[
     finally:
         gm._unregister_create_node_hook(remember)
     for node in made:  # only now: node_copy overwrites the metadata of the node that it has made
-        note_part(node, part(node))
+        note_role(node, role(node))

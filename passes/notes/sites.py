@@ -9,12 +9,12 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.passes.graph.aten import view_chain
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.notes.roles import Part, note_part, noting_new_nodes
+from kvcompile.passes.notes.roles import NodeRole, note_role, noting_new_nodes
 from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
 from kvcompile.passes.site import Site
 
 
-class SiteParts:
+class SiteNotes:
     """The sites of one graph, and the caches that were proven behind them."""
 
     def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | AttentionOnLatents | None]) -> None:
@@ -29,23 +29,23 @@ class SiteParts:
     def note_logical(self, gm: GraphModule) -> None:
         """Note the nodes of the graph as it was traced."""
         for index, (marker, attention) in enumerate(zip(markers_of(gm.graph), self._attentions, strict=True)):
-            note_part(marker, self._part("attention", [index]))
+            note_role(marker, self._role("attention", [index]))
             operands = _operands(marker) if attention is None else _proven(attention)
             for name, root, nodes in operands:
                 for node in nodes:
-                    note_part(node, self._part(name, self._readers.get(root, [index])))
+                    note_role(node, self._role(name, self._readers.get(root, [index])))
 
     def storing(self, gm: GraphModule, cache: Cache) -> AbstractContextManager[None]:
         """While the storage and the writes of ``cache`` are being rewritten."""
-        return noting_new_nodes(gm, lambda node: self._part(_packed_name(node, cache), self._readers[cache.root]))
+        return noting_new_nodes(gm, lambda node: self._role(_packed_name(node, cache), self._readers[cache.root]))
 
     def attending(self, gm: GraphModule, site: Site) -> AbstractContextManager[None]:
         """While the marker of ``site`` is being rewritten."""
         index = next(index for index, other in enumerate(self._sites) if other is site)
-        return noting_new_nodes(gm, lambda node: self._part("packed attention", [index]))
+        return noting_new_nodes(gm, lambda node: self._role("packed attention", [index]))
 
-    def _part(self, name: str, sites: Sequence[int]) -> Part:
-        return Part(name, tuple(sites), tuple(self._sites[index].module for index in sites))
+    def _role(self, name: str, sites: Sequence[int]) -> NodeRole:
+        return NodeRole(name, tuple(sites), tuple(self._sites[index].module for index in sites))
 
 
 def _reads(attention: Attention | AttentionOnLatents) -> list[tuple[Cache, Sequence[Node]]]:

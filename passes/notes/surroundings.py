@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
-from kvcompile.passes.notes.roles import part_of
+from kvcompile.passes.notes.roles import role_of
 
 BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
 
@@ -61,9 +61,9 @@ def neighbourhoods(graph: Graph, num_sites: int) -> list[Neighbourhood | None]:
     order: dict[Node, int] = {}
     for position, node in enumerate(graph.nodes):
         order[node] = position
-        part = part_of(node)
-        for site in part.sites if part is not None else ():
-            members[site][node] = part.name if part is not None else ""
+        role = role_of(node)
+        for site in role.sites if role is not None else ():
+            members[site][node] = role.name if role is not None else ""
     return [_neighbourhood(names, order) if names else None for names in members]
 
 
@@ -88,12 +88,12 @@ def _neighbourhood(names: dict[Node, str], order: dict[Node, int]) -> Neighbourh
         for source in node.all_input_nodes
         if source in places and places[source] != place and (source in names or node in names)
     }
-    boxes = (_part_box(key, nodes) if isinstance(key, str) else _node_box(nodes[0]) for key, nodes in ordered)
+    boxes = (_role_box(key, nodes) if isinstance(key, str) else _node_box(nodes[0]) for key, nodes in ordered)
     return Neighbourhood(tuple(boxes), tuple(sorted(edges)))
 
 
-def _part_box(name: str, nodes: list[Node]) -> Box:
-    return Box(name, (*_operations(nodes), *_value(nodes[-1])), _kind_of_part(name))
+def _role_box(name: str, nodes: list[Node]) -> Box:
+    return Box(name, (*_operations(nodes), *_value(nodes[-1])), _kind_of_role(name))
 
 
 def _node_box(node: Node) -> Box:
@@ -104,7 +104,7 @@ def _node_box(node: Node) -> Box:
     return Box(operation_name(node), _value(node), "operation")
 
 
-def _kind_of_part(name: str) -> BoxKind:
+def _kind_of_role(name: str) -> BoxKind:
     if name.endswith("attention"):
         return "attention"
     word = name.removesuffix(" back").rsplit(" ", 1)[-1]

@@ -1,4 +1,4 @@
-"""Stage B, before analysis: a paged pool becomes a cache of one sequence.
+"""Turn a paged pool into a cache of one sequence.
 
 This room imports graph and the contracts.
 """

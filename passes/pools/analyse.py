@@ -1,12 +1,17 @@
-"""Read what a graph does with a *pool*: an input whose tokens lie in slots that any sequence may own.
+"""Analyse how a graph uses a *pool*: an input whose tokens lie in slots that any sequence may own.
 
-A pool is [num_slots, num_kv_heads, head_dim], or [num_blocks, block_size, num_kv_heads, head_dim], which is the same
-memory: slot ``i`` is token ``i % block_size`` of block ``i // block_size``, and a graph may view one as the other. Or
-it is [num_blocks, num_kv_heads, block_size, head_dim], with heads before the tokens of a block. A graph may also
-exchange these two axes. Which of them is that of heads, its indices tell: they name blocks and tokens, never heads.
+A pool has one of three shapes:
 
-A pool is written by indices of slots (a slot mapping) or of blocks and tokens in them, and attention reads what an
-index of slots or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its caches so.
+- [num_slots, num_kv_heads, head_dim],
+- [num_blocks, block_size, num_kv_heads, head_dim], which is the same memory: slot ``i`` is token ``i % block_size`` of
+  block ``i // block_size``, and a graph may view one as the other,
+- [num_blocks, num_kv_heads, block_size, head_dim], with heads before the tokens of a block.
+
+A graph may also exchange the middle two axes. Its indices tell which of them are heads: they name blocks and tokens,
+never heads.
+
+Indices of slots (a slot mapping), or of blocks and tokens in blocks, write a pool. Attention reads the tokens that an
+index of slots or blocks (a block table) gathers. PagedAttention (Kwon et al., SOSP 2023) keeps its caches in this form.
 """
 
 from __future__ import annotations
@@ -19,25 +24,33 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, SIZE_OPS, same_sizes, shape_of
+from kvcompile.passes.graph.names import user_name
 from kvcompile.passes.graph.permutations import swaps_axes
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
 
 
+class NotAPool(Refusal):
+    """Raised if an input is no pool because of its use by ``user``."""
+
+    def __init__(self, user: Node) -> None:
+        super().__init__(Reason.gathered, detail=f"which is also used by {user_name(user)}")
+
+
 @dataclass
 class Pool:
-    """What a graph does with a pool.
+    """How a graph uses a pool.
 
     Attributes:
         node: its placeholder.
         heads_first: whether it is [num_blocks, num_kv_heads, block_size, head_dim].
-        states: the nodes that hold all of it, the placeholder first, each behind the one that it is made of.
-        swapped: those of them whose middle axes are exchanged.
-        writes: those of them that are ``index_put`` of slots.
-        gathers: the nodes that hold what an index has gathered from a state.
+        states: the nodes that hold the whole pool. The placeholder is first, and each follows the one it is made of.
+        swapped: the states whose middle axes are exchanged.
+        writes: the states that are ``index_put`` of slots.
+        gathers: the nodes that an index gathers from a state.
         sizes: the nodes that ask for a size of a state.
-        write_back: the ``copy_`` into ``node`` at the end of the graph, if it is written.
+        write_back: the ``copy_`` into ``node`` at the end of the graph, if the pool is written.
     """
 
     node: Node
@@ -55,7 +68,7 @@ class Pool:
 
     @property
     def vector_shape(self) -> tuple[int, int]:
-        """num_kv_heads and head_dim, constants of the model: guarding on them, where sizes are symbols, is wanted."""
+        """(num_kv_heads, head_dim). Both are constants of the model; int() guards on symbols, as intended."""
         shape = shape_of(self.node)
         return int(shape[1 if self.heads_first else -2]), int(shape[-1])
 
@@ -65,18 +78,18 @@ class Pool:
         return shape[0] if len(shape) == 3 else shape[0] * shape[2 if self.heads_first else 1]
 
 
-def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
-    """Read what the graph of input ``node`` does with it, if it is a pool.
+def analyse_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
+    """Analyse how the graph of input ``node`` uses it.
 
     Args:
         node: a placeholder.
-        heads_first: whether its blocks hold heads before tokens, if that is known; else what fits.
+        heads_first: whether its blocks hold heads before tokens. None tries both.
 
     Returns:
-        None if nothing gathers tokens from it, or if it has not the dimensions of a pool.
+        The pool; None if ``node`` has another rank than a pool, or if nothing gathers tokens from it.
 
     Raises:
-        UsedAsWholeError: it has, and is used in another way than a pool is.
+        NotAPool: the graph uses it in a way that no pool is used.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() not in (3, 4):
@@ -84,10 +97,10 @@ def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
     if heads_first is None and value.dim() == 4:
         try:
             return _read(Pool(node, heads_first=False))
-        except UsedAsWholeError as error:
+        except NotAPool as error:
             try:
                 return _read(Pool(node, heads_first=True))
-            except UsedAsWholeError:
+            except NotAPool:
                 raise error from None
     return _read(Pool(node, bool(heads_first)))
 
@@ -95,12 +108,12 @@ def read_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
 def _read(pool: Pool) -> Pool | None:
     pool.states.append(pool.node)
     others = []
-    for state in pool.states:  # grows: a state comes behind the one that it is made of
+    for state in pool.states:  # the list grows: a state follows the one it is made of
         others += [user for user in state.users if not _read_use(pool, state, user)]
     if pool.write_back is not None and not _is_last_state(pool, pool.write_back.args[1]):
         others.append(pool.write_back)
     if others:
-        raise UsedAsWholeError(others[0])
+        raise NotAPool(others[0])
     return pool if pool.gathers else None
 
 
@@ -109,7 +122,7 @@ def _is_last_state(pool: Pool, node: Node) -> bool:
 
 
 def _read_use(pool: Pool, state: Node, user: Node) -> bool:
-    """Note what ``user`` does with a state of the pool; False if that is not what is done with pools."""
+    """Note how ``user`` uses a state of the pool; False if no pool is used so."""
     if user.target is aten.copy_.default:
         pool.write_back = user
         return user.args[0] is pool.node and (state is pool.node or state is user.args[1])
@@ -142,7 +155,7 @@ def _is_write(state: Node, put: Node, heads_first: bool) -> bool:
 
 
 def _is_view(pool: Pool, state: Node, view: Node) -> bool:
-    """Whether a view exchanges the middle axes; or has slots, or blocks and tokens, before heads and channels."""
+    """Whether ``view`` exchanges the middle axes, or regroups slots to blocks and tokens or back."""
     if len(shape_of(state)) == 4 and swaps_axes(view):
         return True
     shape = shape_of(view) if view.target in RESHAPES else ()
@@ -152,7 +165,7 @@ def _is_view(pool: Pool, state: Node, view: Node) -> bool:
 
 
 def has_slots(state: Node, indices: list[Node | None], heads_first: bool) -> bool:
-    """Whether ``indices`` of a state are integers that name slots, blocks, or blocks and tokens in them."""
+    """Whether ``indices`` of a state are integers that name slots, blocks, or blocks and tokens in blocks."""
     given = {axis: index.meta["val"] for axis, index in enumerate(indices) if index is not None}
     axes, device = list(given), state.meta["val"].device
     integers = all(value.dtype in (torch.int64, torch.int32) and value.device == device for value in given.values())

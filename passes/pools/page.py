@@ -1,9 +1,9 @@
-"""Stage B, before analysis: a pool of slots becomes a cache of one sequence, whose tokens are the slots.
+"""Turn a pool of slots into a cache of one sequence, whose tokens are the slots.
 
-That is what it means: every write goes to tokens of that sequence, and what attention reads are tokens of it in another
-order. Two ops, which exist in stage B only, carry the difference. ``kvcompile::pool_view`` views the pool as a cache
-[1, num_slots, num_kv_heads, head_dim] and back; ``kvcompile::gather_slots`` takes tokens from such a cache. The passes
-behind this one treat a pool as any other cache; what they leave of the two ops becomes indexing of the pool again.
+Every write of a pool writes tokens of that sequence, and attention reads tokens of it in another order. Two ops, which
+exist only between passes, carry the difference. ``kvcompile::pool_view`` views the pool as a cache [1, num_slots,
+num_kv_heads, head_dim] and back, and ``kvcompile::gather_slots`` takes tokens from such a cache. Later passes treat a
+pool like any other cache. ``expand_pools`` turns the remaining ones of the two ops into indexing of the pool again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.graph.refused_inputs import note_refusal
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.pools.analyse import Pool, read_pool
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.pools.analyse import NotAPool, Pool, analyse_pool
 
 aten = torch.ops.aten
 
@@ -29,15 +29,16 @@ aten = torch.ops.aten
 def page_pools(gm: GraphModule, heads_first: Mapping[int, bool]) -> None:
     """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place.
 
-    ``heads_first``: of the inputs, by position, that are packed pools, whether blocks hold heads before tokens.
+    ``heads_first``: for each input that is a packed pool, by position, whether its blocks hold heads before tokens.
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
     for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         try:
-            pool = read_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
-        except UsedAsWholeError:
-            continue  # the sites that read it are refused, and say so
+            pool = analyse_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
+        except NotAPool as refusal:
+            note_refusal(placeholder, refusal)  # for the sites that read it
+            continue
         if pool is not None:
             _PoolRewriter(gm.graph, pool).rewrite()
 
@@ -107,11 +108,11 @@ class _PoolRewriter:
         node.replace_all_uses_with(gather)
 
     def _is_of_blocks_with_heads_first(self, state: Node, indices: list[Node | None]) -> bool:
-        """Whether indices name whole blocks, which are [num_kv_heads, block_size, head_dim]."""
+        """Whether indices name whole blocks [num_kv_heads, block_size, head_dim]."""
         return self.pool.has_heads_first(state) and sum(index is not None for index in indices) == 1
 
     def _slots(self, state: Node, indices: list[Node | None]) -> Node:
-        """The slots that indices of a state name; those outside of it are not slots of the pool either."""
+        """The slots that indices of a state name. Indices out of range become a slot behind the last."""
         shape = shape_of(state)
         given = [index for index in indices if index is not None]
         if len(shape) == 3:
@@ -133,7 +134,7 @@ class _PoolRewriter:
 
 
 def _counted_from_first(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
-    """An index with Python's meaning of negative ones, and whether it is one of ``size`` things."""
+    """``index`` with negative values counted from the end, and whether each value is within ``size``."""
     index = index.long()
     index = torch.where(index < 0, index + size, index)
     return index, (index >= 0) & (index < size)

@@ -8,7 +8,7 @@ all tokens, which is many times as large, that is little.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.axes import CACHE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aten import VIEW_OPS, shape_of
+from kvcompile.passes.graph.computed_from import computed_from
 from kvcompile.passes.graph.names import cache_name
 from kvcompile.passes.marker import Marker, is_marker
 from kvcompile.passes.prove.reads import Read
@@ -59,11 +60,11 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
         Refusal: its query is computed from one of them, too.
     """
     call = Marker.of(marker)
-    key, value = (_behind([operand], is_cache) for operand in (call.key, call.value))
+    key, value = (computed_from([operand], is_cache) for operand in (call.key, call.value))
     if not (key and value) or not (_is_projected(key) or _is_projected(value)):
         return None
     given = [call.original, call.key, call.value, *([call.mask] if call.mask is not None else [])]
-    every, query = _behind(given, is_cache), _behind([call.query], is_cache)
+    every, query = computed_from(given, is_cache), computed_from([call.query], is_cache)
     roots = [node for node, is_computed in every.items() if not is_computed]
     has_shared = any(root in key and root in value for root in roots)
     roles: dict[Node, Role] = {}
@@ -73,11 +74,6 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
         roles[root] = "key" if root in key and (root in value or not has_shared) else "value"
     computing = frozenset(node for node, is_computed in every.items() if is_computed)
     return LatentsRead(roles, computing | {marker})
-
-
-def states_behind(operand: Node, is_cache: Callable[[Node], bool]) -> set[Node]:
-    """The values of caches that ``operand`` is computed from, up to the attention before it."""
-    return {node for node, is_computed in _behind([operand], is_cache).items() if not is_computed}
 
 
 def has_one_head(node: Node, *axes: int) -> bool:
@@ -115,26 +111,6 @@ def _is_written(root: Node, axes: str) -> bool:
         return match_write(root, axes, "key") is not None
     except Refusal:
         return False
-
-
-def _behind(operands: Iterable[Node], is_cache: Callable[[Node], bool]) -> dict[Node, bool]:
-    """The nodes from caches to ``operands``, in the order of the graph, and whether each is computed from a cache; if
-    not, it is one. Attention of earlier layers is not looked through."""
-    pending, seen = list(operands), set(operands)
-    while pending:
-        node = pending.pop()
-        inputs = (
-            [] if is_marker(node) or is_cache(node) else [other for other in node.all_input_nodes if other not in seen]
-        )
-        seen.update(inputs)
-        pending += inputs
-    behind: dict[Node, bool] = {}
-    for node in next(iter(seen)).graph.nodes if seen else ():
-        if node in seen and is_cache(node):
-            behind[node] = False
-        elif node in seen and not is_marker(node) and not behind.keys().isdisjoint(node.all_input_nodes):
-            behind[node] = True
-    return behind
 
 
 def _is_projected(behind: dict[Node, bool]) -> bool:

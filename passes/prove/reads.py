@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import CACHE_AXES
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, Size, view_chain, with_defaults
+from kvcompile.passes.graph.names import operation, operations
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.refusal import Reason, Refusal
 
@@ -34,14 +35,14 @@ SLOTS = -2
 class Factor:
     """A factor of a dimension: cache dimension ``axis``, a repetition (``axis`` -1) or gathered tokens (SLOTS).
 
-    ``start``: if it is a slice of a cache dimension, the index of its first element there. ``part``: if that dimension
+    ``start``: if it is a slice of a cache dimension, the index of its first element there. ``half``: if that dimension
     was divided in two, which of them it is.
     """
 
     axis: int
     size: Size
     start: Size | None = None
-    part: int | None = None
+    half: int | None = None
 
     @property
     def is_one(self) -> bool:
@@ -95,7 +96,7 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     if len(shape) != 4:
         if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
             detail = f"the cache is seen in {len(shape)} dimensions there"
-            raise Refusal(Reason.unknown_write, role=role, op=root.target, detail=detail)
+            raise Refusal(Reason.unknown_write, role=role, op=operation(root), detail=detail)
         raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
     dims = [[Factor(axis, size)] for axis, size in enumerate(shape)]
     for node in chain:
@@ -144,7 +145,7 @@ def _slice(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]
     if isinstance(start, int) and isinstance(full, int) and start < 0:
         start = max(start + full, 0)
     if not statically_known_true(start >= 0) or step != 1 or len(dims[axis]) != 1:
-        raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+        raise Refusal(Reason.unknown_read, role=role, op=operation(node))
     (factor,) = dims[axis]
     first = start if factor.start is None else start + factor.start
     return [*dims[:axis], [replace(factor, size=size, start=first)], *dims[axis + 1 :]]
@@ -188,14 +189,14 @@ def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Facto
             members, product = _taken(factors, size)
             group, fits = [members], statically_known_true(product == size)
         if not fits:
-            raise Refusal(Reason.unknown_read, role=role, op=f"{node.format_node()}")
+            raise Refusal(Reason.unknown_read, role=role, op=operation(node))
         result += group
     return result
 
 
 def _is_divided(factor: Factor, sizes: list[Size]) -> bool:
     """Whether the first two sizes divide all of a cache dimension."""
-    is_whole = factor.axis >= 0 and factor.start is None and factor.part is None
+    is_whole = factor.axis >= 0 and factor.start is None and factor.half is None
     if not is_whole or len(sizes) < 2 or any(statically_known_true(size == 1) for size in sizes[:2]):
         return False
     return statically_known_true(sizes[0] * sizes[1] == factor.size)
@@ -207,8 +208,8 @@ def _merged(factors: list[Factor]) -> list[Factor]:
     for factor in factors:
         if factor.is_one:
             continue
-        are_parts = bool(merged) and (merged[-1].part, factor.part) == (0, 1) and factor.start is None
-        if merged and factor.axis == merged[-1].axis and (factor.axis == SLOTS or are_parts):
+        are_halves = bool(merged) and (merged[-1].half, factor.half) == (0, 1) and factor.start is None
+        if merged and factor.axis == merged[-1].axis and (factor.axis == SLOTS or are_halves):
             merged[-1] = Factor(factor.axis, merged[-1].size * factor.size)
         else:
             merged.append(factor)
@@ -243,7 +244,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     axes = _axes_of_root(dims, shape, gathers) if len(dims) == 4 else None
     if axes is None:
         _check_channels(root, dims, role)
-        raise Refusal(Reason.unknown_read, role=role, op=" -> ".join(str(node.target) for node in chain))
+        raise Refusal(Reason.unknown_read, role=role, op=operations(chain))
     _check_slices(dims, shape, axes, role)
     head_axis, token_axis = axes.index("h"), axes.index("t")
     num_tokens = next((factor.size for factor in dims[2] if factor.axis == token_axis), shape[token_axis])
@@ -298,7 +299,7 @@ def _axes_of_root(dims: list[list[Factor]], shape: torch.Size, gathers: bool) ->
 
 def _are(factors: list[Factor], axis: int, shape: torch.Size, *, repeated: bool = False) -> bool:
     """Whether a dimension is ``axis`` of the cache and nothing else; its elements, or all of them, may be repeated."""
-    if any(factor.part is not None for factor in factors):
+    if any(factor.half is not None for factor in factors):
         return False
     found = [factor for factor in _axes_in(factors) if not (repeated and factor == -1)]
     return found == ([] if statically_known_true(shape[axis] == 1) else [axis])
@@ -306,9 +307,9 @@ def _are(factors: list[Factor], axis: int, shape: torch.Size, *, repeated: bool 
 
 def _divides(dims: list[list[Factor]], batch: int) -> bool:
     """Whether sequences and heads are the two parts of dimension ``batch`` of the cache; heads may be repeated."""
-    parts = [[factor for factor in dim if not factor.is_one] for dim in dims[:2]]
-    parts[1] = [factor for factor in parts[1] if factor.axis != -1]
-    return [[(factor.axis, factor.start, factor.part) for factor in part] for part in parts] == [
+    halves = [[factor for factor in dim if not factor.is_one] for dim in dims[:2]]
+    halves[1] = [factor for factor in halves[1] if factor.axis != -1]
+    return [[(factor.axis, factor.start, factor.half) for factor in half] for half in halves] == [
         [(batch, None, 0)],
         [(batch, None, 1)],
     ]
@@ -321,7 +322,7 @@ def _axes_in(factors: list[Factor]) -> list[int]:
 def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
     """Raise Refusal if the last dimension of a cache is not that of channels."""
     last = [[factor for factor in dim if factor.axis == 3 and not factor.is_one] for dim in dims]
-    if any(factor.part is not None for dim in last for factor in dim):
+    if any(factor.half is not None for dim in last for factor in dim):
         detail = "it holds several heads"
     elif any(last[:-1]):
         held = next(what for what, dim in zip(("sequences", "heads", "tokens"), last, strict=False) if dim)

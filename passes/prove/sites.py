@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.modules import sites_of
+from kvcompile.passes.graph.names import with_graph_break
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.prove.cache import AttentionOnLatents
 from kvcompile.passes.prove.candidate import Candidate
@@ -20,7 +21,7 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
         try:
             _prove(finder, marker, candidate)
         except Refusal as refusal:
-            candidate.site.refuse(refusal)
+            candidate.site.refuse(with_graph_break(refusal, gm.graph))
     for candidate in candidates:
         if not candidate.accepted:
             continue
@@ -28,7 +29,7 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
             for cache in candidate.caches:
                 finder.check_reads(cache)
         except Refusal as refusal:
-            candidate.site.refuse(refusal)
+            candidate.site.refuse(with_graph_break(refusal, gm.graph))
     return candidates
 
 

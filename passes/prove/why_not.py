@@ -16,13 +16,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
 from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
-from kvcompile.passes.graph.names import cache_name, operation, user_name
+from kvcompile.passes.graph.names import cache_name, operation, tensor_name, user_name
+from kvcompile.passes.graph.refused_inputs import noted_refusal
 from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import is_marker
-from kvcompile.passes.pools.analyse import read_pool
 from kvcompile.passes.refusal import Reason, Refusal
-from kvcompile.passes.stacks.analyse import read_stack
-from kvcompile.passes.stacks.rules import UsedAsWholeError
 
 aten = torch.ops.aten
 
@@ -103,20 +101,15 @@ def check_whole(root: Node, role: Role) -> None:
     if root.target not in (aten.select.int, operator.getitem, aten.index.Tensor) or first.op != "placeholder":
         return
     if root.target is not aten.index.Tensor:
-        detail = _other_use(read_stack, first, root) or "which is not made of caches [batch, heads, tokens, head_dim]"
-        raise Refusal(Reason.part_of_tensor, role=role, source=cache_name(first), detail=detail)
-    if len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        detail = _other_use(read_pool, first) or "which is not a tensor of slots or blocks of its own"
-        raise Refusal(Reason.gathered, role=role, source=cache_name(first), detail=detail)
-
-
-def _other_use(read: Callable[..., object], *nodes: Node) -> str | None:
-    """The use of an input, if there is one, for which ``read`` did not find the parts of it that attention reads."""
-    try:
-        read(*nodes)
-    except UsedAsWholeError as error:
-        return f"which is also used by {user_name(error.user)}"
-    return None
+        reason, detail = Reason.part_of_tensor, "which is not made of caches [batch, heads, tokens, head_dim]"
+    elif len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
+        reason, detail = Reason.gathered, "which is not a tensor of slots or blocks of its own"
+    else:
+        return
+    refusal = noted_refusal(first)
+    if refusal is None or refusal.reason is not reason:
+        refusal = Refusal(reason, detail=detail)
+    raise refusal.with_particulars(role=role, source=tensor_name(first))
 
 
 def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:

@@ -41,6 +41,7 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.graph.aten import same_sizes, shape_of, sliced_by, views_alike, with_defaults
 from kvcompile.passes.graph.cast_to_cache import converted
 from kvcompile.passes.graph.inline import inline, size_node
+from kvcompile.passes.graph.names import operation
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
@@ -121,7 +122,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _refuse(node: Node, role: str, detail: str) -> Refusal:
-    return Refusal(Reason.unknown_write, role=role, op=node.target, detail=detail)
+    return Refusal(Reason.unknown_write, role=role, op=operation(node), detail=detail)
 
 
 def _whole(node: Node, axes: str, n: Any) -> list[Any]:

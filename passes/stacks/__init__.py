@@ -1,4 +1,4 @@
-"""Stage B, before analysis: an input that holds several caches becomes one input for each.
+"""Split an input that holds several caches into one input for each.
 
 This room imports graph and the contracts.
 """

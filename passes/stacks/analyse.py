@@ -1,10 +1,12 @@
-"""Read what a graph does with a *stack*: an input that has the dimensions of a cache, and others besides.
+"""Analyse how a graph uses a *stack*: an input that has the dimensions of a cache and further ones.
 
-These, the *stacked* dimensions, are indexed by constants: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``.
-What is behind each of their indices is a *part*. For every node that holds parts, this finds the value that each of
-them has there. They have values of their own as long as the graph does nothing else with the stack than to select and
-write parts, to do the same to all of them (a write of keys and values at once, say:
-:mod:`kvcompile.passes.stacks.rules`), and to copy the last state back or to return it.
+The further dimensions are the *stacked* dimensions. Constants index them: ``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``,
+``unbind``. The tensor at each of their indices is a *part*. For every node that holds parts, the analysis finds the
+value of each part.
+
+The parts have separate values if the graph uses the stack in these ways only: it selects and writes parts, it does the
+same to all parts (such as one write of keys and values, :mod:`kvcompile.passes.stacks.rules`), and it copies the last
+state back or returns it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.fx import Node
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
 from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, shape_of
 from kvcompile.passes.graph.states import states_of
-from kvcompile.passes.stacks.rules import RULES, UsedAsWholeError
+from kvcompile.passes.stacks.rules import RULES, NotAStack
 from kvcompile.passes.stacks.values import Initial, Made, State, Value, selected
 
 aten = torch.ops.aten
@@ -31,18 +33,18 @@ _VIEWS_AND_COPIES = VIEW_OPS | SELECTIONS | {aten.copy.default}
 
 @dataclass
 class Stack:
-    """What a graph does with a stack.
+    """How a graph uses a stack.
 
     Attributes:
         node: its placeholder.
         dims: its stacked dimensions, in ascending order.
-        states: the nodes that hold several parts, and what they hold.
-        lists: the nodes that are lists of such.
-        parts: the nodes that hold a single part, and the value that it has there.
-        sizes: the nodes that ask for a size of ``states``.
-        write_back: the ``copy_`` into ``node`` at the end of the graph, if it is written.
-        last: what ``write_back`` copies; a state also where the graph has made it of other tensors.
-        returned: the outputs of the graph, by position, that hold several parts.
+        states: the nodes that hold several parts, with the values of the parts.
+        lists: the nodes that are lists of tensors with several parts.
+        parts: the nodes that hold a single part, with its value.
+        sizes: the nodes that ask for a size of one of ``states``.
+        write_back: the ``copy_`` into ``node`` at the end of the graph, if the stack is written.
+        last: the state that ``write_back`` copies. The graph may have made it of other tensors.
+        returned: the outputs of the graph that hold several parts, by position.
     """
 
     node: Node
@@ -63,7 +65,7 @@ class Stack:
 
     @property
     def used(self) -> list[PartIndex]:
-        """The parts whose first value the graph reads, or that it changes."""
+        """The parts that the graph changes, and the parts whose first value it reads."""
         pending: list[Value] = [*self.parts.values(), *self.written.values()]
         pending += [value for state in self.returned.values() for value in state.values.values()]
         seen: set[Value] = set()
@@ -79,12 +81,12 @@ class Stack:
 
     def state(self, operand: Node, user: Node) -> State:
         if operand not in self.states:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return self.states[operand]
 
     def items(self, operand: Node, user: Node) -> list[State]:
         if operand not in self.lists:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return self.lists[operand]
 
     def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
@@ -92,28 +94,29 @@ class Stack:
         if state is None:
             return selected(user, operand, dims, part, rank)
         if state.dims != dims or len(shape_of(operand)) != rank or part not in state.values:
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
         return state.values[part]
 
 
-def read_stack(node: Node, operand: Node) -> Stack | None:
-    """Read what the graph of input ``node`` does with it, if it is a stack.
+def analyse_stack(node: Node, operand: Node) -> Stack | None:
+    """Analyse how the graph of input ``node`` uses it.
 
     Args:
         node: a placeholder.
-        operand: keys or values of attention that begin there; how they are selected tells the stacked dimensions.
+        operand: keys or values of attention that are selected from ``node``. Their selection tells the stacked
+            dimensions.
 
     Returns:
-        None if it has no more dimensions than a cache.
+        The stack; None if ``node`` has no more dimensions than a cache.
 
     Raises:
-        UsedAsWholeError: it has, but they are used in another way.
+        NotAStack: the graph uses the further dimensions in another way.
     """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() <= CACHE_RANK:
         return None
     stack = Stack(node, _stacked_dims(node, operand))
-    # How many layers a stack has is a constant of the model: guarding on it, where sizes are symbols, is wanted.
+    # The number of layers is a constant of the model. Where sizes are symbols, int() guards on it, which is intended.
     sizes = [int(shape_of(node)[dim]) for dim in stack.dims]
     parts = itertools.product(*map(range, sizes))
     stack.states[node] = State(stack.dims, {part: Initial(part) for part in parts})
@@ -122,14 +125,14 @@ def read_stack(node: Node, operand: Node) -> Stack | None:
         if not (stack.states.keys() | stack.lists.keys()).isdisjoint(user.all_input_nodes):
             _read_use(stack, user)
         if user in copied and user not in stack.states:
-            _read_stacked(stack, user)
+            _analyse_stacked(stack, user)
     if stack.write_back is not None and any(_is_input(stack, value) for value in stack.written.values()):
-        raise UsedAsWholeError(stack.write_back)
+        raise NotAStack(stack.write_back)
     return stack
 
 
-def _read_stacked(stack: Stack, node: Node) -> None:
-    """Note what ``node``, the last state of the stack, holds, if it was stacked of new values of its parts."""
+def _analyse_stacked(stack: Stack, node: Node) -> None:
+    """Note the parts of ``node``, the last state of the stack, if it was stacked of new values of the parts."""
     rank, first = len(shape_of(node)), stack.states[stack.node]
     state = first.map(lambda part, value: selected(node, node, stack.dims, part, rank))
     if not any(isinstance(value, Made) and value.at is node for value in state.values.values()):
@@ -137,7 +140,7 @@ def _read_stacked(stack: Stack, node: Node) -> None:
 
 
 def _read_use(stack: Stack, user: Node) -> None:
-    """Note what ``user`` does with a node that holds several parts; raises UsedAsWholeError."""
+    """Note how ``user`` uses a node that holds several parts; raises NotAStack."""
     if user.op == "output":
         _read_output(stack, user)
     elif user.target in SIZE_OPS:
@@ -145,7 +148,7 @@ def _read_use(stack: Stack, user: Node) -> None:
     elif user.target is aten.copy_.default and user.args[0] is stack.node:
         stack.write_back, stack.last = user, stack.state(user.args[1], user)
         if stack.last.dims != stack.dims or stack.last.values.keys() != stack.states[stack.node].values.keys():
-            raise UsedAsWholeError(user)
+            raise NotAStack(user)
     elif user.target in RULES:
         held = RULES[user.target](stack, user)
         if isinstance(held, list):
@@ -155,25 +158,29 @@ def _read_use(stack: Stack, user: Node) -> None:
         else:
             stack.parts[user] = held.values[()]
     else:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
 
 def _read_output(stack: Stack, output: Node) -> None:
-    """A stack that grows is returned: new values of parts, which the caller sees nowhere else."""
+    """Note the outputs that are states of the stack; a growing stack is returned. Raises NotAStack.
+
+    Each of their parts must be a new value, which the caller sees nowhere else.
+    """
     for place, node in enumerate(output.args[0]):
         state = stack.states.get(node)
         if state is None:
             continue
         if stack.write_back is not None or any(_is_input(stack, value) for value in state.values.values()):
-            raise UsedAsWholeError(output)
+            raise NotAStack(output)
         stack.returned[place] = state
 
 
 def _is_input(stack: Stack, value: Value) -> bool:
-    """Whether a last value is what an input was, or a view of it.
+    """Whether a last value is the first value of an input, or a view of it.
 
-    It must be read before that input is overwritten. In one tensor it is; but of copies into several inputs Inductor
-    lets a later one read what an earlier one has written (two inputs that swap their values end up equal).
+    Such a value must be read before that input is overwritten. One copy of the whole stack does so. If there are copies
+    into several inputs, Inductor may let a later copy read an input that an earlier copy has overwritten: two inputs
+    that swap their values would end up equal.
     """
     while isinstance(value, Made) or (isinstance(value, Node) and value.op == "call_function"):
         if value.target not in _VIEWS_AND_COPIES:
@@ -184,7 +191,7 @@ def _is_input(stack: Stack, value: Value) -> bool:
 
 
 def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
-    """The dimensions of input ``node`` that are indexed by constants on the way to ``operand``; else its first ones."""
+    """The dimensions of input ``node`` that constants index on the way to ``operand``; else its first ones."""
     axes = list(range(len(shape_of(node))))
     chosen: list[int] = []
     for user in states_of(operand)[1:]:

@@ -1,8 +1,8 @@
-"""What each operator does to the parts of a tensor: the same to every part, or it only chooses or arranges them.
+"""The effect of each operator on the parts of a stack: it does the same to every part, or it selects or arranges them.
 
-Rules get the reader of a graph (:mod:`kvcompile.passes.stacks.analyse`) and a node of which some operand holds parts,
-and return what the node holds. An operator that has no rule, or is used in a way that has none, sees more of the tensor
-than its parts, and raises.
+A rule takes the reader of a graph (:mod:`kvcompile.passes.stacks.analyse`) and a node with an operand that holds parts.
+It returns the parts of the node. Operators without a rule, and uses that no rule covers, depend on more than single
+parts: they raise NotAStack.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from torch.fx import Node
 
 from kvcompile.kernels.layout.axes import PartIndex, stacked_dims_of_source
 from kvcompile.passes.graph.aten import CASTS, SAME_OPS, shape_of, with_defaults
+from kvcompile.passes.graph.names import user_name
+from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.stacks.values import Made, State, Value, without
 
 aten = torch.ops.aten
 
 
-class UsedAsWholeError(Exception):
-    """A tensor is no stack, because of what ``user`` does with it."""
+class NotAStack(Refusal):
+    """Raised if an input cannot be split into parts because of its use by ``user``."""
 
     def __init__(self, user: Node) -> None:
-        self.user = user
-        super().__init__("the caller" if user.op == "output" else user.format_node() or user.name)
+        super().__init__(Reason.part_of_tensor, detail=f"which is also used by {user_name(user)}")
 
 
 class Reader(Protocol):
-    """What a graph holds, as far as it is read."""
+    """The parts that the nodes of a graph hold, up to the node that is read."""
 
     def find(self, operand: Node) -> State | None:
-        """What ``operand`` holds, if it holds parts."""
+        """The parts of ``operand``; None if it holds none."""
 
     def state(self, operand: Node, user: Node) -> State:
-        """What ``operand`` holds; raises UsedAsWholeError if it holds no parts."""
+        """The parts of ``operand``; raises NotAStack if it holds none."""
 
     def items(self, operand: Node, user: Node) -> list[State]:
-        """What each tensor of a list holds."""
+        """The parts of each tensor of a list; raises NotAStack if ``operand`` is no such list."""
 
     def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
-        """The part of an operand of ``user`` that goes into one of a tensor of ``rank`` and stacked ``dims``."""
+        """The part of ``operand`` that ``user`` combines with ``part`` of a tensor of ``rank`` and stacked ``dims``."""
 
 
 Rule = Callable[[Reader, Node], State | list[State]]
@@ -95,7 +96,7 @@ def _slice(reader: Reader, user: Node) -> State:
 def _squeeze(reader: Reader, user: Node) -> State:
     state, dim = reader.state(user.args[0], user), user.args[1]
     if dim not in state.dims or state.size(dim) != 1:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return state.select(dim, 0)
 
 
@@ -103,7 +104,7 @@ def _unbind(reader: Reader, user: Node) -> list[State]:
     operand, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
     state = reader.state(operand, user)
     if dim not in state.dims:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return [state.select(dim, index) for index in range(state.size(dim))]
 
 
@@ -111,7 +112,7 @@ def _split(reader: Reader, user: Node) -> list[State]:
     operand, _, dim = with_defaults(user, None, None, user.kwargs.get("dim", 0))
     state = reader.state(operand, user)
     if dim not in state.dims:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     pieces, begin = [], 0
     for piece in user.meta["val"]:
         end = begin + int(piece.shape[dim])
@@ -139,7 +140,7 @@ def _where(reader: Reader, user: Node) -> State:
     states = [reader.find(arg) for arg in user.args[1:] if len(shape_of(arg)) == rank]
     state = next((state for state in states if state is not None), None)
     if state is None:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     dims = state.dims
 
     def chosen(part: PartIndex, value: Value) -> Value:
@@ -149,11 +150,11 @@ def _where(reader: Reader, user: Node) -> State:
 
 
 def _cat(reader: Reader, user: Node) -> State:
-    """Along a dimension of the parts: each grows."""
+    """``cat`` along a dimension of the parts, where each part grows."""
     tensors, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
     state, rank = reader.state(tensors[0], user), len(shape_of(user))
     if dim in state.dims or any(len(shape_of(tensor)) != rank for tensor in tensors):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
     def longer(part: PartIndex, value: Value) -> Value:
         others = [reader.part(user, tensor, state.dims, part, rank) for tensor in tensors[1:]]
@@ -188,12 +189,12 @@ def _scatter(reader: Reader, user: Node) -> State:
 
 
 def _index(reader: Reader, user: Node) -> State:
-    """One vector of indices of one dimension of the parts."""
+    """An index of one dimension of the parts by one vector."""
     base, indices = user.args
     state = reader.state(base, user)
     of_parts, given = _indices(user, state, indices, len(shape_of(base)))
     if len(given) != 1 or any(len(shape_of(index)) != 1 for index in given.values()):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return state.map(lambda part, value: Made(user, user.target, (value, of_parts)))
 
 
@@ -204,7 +205,7 @@ def _index_put(reader: Reader, user: Node) -> State:
     num_index_dims = max(len(shape_of(index)) for index in given.values())
     dims = stacked_dims_of_source(list(given), num_index_dims, rank, state.dims)
     if dims is None:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
 
     def changed(part: PartIndex, value: Value) -> Value:
         new = reader.part(user, source, dims, part, rank - len(given) + num_index_dims)
@@ -216,32 +217,33 @@ def _index_put(reader: Reader, user: Node) -> State:
 def _indices(
     user: Node, state: State, indices: Sequence[Node | None], rank: int
 ) -> tuple[list[Node | None], dict[int, Node]]:
-    """The index of every dimension of parts, and those that there are by dimension; raises if others are indexed.
+    """The index of every dimension of parts (or None), and all indices by dimension; raises NotAStack.
 
-    Masks, which index several dimensions at once, are none of the indices that writes of tokens have.
+    It raises for indices of stacked dimensions, and for masks: a mask indexes several dimensions, which no write of
+    tokens does.
     """
     of_parts = [*indices, *[None] * (rank - len(indices))]
     given = {dim: index for dim, index in enumerate(of_parts) if index is not None}
     masks = any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values())
     if masks or not given or not given.keys().isdisjoint(state.dims):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return [index for dim, index in enumerate(of_parts) if dim not in state.dims], given
 
 
 def _constant(user: Node, index: Any, size: int) -> int:
-    """``index`` counted from the first; raises UsedAsWholeError if it is no constant, or out of range."""
+    """``index`` counted from the first; raises NotAStack if it is not a constant within range."""
     if not isinstance(index, int) or not -size <= index < size:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return index % size
 
 
 def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
-    """The indices of a slice; raises UsedAsWholeError if they are no constants, or none."""
+    """The indices of a slice; raises NotAStack if its bounds are no constants, or if it is empty."""
     if not all(bound is None or isinstance(bound, int) for bound in bounds):
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     indices = range(size)[slice(*bounds)]
     if not indices:
-        raise UsedAsWholeError(user)
+        raise NotAStack(user)
     return indices
 
 

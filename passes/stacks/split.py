@@ -1,32 +1,30 @@
-"""Stage B, before analysis: a graph input that holds several caches becomes one input for every cache.
+"""Split a graph input that holds several caches into one input for each cache.
 
-Models keep one tensor for keys and values (``kv[0]``, ``kv[1]``) or one for all layers (``cache[layer, 0]``). If such a
-*stack* is used in no other way than by its *parts* (:mod:`kvcompile.passes.stacks.analyse`), these are values of their
-own, and become inputs of their own: scalar replacement of aggregates, to a compiler. A write of all parts becomes one
-of each, and a stack that grows by ``cat`` and is returned becomes as many outputs. The passes behind this one know no
-stacks. A part is proven, given a format and rewritten as a cache that came by itself, or stays a plain tensor.
+Models keep one tensor for keys and values (``kv[0]``, ``kv[1]``) or one for all layers (``cache[layer, 0]``). If a
+graph uses such a *stack* only by its *parts* (:mod:`kvcompile.passes.stacks.analyse`), each part becomes an input.
+Compilers call this scalar replacement of aggregates. A write of all parts becomes one write of each part. A stack that
+grows by ``cat`` and is returned becomes one output for each part. Later passes know no stacks: they prove and pack a
+part like a cache that is an input, or leave it a plain tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from kvcompile.kernels.layout.axes import PartIndex
-from kvcompile.passes.calling import JoinedOutput, SplitStack
+from kvcompile.passes.calling import JoinedOutput, Rewritten, SplitStack
 from kvcompile.passes.graph.inline import insert_call, size_node
+from kvcompile.passes.graph.refused_inputs import note_refusal
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.stacks.analyse import Stack, read_stack
-from kvcompile.passes.stacks.rules import UsedAsWholeError
+from kvcompile.passes.stacks.analyse import Stack, analyse_stack
+from kvcompile.passes.stacks.rules import NotAStack
 from kvcompile.passes.stacks.values import Initial, Made, State, Value
-
-if TYPE_CHECKING:
-    from kvcompile.passes.calling import Rewritten
 
 aten = torch.ops.aten
 
@@ -38,8 +36,8 @@ def split_stacks(
 
     Args:
         gm: functional ATen graph with markers.
-        example_inputs: its fake inputs; those of parts take the place of those of stacks.
-        packed_stacks: the inputs that are stacks outside of the graph, and their stacked dimensions.
+        example_inputs: its fake inputs; changed in place like the inputs of ``gm``.
+        packed_stacks: the inputs that arrive as packed stacks, with their stacked dimensions.
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand): operand for call in calls for operand in (call.key, call.value)}
@@ -47,23 +45,25 @@ def split_stacks(
     split = []
     for index, placeholder in enumerate(placeholders):
         try:
-            stack = read_stack(placeholder, attended[placeholder]) if placeholder in attended else None
-        except UsedAsWholeError:
-            continue  # the sites that read it are refused, and say so
+            stack = analyse_stack(placeholder, attended[placeholder]) if placeholder in attended else None
+        except NotAStack as refusal:
+            note_refusal(placeholder, refusal)  # for the sites that read it
+            continue
         if stack is not None and stack.used and packed_stacks.get(index, stack.dims) == stack.dims:
             split.append(_Splitter(gm, stack, index, example_inputs).split())
     return tuple(split)
 
 
 def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Collection[int]) -> None:
-    """Give the plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
+    """Give plain parts beside packed ones the strides that they have at run time; changes ``rewritten`` in place.
 
-    A part of a plain stack is a view of it. Adoption copies each to memory of its own, where it is contiguous.
+    A part of a plain stack is a view of it. When the caller packs a stack, it copies each plain part, which is then
+    contiguous.
 
     Args:
         gm: the rewritten graph.
-        rewritten: of ``gm``, with its stacks.
-        packed_stacks: the inputs that are packed stacks when the graph is compiled.
+        rewritten: the caller's duties for ``gm``, stacks included.
+        packed_stacks: the inputs that arrive as packed stacks.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed = {action.index: action for action in rewritten.inputs}
@@ -78,10 +78,10 @@ def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Colle
 
 
 class _Splitter:
-    """Lets a graph use the parts of one stack instead of the stack."""
+    """Replaces one stack by its parts."""
 
     def __init__(self, gm: GraphModule, stack: Stack, index: int, example_inputs: list[Any]) -> None:
-        """``index``: of the stack among ``example_inputs``."""
+        """``index``: position of the stack among ``example_inputs``."""
         self._graph = gm.graph
         self._stack = stack
         self._index = index
@@ -126,19 +126,19 @@ class _Splitter:
             outputs += [None] if len(places) > 1 else []
             outputs[places[part]] = self._node_of(by_dims[part])
         output.args = (tuple(outputs),)
-        # Inductor keeps the strides of these outputs; the caller joins the parts to a tensor with strides of its own.
+        # Inductor keeps the strides of the outputs in this list. The caller joins the parts to a new tensor instead.
         visible = output.meta.get("user_visible_output_idxs", ())
         output.meta["user_visible_output_idxs"] = [index for index in visible if index != place]
         return JoinedOutput(place, tuple(sorted(state.dims)), places)
 
     def _replace_uses(self) -> None:
-        """The stack, and all that holds several parts of it, is gone afterwards."""
+        """Let the graph use the parts, and erase the stack and all nodes that hold several parts."""
         stack, graph = self._stack, self._graph
         sources: set[Node] = set()
         gone = {stack.node, *stack.states, *stack.lists, *stack.parts, *stack.sizes}
         if stack.write_back is not None:
             gone.add(stack.write_back)
-            # The values are made before the first input is overwritten, as they were from one tensor.
+            # All values are made before the first input is overwritten, as they were for the one tensor.
             written = {part: self._node_of(value) for part, value in stack.written.items()}
             with graph.inserting_before(stack.write_back):
                 for part, value in written.items():
@@ -150,7 +150,7 @@ class _Splitter:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(size_node(graph, node.meta["val"]))
         for node in reversed(graph.nodes):
-            # What was stacked for a write of all parts serves no one, and must not count as a use of a part.
+            # Tensors that were stacked for a write of all parts are unused now, and must not count as uses of a part.
             unused = node in sources and not node.users and not node.is_impure()
             if node in gone or unused:
                 sources.update(operand for operand in node.all_input_nodes if operand.op == "call_function")

@@ -1,4 +1,4 @@
-"""The values of the *parts* of a tensor, while a graph is read: what each of them is before any node of it is made."""
+"""The values of the *parts* of a stack while a graph is analysed, before any node of a part exists."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Initial:
-    """The value that a part of an input has when the graph begins."""
+    """The value of a part of an input when the graph begins."""
 
     part: PartIndex
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A value that no node of the graph has: what ``at`` does to all parts, done to one of them.
+    """A value that no node of the graph has yet: the operation of ``at`` on all parts, applied to one of them.
 
     Attributes:
-        at: the node in whose place it is made.
+        at: the node in whose place the value is made.
         target: the operator.
-        args: its arguments, values among them.
+        args: its arguments; values may be among them.
         kwargs: its keyword arguments.
     """
 
@@ -45,23 +45,23 @@ class Made:
 
 
 Value: TypeAlias = Initial | Made | Node
-"""The value of a part; a node that has it may itself be one that selects a part."""
+"""The value of a part. A node with that value may select a part itself."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a tensor holds.
+    """The parts that a tensor holds.
 
     Attributes:
-        dims: its stacked dimensions. The others are those of its parts, in their order.
-        values: its parts, by an index for each of ``dims``.
+        dims: its stacked dimensions. Its other dimensions are the dimensions of its parts, in their order.
+        values: its parts, by one index for each of ``dims``.
     """
 
     dims: tuple[int, ...]
     values: Mapping[PartIndex, Value]
 
     def dim_of_part(self, dim: int) -> int:
-        """The dimension of parts that dimension ``dim``, not a stacked one, of the tensor is."""
+        """The dimension of parts for ``dim``, a dimension of the tensor that is not stacked."""
         return dim - sum(stacked < dim for stacked in self.dims)
 
     def size(self, dim: int) -> int:
@@ -69,18 +69,18 @@ class State:
         return 1 + max(part[self.dims.index(dim)] for part in self.values)
 
     def map(self, change: Callable[[PartIndex, Value], Value], dims: tuple[int, ...] | None = None) -> State:
-        """The state of other values, in a tensor whose stacked dimensions are ``dims``."""
+        """The state with changed values, of a tensor whose stacked dimensions are ``dims`` (unchanged if None)."""
         values = {part: change(part, value) for part, value in self.values.items()}
         return State(self.dims if dims is None else dims, values)
 
     def select(self, dim: int, index: int) -> State:
-        """The state of the tensor that is selected at ``index`` of stacked dimension ``dim``."""
+        """The state of the tensor that ``select(dim, index)`` gives; ``dim`` is a stacked dimension."""
         at = self.dims.index(dim)
         values = {part[:at] + part[at + 1 :]: value for part, value in self.values.items() if part[at] == index}
         return State(without(self.dims, dim), values)
 
     def narrow(self, dim: int, indices: range) -> State:
-        """The state of the tensor that has ``indices`` of stacked dimension ``dim``."""
+        """The state of the slice with ``indices`` of stacked dimension ``dim``."""
         at = self.dims.index(dim)
         values = {
             (*part[:at], indices.index(part[at]), *part[at + 1 :]): value
@@ -91,19 +91,19 @@ class State:
 
 
 def without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Where ``dims`` are in a tensor that lacks dimension ``dim``, which is not counted if it is one of them."""
+    """``dims``, except ``dim``, as dimensions of the tensor after ``select`` along ``dim``."""
     return tuple(other - (other > dim) for other in dims if other != dim)
 
 
 def selected(at: Node, node: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
-    """The part of ``node`` that goes into a part of a tensor of ``rank``, to which ``node`` is broadcast.
+    """The part of ``node`` that is combined with one part of a tensor, to which ``node`` is broadcast.
 
     Args:
-        at: the node that takes it.
-        node: any tensor, of at most that rank.
+        at: the node that combines them.
+        node: any tensor of at most ``rank`` dimensions.
         dims: the stacked dimensions of the tensor.
-        part: an index for each of ``dims``.
-        rank: of the tensor.
+        part: one index for each of ``dims``.
+        rank: rank of the tensor.
     """
     value: Value = node
     missing = rank - len(shape_of(node))
@@ -117,13 +117,13 @@ def selected(at: Node, node: Node, dims: tuple[int, ...], part: PartIndex, rank:
 
 
 def _one_of(at: Node, value: Value, dim: int, index: int) -> Value:
-    """``select`` of a value; of what was stacked along ``dim``, that which was stacked there."""
+    """``select`` of a value. If it was stacked along ``dim``, the tensor that was stacked at ``index``."""
     pieces = _stacked(value, dim) if isinstance(value, Node) else None
     return Made(at, aten.select.int, (value, dim, index)) if pieces is None else pieces[index]
 
 
 def _stacked(node: Node, dim: int) -> list[Value] | None:
-    """The tensors that ``node`` is the ``torch.stack`` of along ``dim``, or the ``cat`` of, after ``unsqueeze``."""
+    """The tensors that ``stack``, or ``unsqueeze`` and ``cat``, joined to ``node`` along ``dim``; None if neither did."""
     if node.target is aten.permute.default:
         return _stacked_and_permuted(node, dim)
     joined = node.args[0] if node.target is aten.view.default else node

@@ -11,6 +11,8 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 from kvcompile import last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.graph.aten import WRITE_OPS
+from kvcompile.passes.prove.writes import _MATCHERS
 
 S, D = 70, 32
 
@@ -19,6 +21,11 @@ def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -
     kc.index_copy_(2, pos, k)
     vc.index_copy_(2, pos, v)
     return F.scaled_dot_product_attention(q, kc, vc, attn_mask=(torch.arange(S) <= pos)[None])
+
+
+def test_every_write_operator_has_a_matcher_and_every_matcher_is_of_a_write_operator() -> None:
+    """Analyses stop at operators outside of ``WRITE_OPS``, and no write is understood without a matcher."""
+    assert set(_MATCHERS) == WRITE_OPS
 
 
 @pytest.mark.usefixtures("without_code_generation")

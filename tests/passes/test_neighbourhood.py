@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.passes.notes.roles import Part, note_part, noting_new_nodes, part_of
+from kvcompile.passes.notes.roles import NodeRole, note_role, noting_new_nodes, role_of
 from kvcompile.passes.notes.surroundings import MAX_CONSUMERS, Box, neighbourhoods
 
 
@@ -27,29 +27,29 @@ def traced() -> tuple[GraphModule, dict[str, Node]]:
 
 def test_the_first_note_of_a_node_stays() -> None:
     _, nodes = traced()
-    first = Part("key write", (0, 1), ("layers.0", "layers.1"))
-    note_part(nodes["exp"], first)
-    note_part(nodes["exp"], Part("key read", (1,), ("layers.1",)))
-    assert part_of(nodes["exp"]) == first
+    first = NodeRole("key write", (0, 1), ("layers.0", "layers.1"))
+    note_role(nodes["exp"], first)
+    note_role(nodes["exp"], NodeRole("key read", (1,), ("layers.1",)))
+    assert role_of(nodes["exp"]) == first
     assert str(first) == "layers.0 and 1 more: key write"
-    assert str(Part("attention", (0,), ("",))) == "top level: attention"
+    assert str(NodeRole("attention", (0,), ("",))) == "top level: attention"
 
 
 def test_all_nodes_made_in_a_block_are_noted_and_none_after_it() -> None:
     gm, nodes = traced()
-    with noting_new_nodes(gm, lambda node: Part(node.name, (0,), ("m",))), gm.graph.inserting_before(nodes["neg"]):
+    with noting_new_nodes(gm, lambda node: NodeRole(node.name, (0,), ("m",))), gm.graph.inserting_before(nodes["neg"]):
         made = gm.graph.call_function(torch.ops.aten.cos.default, (nodes["exp"],))
         copied = gm.graph.node_copy(nodes["neg"], lambda node: node)
     with gm.graph.inserting_before(nodes["neg"]):
         later = gm.graph.call_function(torch.ops.aten.sin.default, (nodes["exp"],))
-    assert [part and part.name for part in map(part_of, (made, copied, later))] == [made.name, copied.name, None]
+    assert [part and part.name for part in map(role_of, (made, copied, later))] == [made.name, copied.name, None]
 
 
 def test_a_part_is_one_box_and_what_it_touches_is_beside_it() -> None:
     gm, nodes = traced()
     for name in ("exp", "neg"):
-        note_part(nodes[name], Part("key store", (1,), ("m",)))
-    note_part(nodes["cache_1"], Part("key cache", (0, 1), ("l", "m")))
+        note_role(nodes[name], NodeRole("key store", (1,), ("m",)))
+    note_role(nodes["cache_1"], NodeRole("key cache", (0, 1), ("l", "m")))
     first, second = neighbourhoods(gm.graph, 2)
     assert first is not None
     assert second is not None
@@ -68,10 +68,10 @@ def test_a_site_without_nodes_has_no_neighbourhood() -> None:
 def test_many_operations_are_counted_and_a_neighbourhood_is_plain_data() -> None:
     gm, nodes = traced()
     for node in list(nodes.values())[2:-1]:
-        note_part(node, Part("packed attention", (0,), ("m",)))
+        note_role(node, NodeRole("packed attention", (0,), ("m",)))
     with gm.graph.inserting_before(nodes["neg"]):
         for op in (torch.ops.aten.cos, torch.ops.aten.sin, torch.ops.aten.tan):
-            note_part(gm.graph.call_function(op.default, (nodes["exp"],)), Part("packed attention", (0,), ("m",)))
+            note_role(gm.graph.call_function(op.default, (nodes["exp"],)), NodeRole("packed attention", (0,), ("m",)))
     (view,) = neighbourhoods(gm.graph, 1)
     assert view is not None
     assert [box for box in view.boxes if box.kind == "attention"] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvcompile import last_report
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.graph.names import in_words
 
 B, H, S, D = 2, 2, 70, 64
 
@@ -396,7 +398,119 @@ def test_a_reason_calls_the_cache_and_the_other_use_what_the_model_calls_them() 
     run(fn, inputs(), on_unsupported="ignore")
     (site,) = last_report().sites
     line = f"test_refusals.py:{fn.__code__.co_firstlineno + 2}: total = kc.transpose(1, 2).pow(2)"
-    assert site.reason == f"its key cache L['kc'] is also used by aten.pow ({line})"
+    assert site.reason == f"its key cache kc is also used by aten.pow ({line})"
+
+
+class Layer(torch.nn.Module):
+    """Keys and values of one layer, with writes that break the graph or do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(B, H, S, D))
+        self.register_buffer("values", torch.zeros(B, H, S, D))
+
+    def update(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        write(self.keys, k, pos), write(self.values, v, pos)
+        return self.keys, self.values
+
+    def update_and_read_the_position(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        length = pos.item() + 1
+        write(self.keys, k, pos), write(self.values, v, pos)
+        return self.keys[:, :, :length], self.values[:, :, :length]
+
+    def update_and_break(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.graph_break()
+        return self.update(k, v, pos)
+
+
+class Model(torch.nn.Module):
+    """One layer in a list, as models have it."""
+
+    def __init__(self, update: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer()])
+        self.update = update
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+        return sdpa(q, *self.update(self.layers[0], k, v, pos))
+
+
+def reasons_of_model(model: torch.nn.Module, *args: Tensor) -> list[str | None]:
+    """The reasons of a compiled model, whose graph may break."""
+    run(model, list(args), on_unsupported="ignore")
+    return [site.reason for site in last_report().sites]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_reason_calls_the_cache_of_a_module_what_the_module_calls_it() -> None:
+    class Sums(Model):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Any:
+            return super().forward(q, k, v, pos), self.layers[0].keys.sum()
+
+    q, k, v, *_, pos = inputs()
+    (reason,) = reasons_of_model(Sums(Layer.update), q, k, v, pos)
+    assert str(reason).startswith("its key cache self.layers[0].keys is also used by aten.sum (test_refusals.py:")
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_from_before_a_graph_break_is_named_by_the_break() -> None:
+    q, k, v, *_, pos = inputs()
+    (reason,) = reasons_of_model(Model(Layer.update_and_break), q, k, v, pos)
+    before, after = str(reason).split("; ")
+    place = f"test_refusals.py:{Layer.update_and_break.__code__.co_firstlineno + 1}"
+    assert before == (
+        f"its key cache (a value that the code before the graph break at {place} computed) is not written in this "
+        "graph and is not packed"
+    )
+    assert after == f"the graph begins after the graph break at {place}: torch._dynamo.graph_break()"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_graph_break_by_a_number_of_a_tensor_is_named_with_the_setting_that_avoids_it() -> None:
+    q, k, v, *_, pos = inputs()
+    (reason,) = reasons_of_model(Model(Layer.update_and_read_the_position), q, k, v, pos)
+    place = f"test_refusals.py:{Layer.update_and_read_the_position.__code__.co_firstlineno + 1}"
+    assert f"the graph break at {place}: length = pos.item() + 1" in str(reason)
+    assert str(reason).endswith("; torch._dynamo.config.capture_scalar_outputs = True keeps one graph")
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_cache_that_has_a_name_behind_a_graph_break_keeps_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+        caches = write(kc, k, pos), write(vc, v, pos)
+        scale = float(pos.tolist()[0])
+        return sdpa(q, *caches, scale=scale)
+
+    run(fn, inputs(), on_unsupported="ignore")
+    (site,) = last_report().sites
+    line = fn.__code__.co_firstlineno + 2
+    assert site.reason == (
+        "its key cache caches[0] is not written in this graph and is not packed; "
+        f"the graph begins after the graph break at test_refusals.py:{line}: scale = float(pos.tolist()[0]); "
+        "torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+    )
+
+
+@pytest.mark.parametrize("fn", [*REFUSED, *UNSAFE], ids=lambda fn: fn.__name__)
+@pytest.mark.usefixtures("without_code_generation")
+def test_no_reason_shows_names_that_only_dynamo_and_fx_use(fn: Callable[..., Any]) -> None:
+    run(fn, inputs(), on_unsupported="ignore")
+    shown = "\n".join(str(site.reason) for site in last_report().sites)
+    assert not re.search(r"L\[|___|%\w|call_function|torch\.ops|\.default", shown), shown
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("L['past'].layers[0].keys", "past.layers[0].keys"),
+        ("L['self']._modules['layers']._modules['10']._buffers['keys']", "self.layers[10].keys"),
+        ("G['CACHE'][1]", "CACHE[1]"),
+        ("L['args'][0]['keys']", "args[0]['keys']"),
+        ("L['___stack0'][0]", None),
+    ],
+)
+def test_sources_in_words(source: str, words: str | None) -> None:
+    assert in_words(source) == words
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -408,7 +522,7 @@ def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
 
     q, k, v, kc, vc, pos = inputs()
     run(fn, [q, k, v, torch.stack([kc, vc]), pos], on_unsupported="ignore")
-    assert [site.reason for site in last_report().sites] == ["its key cache L['kv'][0] is read before it is written"]
+    assert [site.reason for site in last_report().sites] == ["its key cache kv[0] is read before it is written"]
 
 
 def test_caches_that_are_views_of_one_tensor_stay_as_they_are() -> None:
