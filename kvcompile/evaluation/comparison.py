@@ -9,7 +9,7 @@ from typing import Any
 from kvcompile.evaluation.results import Evaluation, PolicyResult, finite
 from kvcompile.evaluation.results_text import circumstances, legend, short, summary
 from kvcompile.evaluation.suggestion import Suggestion
-from kvcompile.report.report import enumerate_modules
+from kvcompile.report.data import enumerate_modules
 from kvcompile.tables import table, wrapped
 
 

@@ -22,7 +22,8 @@ from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import Report, collect_reports, enumerate_modules, modules_by_reason
+from kvcompile.report.data import enumerate_modules, modules_by_reason
+from kvcompile.report.report import Report, collect_reports
 
 OnProgress = Callable[[str, int, int], None]
 """Hears what is being done, how many steps are done, and how many there are."""
