@@ -156,7 +156,7 @@ def policy_fields() -> str:
         "Rule": "A rule, an item of `rules`",
         "Match": "`match` of a rule",
         "Choice": "`default`",
-        "Half": "`key` and `value`",
+        "RoleFormat": "`key` and `value`",
     }
     order = sorted(parts, key=lambda name: list(titles).index(name) if name in titles else len(titles))
     return "\n\n".join(_policy_class(titles.get(name, f"`{name}`"), parts[name]) for name in order)
@@ -176,7 +176,7 @@ def _type(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(_type(option) for option in field["anyOf"] if option.get("type") != "null")
     if "$ref" in field:
-        return {"Half": "`{dtype: ...}`", "Choice": "`dtype`, `key`, `value`", "Match": "`layers`, `module`"}.get(
+        return {"RoleFormat": "`{dtype: ...}`", "Choice": "`dtype`, `key`, `value`", "Match": "`layers`, `module`"}.get(
             name := field["$ref"].rpartition("/")[2], f"`{name}`"
         )
     if "enum" in field:

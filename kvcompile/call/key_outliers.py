@@ -28,7 +28,7 @@ from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, heads_first
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import InputAction
 from kvcompile.passes.site import Site
-from kvcompile.policy.choice import Half
+from kvcompile.policy.choice import RoleFormat
 from kvcompile.policy.policy import Match, Policy, Rule
 
 SAMPLE_TOKENS = 1024
@@ -199,6 +199,6 @@ def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequ
             continue
         matching = (rule for rule in policy.rules if rule.match.matches(site.module, site.layer, num_layers))
         choice = next(matching, policy.default).model_dump(exclude_none=True)
-        choice |= {"match": Match(module=site.module), "key": Half(dtype=remedies[site.module])}
+        choice |= {"match": Match(module=site.module), "key": RoleFormat(dtype=remedies[site.module])}
         rules.append(Rule.model_validate(choice))
     return policy.model_copy(update={"rules": (*rules, *policy.rules)})

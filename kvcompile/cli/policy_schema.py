@@ -35,7 +35,7 @@ def _dtypes(name: str) -> list[str]:
     ``auto`` leaves a whole cache unpacked and is not valid for keys or values alone.
     """
     dtypes = [*presets.known_names(), *presets.element_dtypes()]
-    return [dtype for dtype in dtypes if name != choice.Half.__name__ or dtype != presets.AUTO]
+    return [dtype for dtype in dtypes if name != choice.RoleFormat.__name__ or dtype != presets.AUTO]
 
 
 def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:
