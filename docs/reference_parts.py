@@ -24,7 +24,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.pipeline import PIPELINE
 from kvcompile.passes.refusal import Reason
 from kvcompile.policy import policy, presets
-from kvcompile.report.report import NOT_REFUSED
+from kvcompile.report.data import NOT_REFUSED
 
 HEAD_DIMS = (64, 128, 256)
 SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}

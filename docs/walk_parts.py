@@ -30,7 +30,8 @@ from kvcompile.passes import pipeline
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import Pass
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import GraphReport, Report
+from kvcompile.report.data import GraphReport
+from kvcompile.report.report import Report
 
 POLICY = "int8_per_token_head"
 COLUMNS = 110

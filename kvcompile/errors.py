@@ -1,4 +1,4 @@
-"""The errors users can act on; each message names the thing, the place and the remedy."""
+"""The errors that users can act on; each message names the thing, the place and the remedy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class PolicyError(KVCompileError, ValueError):
 
 
 class OptionsError(KVCompileError, ValueError):
-    """``mode`` or ``options`` of ``torch.compile`` is wrong: the message names it and lists what exists."""
+    """``mode`` or ``options`` of ``torch.compile`` is wrong: the message names it and lists the valid names."""
 
 
 class AliasedCacheError(KVCompileError):
-    """Two packed caches of which a compiled graph writes one share their storage: writes would be lost or missed."""
+    """Two packed caches share their storage and a compiled graph writes one of them: writes would be lost or missed."""
 
 
 class CacheFileError(KVCompileError, ValueError):

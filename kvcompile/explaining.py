@@ -1,4 +1,4 @@
-"""``explain``: what the backend makes of a model, without touching the model's caches or compiled code."""
+"""``explain``: a report on a model, made without touching the model's caches or compiled code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from kvcompile.backend import kvquant as compile_graph
 from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
@@ -23,25 +24,26 @@ def explain(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Compile ``model`` for these arguments, run it once, and report what became of every attention site.
+    """Compile ``model`` for these arguments, run it once, and report the outcome of every attention site.
 
-    The run happens without gradients, on copies of the arguments and of the model's buffers (parameters are shared), so
-    that no cache of the caller is written or packed. Whatever was compiled before is neither used nor dropped.
+    The run records no gradients and works on copies of the arguments and of the model's buffers, so it neither writes
+    nor packs a cache of the caller. Parameters are shared. Code that was compiled before is neither used nor dropped.
 
     Args:
         model: a module or function, compiled or not.
         args: its positional arguments.
-        policy: what :meth:`Policy.load` takes.
+        policy: anything that :meth:`Policy.load` takes.
         kwargs: its keyword arguments.
 
     Returns:
-        The report of all graphs that were compiled, several if the model breaks into several.
-    """
-    from kvcompile.backend import kvquant as compile_graph
+        The report of all graphs that were compiled; a model with graph breaks has several.
 
+    Raises:
+        PolicyError: the policy does not exist or is wrong.
+    """
     options = {"policy": Policy.load(policy), "on_unsupported": "ignore"}
 
-    # The backend's name tells Dynamo that the tensors it traced may be swapped for packed ones afterwards.
+    # Dynamo knows the backend by this function's name: after tracing, plain tensors may be swapped for packed ones.
     def kvquant(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(gm, example_inputs, options=options)
 
@@ -57,7 +59,7 @@ def explain(
 
 
 def _with_own_buffers(model: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
-    """A copy of a module that shares its parameters; anything else as it is. ``memo`` is that of ``deepcopy``."""
+    """A copy of a module that shares its parameters; any other callable itself. ``memo`` is ``deepcopy``'s memo."""
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         return model

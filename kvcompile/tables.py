@@ -1,4 +1,4 @@
-"""Text for people in a terminal: plain ASCII tables and lines of at most ``WIDTH`` columns."""
+"""Text for a terminal: plain ASCII tables, and lines of at most ``WIDTH`` columns."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import io
 import textwrap
 from collections.abc import Sequence
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 WIDTH = 100
 """Columns of a table, at most."""
 
 LABEL_WIDTH = 28
-"""Columns of a label, at most; longer ones are folded."""
+"""Columns of a label, at most; longer labels are folded."""
 
 
 def wrapped(text: str, indent: int) -> str:
-    """A line of text, broken at ``WIDTH``; the lines that follow are indented."""
+    """A line of text, broken at ``WIDTH``; all lines but the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A table in plain ASCII; columns that do not fit into ``WIDTH`` follow in further tables, with the labels again.
+    """A table in plain ASCII. Columns that do not fit into ``WIDTH`` follow in further tables, with the labels again.
 
     Args:
-        header: titles.
-        rows: cells: first a label, folded if it is long, then cells that are never folded.
+        header: the titles of the columns.
+        rows: the cells; the first is a label, which is folded if it is long. Other cells are never folded.
         text_columns: how many columns hold text, the labels included; the others hold numbers and are aligned right.
     """
     label_width = min(max(len(row[0]) for row in [header, *rows]), LABEL_WIDTH)
@@ -47,10 +51,6 @@ def _render(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
 ) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     grid = Table(box=box.MARKDOWN, header_style="")
     for column in columns:
         if column == 0:

@@ -1,1 +1,1 @@
-"""Measuring time: what ``python -m kvcompile bench`` and the programs in ``benchmarks/`` share."""
+"""Measurements of time, shared by ``python -m kvcompile bench`` and the programs in ``benchmarks/``."""

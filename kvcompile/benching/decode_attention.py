@@ -1,7 +1,7 @@
-"""Attention of a decode step on packed caches against PyTorch's best in bfloat16, on whatever device there is.
+"""Decode attention on packed caches against PyTorch's fastest attention in bfloat16, on a GPU or a CPU.
 
-On a CUDA device the operator ``kvcompile::attention`` runs its Triton kernel. On a CPU the specification is compiled by
-Inductor, as it is in compiled graphs.
+On a CUDA device the operator ``kvcompile::attention`` runs its Triton kernel. On a CPU Inductor compiles the
+specification, as it does in compiled graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcompile.kernels.spec.attention import attend
 from kvcompile.passes.site import FormatPair
 
 PLAIN = "bf16 SDPA"
-"""What rows call PyTorch's attention."""
+"""The name of PyTorch's attention in the rows."""
 
 Inputs = list[tuple[Any, ...]]
 
@@ -44,9 +44,9 @@ class PackedDecode:
 
     Attributes:
         run: the attention.
-        inputs: its arguments, sets that are rotated.
-        nbytes: of the packed cache that it reads.
-        relative_error: of its result against the specification.
+        inputs: sets of arguments; successive calls take successive sets.
+        nbytes: bytes of the packed cache that one call reads.
+        relative_error: the relative L2 error of the result against the specification.
     """
 
     run: Callable[..., Tensor]
@@ -56,7 +56,7 @@ class PackedDecode:
 
     @classmethod
     def of(cls, shape: Shape, pair: FormatPair, q_len: int = 1) -> PackedDecode:
-        """Random data in all slots.
+        """A decode step on caches that are full of random tokens.
 
         Raises:
             BenchError: a format cannot hold vectors of this head_dim.
@@ -74,14 +74,14 @@ class PackedDecode:
         def decode(query: Tensor, k_data: Tensor, v_data: Tensor) -> Tensor:
             return attend(query, k_data, v_data, *caches.layouts, kv_len=shape.context)
 
-        # Traced as graphs inline it, without the guards of a function of its own.
+        # make_fx traces it as compiled graphs inline it, without guards.
         run = torch._inductor.compile(make_fx(decode)(*inputs[0]), list(inputs[0]))
         error = relative_error(run(*inputs[0]), decode(*inputs[0]))
         return cls(run, inputs, nbytes, check(error, f"attention on {pair} for {shape}"))
 
 
 def plain_inputs(shape: Shape, q_len: int = 1) -> Inputs:
-    """Arguments of PyTorch's attention, sets that are rotated."""
+    """Sets of arguments of PyTorch's attention; successive calls take successive sets."""
     return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
 
 
@@ -90,15 +90,15 @@ class DecodeTime:
     """The time of one decode attention.
 
     Attributes:
-        shape: sizes of the step.
+        shape: the sizes of the step.
         policy: a preset or format, or PLAIN.
-        timing: None if there is an error.
+        timing: the time of a call; None if the measurement failed.
         nbytes: bytes of keys and values that are read.
         speedup: the time of PyTorch's attention over this time.
-        of_read_ceiling: bytes a second over those of a plain read; None on a CPU.
-        relative_error: of the result against the specification; None for PyTorch's attention.
-        note: which of PyTorch's backends it is, or why there is no CUDA graph.
-        error: why there is no time.
+        of_read_ceiling: bytes per second over the bytes per second of a plain read; None on a CPU.
+        relative_error: relative L2 error of the result against the specification; None for PyTorch's attention.
+        note: the backend of PyTorch's attention, or the reason why no CUDA graph was recorded.
+        error: why the measurement failed; empty if it did not.
     """
 
     shape: Shape
@@ -135,7 +135,7 @@ class DecodeTime:
 
 @torch.no_grad()
 def decode_times(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
-    """PyTorch's attention, then that of every format, for one shape; what fails is a row with its error.
+    """The times of PyTorch's attention and then of every format, for one shape. A failure is a row with its error.
 
     Raises:
         BenchError: PyTorch has no attention for this shape.
@@ -144,7 +144,7 @@ def decode_times(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Ite
 
 
 def _on_cuda(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
-    """One after the other: each has its memory to itself."""
+    """Measure one attention after the other, so that each has the memory to itself."""
     name, plain = next(iter(time_sdpa(decode_sdpa_calls(), plain_inputs(shape)).items()))
     yield _plain_row(shape, name, plain)
     for policy, pair in formats:
@@ -155,12 +155,12 @@ def _time_on_cuda(shape: Shape, policy: str, pair: FormatPair, plain: Timing) ->
     try:
         case = PackedDecode.of(shape, pair)
         return _row(shape, policy, time_graph(case.run, case.inputs), plain, case)
-    except Exception as error:  # whatever fails is what the user must know; the others are measured
+    except Exception as error:  # a failure becomes a row, and the other formats are still measured
         return _failed(shape, policy, error)
 
 
 def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
-    """In turns: what else the machine does troubles all alike."""
+    """Measure all attentions in turns, so that other load on the machine affects all of them alike."""
     inputs = plain_inputs(shape)
     calls = runnable(decode_sdpa_calls(), inputs[0])
     packed: dict[str, PackedDecode] = {}
@@ -168,7 +168,7 @@ def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator
     for policy, pair in formats:
         try:
             packed[policy] = PackedDecode.of(shape, pair)
-        except Exception as error:  # as above
+        except Exception as error:  # as in _time_on_cuda
             failed[policy] = _failed(shape, policy, error)
     turns = [(call, inputs) for call in calls.values()] + [(case.run, case.inputs) for case in packed.values()]
     timings = _in_turns(turns)
@@ -183,7 +183,7 @@ def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator
 
 
 def _in_turns(turns: Sequence[tuple[Callable[..., object], Inputs]]) -> list[Timing]:
-    """The time of one call of each, whose inputs rotate from round to round."""
+    """The time of one call of each attention; the inputs rotate from round to round."""
     rounds = 0
 
     def next_round(index: int) -> None:

@@ -6,8 +6,8 @@ from kvcompile.errors import KVCompileError
 
 
 class BenchError(KVCompileError, ValueError):
-    """Nothing can be measured so: the message names the option or the device, and the remedy."""
+    """A measurement is impossible: the message names the option or the device, and the remedy."""
 
 
 class NoCudaError(BenchError, RuntimeError):
-    """A measurement of a CUDA device was asked for where there is none."""
+    """The measurement needs a CUDA device, and PyTorch finds none."""

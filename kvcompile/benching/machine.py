@@ -1,4 +1,4 @@
-"""What a time depends on besides the program: the device and the versions of the software."""
+"""The machine of a measurement: its device and the versions of its software."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a time depends on; None for what is not there."""
+    """Versions of Python, the packages, CUDA and the driver; None for a missing one."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""Times of calls, and the ceilings of memory that they are compared with.
+"""Times of calls, and the memory bandwidths that serve as their ceilings.
 
-On a CUDA device a call is timed as a node of a CUDA graph, so that launches cost what they cost in a compiled decode
-step, and on inputs that rotate, so that it reads memory and not the L2 cache. The ceilings are measured by the same
-means in the same run. On a CPU it is timed by the clock on the wall.
+On a CUDA device a call is timed as a node of a CUDA graph, so its launch costs as much as in a compiled decode step.
+Its inputs rotate, so it reads memory and not the L2 cache. The ceilings are measured in the same way in the same run.
+On a CPU a call is timed by wall clock.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvcompile.benching.errors import NoCudaError
 from kvcompile.kernels.lang.triton import jit, tl
 
 ROTATED_L2_CACHES = 16
-"""What the inputs of a timed call occupy in all, in sizes of the L2 cache: little of it can still be there."""
+"""Total size of the rotated inputs of a timed call, as a multiple of the L2 cache, so that few reads hit the cache."""
 
 ROTATED_ON_CPU = 1 << 28
-"""The same in bytes, on a CPU."""
+"""Total bytes of the rotated inputs on a CPU."""
 
 MAX_SETS = 512
 MAX_CALLS = 4096
 MIN_REPLAY_SECONDS = 2e-3
-"""A replay lasts at least this long, so that its own launch is nothing beside it."""
+"""A replay lasts at least this long, so that the time of its own launch is negligible."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Timing:
 
     Attributes:
         seconds: the median.
-        spread: distance between the first and the third quartile, as a fraction of the median: a smaller difference
+        spread: distance between the first and the third quartile, as a fraction of the median. A smaller difference
             between two timings is noise.
-        method: ``graph`` if the calls were nodes of a CUDA graph; ``events`` if they were launched one by one;
-            ``wall clock`` on a CPU.
-        note: why there is no CUDA graph, else empty.
+        method: ``graph`` for calls in a CUDA graph; ``events`` for calls that were launched one by one; ``wall clock``
+            on a CPU.
+        note: why no CUDA graph was recorded; otherwise empty.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], method: str, note: str = "") -> Timing:
-        """The timing of calls that took ``seconds``; two or more."""
+        """The timing of two or more calls that took ``seconds``."""
         first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, (third - first) / median, method, note)
 
@@ -69,7 +69,7 @@ def require_cuda(what: str) -> None:
 
 
 def num_sets(bytes_per_call: float) -> int:
-    """How many sets of inputs to rotate for a call that touches ``bytes_per_call``: 2 to MAX_SETS; on a CPU 2 to 8."""
+    """The number of input sets for a call that touches ``bytes_per_call``: 2 to MAX_SETS, or 2 to 8 on a CPU."""
     if not torch.cuda.is_available():
         return min(8, max(2, math.ceil(ROTATED_ON_CPU / bytes_per_call)))
     wanted = ROTATED_L2_CACHES * torch.cuda.get_device_properties().L2_cache_size
@@ -83,15 +83,15 @@ def time_in_turns(
     repeats: int = 20,
     before: Callable[[int], object] = lambda index: None,
 ) -> list[Timing]:
-    """The time of each of ``calls`` on a CPU, by the clock on the wall.
+    """The wall-clock time of each of ``calls`` on a CPU.
 
-    They take turns, so that what else the machine does troubles all of them alike.
+    The calls take turns, so that other load on the machine affects all of them alike.
 
     Args:
-        calls: do their work before they return.
+        calls: functions that finish their work before they return.
         warmup: rounds that are not timed.
         repeats: rounds that are timed, at least 2.
-        before: runs before each call, whose index it gets, and is not timed.
+        before: runs before each call with the call's index, and is not timed.
     """
     rounds = []
     for _ in range(warmup + repeats):
@@ -110,13 +110,13 @@ def time_graph(
 ) -> Timing:
     """The time of one call of ``fn``, on a CUDA device.
 
-    The calls ``fn(*inputs[0])``, ``fn(*inputs[1])``, ... are recorded into a CUDA graph, as many rounds of them as make
-    it last MIN_REPLAY_SECONDS, and the graph is replayed. If they cannot be recorded, they are launched one by one,
-    where a call is never faster than its launch; the result says so.
+    The calls ``fn(*inputs[0])``, ``fn(*inputs[1])``, ... are recorded into a CUDA graph, in enough rounds to last
+    MIN_REPLAY_SECONDS, and the graph is replayed. Calls that cannot be recorded are launched one by one, and the result
+    says so; a call is then never faster than its launch.
 
     Args:
-        fn: launches work on the current stream. What it returns is dropped.
-        inputs: arguments of each call, one tuple a set, see :func:`num_sets`.
+        fn: launches work on the current stream. Its result is dropped.
+        inputs: arguments of each call, one tuple for each set, see :func:`num_sets`.
         warmup: replays that are not timed.
         repeats: replays that are timed, at least 2; the result is their median, divided by the number of calls.
 
@@ -149,7 +149,7 @@ def _run_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _run_aside(calls: Sequence[Callable[[], object]]) -> None:
-    """Run every call once on another stream than the default one, as recording will."""
+    """Run every call once on a side stream, as the recording will."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -159,7 +159,7 @@ def _run_aside(calls: Sequence[Callable[[], object]]) -> None:
 
 def _record(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    # A recording that fails leaves its own stream the current one; the outer context takes it back.
+    # A failed recording leaves its own stream current; the outer context restores the stream.
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         _run_all(calls)
     return graph.replay
@@ -182,10 +182,10 @@ def _seconds(
 def time_steps(
     step: Callable[[], object], before: Callable[[], object], *, warmup: int = 5, repeats: int = 20
 ) -> Timing:
-    """The time of one ``step`` of a loop that keeps the device busy, as compiled models run; on a CUDA device.
+    """The time of one ``step`` of a loop that keeps a CUDA device busy, as the steps of a compiled model do.
 
     Args:
-        step: launches work on the current stream. What it returns is dropped.
+        step: launches work on the current stream. Its result is dropped.
         before: runs before each step and is not timed.
         warmup: steps that are not timed.
         repeats: steps that are timed, at least 2; the result is their median.
@@ -198,15 +198,15 @@ def time_steps(
 
 
 READ_CONFIGS = [*itertools.product((2, 4, 8, 16), (4, 8))]
-"""Configurations of the read kernel: 16-byte loads in flight in every thread, warps."""
+"""Configurations of the read kernel: (16-byte loads in flight in every thread, warps)."""
 
 
 @jit
 def read_kernel(source_ptr, out_ptr, impossible, LOADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Read LOADS * WIDTH int32 a program, 16 bytes a load and thread, all loads in flight before the first use.
+    """Read LOADS * WIDTH int32 per program, 16 bytes per load and thread, all loads in flight before the first use.
 
-    With 4 * 32 numbers a warp in WIDTH the maximum is taken within a thread. It is stored only where it is
-    ``impossible``, which the compiler cannot know to be never: nothing is written, and no load can be left out.
+    WIDTH has 4 * 32 numbers per warp, so the maximum is taken within a thread. The kernel stores the maximum only if it
+    equals ``impossible``. That never happens, but the compiler cannot know it and must keep all loads.
     """
     column = tl.arange(0, WIDTH)
     start = tl.program_id(0).to(tl.int64) * (LOADS * WIDTH)
@@ -216,7 +216,7 @@ def read_kernel(source_ptr, out_ptr, impossible, LOADS: tl.constexpr, WIDTH: tl.
 
 
 def _large_buffer() -> torch.Tensor:
-    """Random int32 from 0, of ROTATED_L2_CACHES times the L2 cache but at least 1 GiB, a multiple of 1 MiB."""
+    """Random non-negative int32: ROTATED_L2_CACHES times the L2 cache, at least 1 GiB, and a multiple of 1 MiB."""
     l2_bytes = torch.cuda.get_device_properties().L2_cache_size
     mebibytes = max(1024, math.ceil(ROTATED_L2_CACHES * l2_bytes / 2**20))
     return torch.randint(0, 2**31 - 1, (mebibytes * 2**18,), dtype=torch.int32, device="cuda")
@@ -224,7 +224,7 @@ def _large_buffer() -> torch.Tensor:
 
 @functools.cache
 def read_ceiling() -> float:
-    """Bytes a second of the fastest plain read of a buffer much larger than the L2 cache; measured once a process.
+    """Bytes per second of the fastest plain read of a buffer much larger than the L2 cache; measured once per process.
 
     Raises:
         NoCudaError: there is no CUDA device.
@@ -242,7 +242,7 @@ def read_ceiling() -> float:
 
 @functools.cache
 def copy_ceiling() -> float:
-    """Bytes a second, read and written both counted, of a copy much larger than the L2 cache; measured once a process.
+    """Bytes per second, read and written, of a copy much larger than the L2 cache; measured once per process.
 
     Raises:
         NoCudaError: there is no CUDA device.
@@ -250,6 +250,6 @@ def copy_ceiling() -> float:
     require_cuda("copy_ceiling")
     source = _large_buffer()
     destination = torch.empty_like(source)
-    # A copy may run on a copy engine, which is slower than a kernel.
+    # copy_ may use a copy engine, which is slower than a kernel.
     copies = (destination.copy_, lambda x: torch.bitwise_not(x, out=destination))
     return 2 * source.nbytes / min(time_graph(copy, [(source,)]).seconds for copy in copies)

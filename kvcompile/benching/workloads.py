@@ -1,4 +1,4 @@
-"""What the benchmarks run: shapes, packed caches of random data, our operators, and PyTorch's own attention."""
+"""The workloads of the benchmarks: shapes, packed caches of random data, our operators, and PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvcompile.policy.presets import preset_names, resolve
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
 MAX_ERROR = 1e-2
-"""Largest relative error of a result in bfloat16 that is still timed."""
+"""Largest relative L2 error of a result in bfloat16; a call with a larger error is not timed."""
 
 _CHUNK_VALUES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decode step; ``context`` counts tokens."""
+    """The sizes of a decode step; ``context`` is the number of cached tokens."""
 
     batch: int
     num_heads: int
@@ -46,10 +46,12 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """``batch,heads/kv_heads,head_dim,context``, as in ``8,32/8,128,32768`` and in ``str`` of a shape.
+        """The shape that ``text`` names: ``batch,heads/kv_heads,head_dim,context``, e.g. ``8,32/8,128,32768``.
+
+        ``str`` of a shape gives such a text.
 
         Raises:
-            BenchError: ``text`` is no shape.
+            BenchError: ``text`` is not a valid shape.
         """
         match = re.fullmatch(r"\(?(\d+),(\d+)/(\d+),(\d+),(\d+)\)?", text.replace(" ", ""))
         shape = cls(*map(int, match.groups())) if match else None
@@ -65,7 +67,7 @@ class Shape:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of K and V in DTYPE."""
+        """Bytes of unpacked K and V in DTYPE."""
         return 2 * self.batch * self.num_kv_heads * self.context * self.head_dim * DTYPE.itemsize
 
     def query(self, q_len: int = 1) -> Tensor:
@@ -79,42 +81,43 @@ class Shape:
 
 
 def parse_formats(name: str) -> tuple[str, FormatPair]:
-    """A preset or format with the pair of formats that it stands for.
+    """The name of a preset or format, and its format pair.
 
     Raises:
-        PolicyError: there is no such name.
-        BenchError: it stands for none.
+        PolicyError: no preset or format is called ``name``.
+        BenchError: ``name`` is ``auto``.
     """
     pair = resolve(name)
     if pair is None:
-        raise BenchError(f"{name!r} leaves the cache as it is: there is no kernel of ours to time")
+        raise BenchError(f"{name!r} leaves the cache unpacked: there is no kernel to time; name a preset or format")
     return name, pair
 
 
 def parse_fully_packed(name: str) -> tuple[str, FormatPair]:
-    """:func:`parse_formats` of formats whose caches keep no tokens as they are.
+    """:func:`parse_formats` for format pairs without exact blocks.
 
     Raises:
-        PolicyError, BenchError: as there, or because they do.
+        PolicyError: no preset or format is called ``name``.
+        BenchError: ``name`` is ``auto``, or its caches keep exact blocks.
     """
     _, pair = parse_formats(name)
     if keeps_tokens(pair):
-        raise BenchError(f"{name!r} keeps recent tokens as they are: the caches timed here have none")
+        raise BenchError(f"{name!r} keeps recent tokens exact, which this benchmark does not time; name another format")
     return name, pair
 
 
 def keeps_tokens(pair: FormatPair) -> bool:
-    """Whether caches keep some tokens as they are."""
+    """Whether caches of these formats keep blocks of exact tokens."""
     return pair.residual("key", DTYPE) is not None or pair.residual("value", DTYPE) is not None
 
 
 def default_formats() -> list[tuple[str, FormatPair]]:
-    """A cache that keeps its dtype, and all presets."""
+    """``bfloat16`` and all presets, with their format pairs."""
     return [parse_formats(name) for name in ("bfloat16", *preset_names())]
 
 
 def fully_packed_formats() -> list[tuple[str, FormatPair]]:
-    """Those of :func:`default_formats` whose caches keep no tokens as they are."""
+    """The :func:`default_formats` without exact blocks."""
     return [(name, pair) for name, pair in default_formats() if not keeps_tokens(pair)]
 
 
@@ -138,9 +141,9 @@ class Caches:
     def random(self, count: int, step: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """``count`` caches of ``shape.context`` random tokens, (k_data, v_data) each.
 
-        They are windows of one large cache, which lie ``step`` tokens apart; side by side by default. Blocks are
-        outermost in packed data, so that a window has the strides and the alignment of a cache of its own. Caches that
-        keep tokens as they are have a header, and stand alone.
+        The caches are windows of one large cache that lie ``step`` tokens apart, by default side by side. Blocks are
+        the outermost dimension of packed data, so a window has the strides and the alignment of a separate cache.
+        Caches with exact blocks have a header and are separate tensors.
         """
         if keeps_tokens(self.pair):
             assert step is None
@@ -153,7 +156,7 @@ class Caches:
         return [(keys[window], values[window]) for window in windows]
 
     def _random_data(self, layout: PackedLayout, blocks: int) -> Tensor:
-        """Packed data of normally distributed tokens, encoded in chunks that leave the temporaries small."""
+        """Packed data of normally distributed tokens, encoded in chunks that keep the temporaries small."""
         batch, heads = self.shape.batch, self.shape.num_kv_heads
         data = torch.empty((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=DEVICE)
         for chunk in data.split(max(1, _CHUNK_VALUES // (batch * heads * BLOCK_TOKENS * layout.head_dim))):
@@ -162,7 +165,7 @@ class Caches:
         return data
 
     def _random_cache(self, layout: PackedLayout) -> Tensor:
-        """Packed data of ``shape.context`` normally distributed tokens, some of which may be kept as they are."""
+        """Packed data of ``shape.context`` normally distributed tokens, with exact blocks if the layout has them."""
         shape = self.shape
         x = torch.randn(shape.batch, shape.num_kv_heads, shape.context, shape.head_dim, dtype=DTYPE, device=DEVICE)
         num_tokens = max(1, _CHUNK_VALUES // (x[:, :, :BLOCK_TOKENS].numel())) * BLOCK_TOKENS
@@ -178,9 +181,15 @@ class Caches:
         kv_len: int | None = None,
         ranges: Tensor | None = None,
     ) -> Tensor:
-        """Our attention; ``kv_len`` is the whole context by default. The one place that calls the operator.
+        """Our attention operator; all benchmarks call it here.
 
-        ``ranges`` is what the mask shows, as compiled graphs compute it once for all layers.
+        Args:
+            query: [batch, num_heads, q_len, head_dim].
+            k_data: packed keys.
+            v_data: packed values.
+            mask: as in ``kvcompile::attention``.
+            kv_len: number of cached tokens; by default the whole context.
+            ranges: the visible range of the mask, which compiled graphs compute once for all layers.
         """
         return torch.ops.kvcompile.attention(
             query,
@@ -201,12 +210,13 @@ class Caches:
     def check_attention(
         self, query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None = None, kv_len: int | None = None
     ) -> float:
-        """Relative error of our attention against the specification, on the first and the last head of the batch.
+        """The relative L2 error of our attention against the specification.
 
-        ``mask`` must be the same for all sequences and heads.
+        Checks the first KV head of the first sequence and the last KV head of the last sequence. ``mask`` must be the
+        same for all sequences and heads.
 
         Raises:
-            ArithmeticError: it is larger than MAX_ERROR.
+            ArithmeticError: the error is larger than MAX_ERROR.
         """
         out = self.attention(query, k_data, v_data, mask, kv_len)
         group = self.shape.num_heads // self.shape.num_kv_heads
@@ -227,15 +237,15 @@ class Caches:
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``; NaN if anything is not finite."""
+    """The L2 norm of the difference over the norm of ``expected``; NaN if an element is not finite."""
     return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def check(error: float, what: str, limit: float = MAX_ERROR) -> float:
-    """``error``, if it is at most ``limit``: what is wrong is not timed.
+    """``error``, if it is at most ``limit``.
 
     Raises:
-        ArithmeticError: it is larger, or NaN.
+        ArithmeticError: the error is larger, or NaN.
     """
     if not error <= limit:
         raise ArithmeticError(f"{what} is wrong: relative error {error:.2e} to the specification, limit {limit:.0e}")
@@ -259,8 +269,8 @@ def sdpa(
         query: [batch, num_heads, q_len, head_dim].
         key: [batch, num_kv_heads, kv_len, head_dim].
         value: as ``key``.
-        is_causal: the last query sees all keys, the one before it all but the last, and so on.
-        folded: pass the query heads of a KV head as query positions. The result is the same without a mask.
+        is_causal: the last query sees all keys, the query before it all keys but the last, and so on.
+        folded: pass the query heads of a KV head as query positions. Without a mask the result is the same.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     mask = causal_lower_right(q_len, kv_len) if is_causal and q_len < kv_len else None
@@ -273,7 +283,7 @@ def sdpa(
 
 
 def decode_sdpa_calls() -> dict[str, Callable[..., Tensor]]:
-    """Every way to call PyTorch's attention for a decode step without a mask."""
+    """All ways to call PyTorch's attention for a decode step without a mask, by name."""
     return {
         name + (", folded" if folded else ""): functools.partial(sdpa, name, folded=folded)
         for name in SDPA_BACKENDS
@@ -282,16 +292,16 @@ def decode_sdpa_calls() -> dict[str, Callable[..., Tensor]]:
 
 
 def runnable(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Any, ...]) -> dict[str, Callable[..., Tensor]]:
-    """Those ``calls`` that PyTorch can run on these inputs.
+    """The ``calls`` that PyTorch can run on these inputs.
 
     Raises:
-        BenchError: none can; the message says why.
+        BenchError: PyTorch can run none of the calls; the message says why.
     """
     found, refusals = {}, []
     for name, call in calls.items():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # one for every backend that does not take these inputs
+                warnings.simplefilter("ignore")  # every backend that rejects these inputs warns
                 call(*inputs)
         except RuntimeError as error:
             refusals.append(f"{name}: {str(error).splitlines()[0]}")
@@ -303,10 +313,10 @@ def runnable(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Any, ...]) -
 
 
 def time_sdpa(calls: dict[str, Callable[..., Tensor]], inputs: Sequence[tuple[Any, ...]]) -> dict[str, Timing]:
-    """Times of those ``calls`` that PyTorch can run on these inputs, on a CUDA device, fastest first.
+    """Times on a CUDA device of the ``calls`` that PyTorch can run on these inputs, fastest first.
 
     Raises:
-        BenchError: none can; the message says why.
+        BenchError: PyTorch can run none of the calls; the message says why.
     """
     timings = {name: time_graph(call, inputs) for name, call in runnable(calls, inputs[0]).items()}
     return dict(sorted(timings.items(), key=lambda item: item[1].seconds))

@@ -1,7 +1,7 @@
-"""The command line: one module a command, assembled in :mod:`kvcompile.cli.app`.
+"""The command line: one module for each command, assembled in :mod:`kvcompile.cli.app`.
 
-Exit codes: 0 all is well; 1 the answer is no, or a check failed; 2 the user's mistake. Results go to stdout, as tables
-of at most 100 columns or, with ``--json``, as one JSON value; everything else goes to stderr.
+Exit codes: 0 for success; 1 if the answer is no or a check failed; 2 for a mistake in the arguments. Results go to
+stdout, as tables of at most 100 columns or, with ``--json``, as one JSON value. Everything else goes to stderr.
 
-Modules of commands are imported to show the help: what is heavy (PyTorch) they import in their functions.
+The help imports the module of every command. Heavy packages such as PyTorch are imported inside the commands.
 """

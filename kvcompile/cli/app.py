@@ -1,4 +1,4 @@
-"""Assembles the commands. A new command is a module with a function ``register(app)`` and its name in ``COMMANDS``."""
+"""The assembly of the commands. A new command is a module with ``register(app)``, and its name in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COMMANDS = ("plan", "policy", "eval", "compare", "tune", "calibrate", "explain",
 
 
 class ErrorReporter(TyperGroup):
-    """A group of commands whose users see their mistakes in plain lines on stderr, never as a traceback."""
+    """A group of commands that reports the users' mistakes as plain lines on stderr, never as a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # of whom the output is piped to: the command line's own code ends quietly
+            raise  # the reader of a pipe has closed it; typer ends the program quietly
         except KVCompileError as error:
             print_error(str(error))
         except OSError as error:
@@ -35,7 +35,7 @@ app = typer.Typer(
     name="kvcompile",
     cls=ErrorReporter,
     help="Plan, check and inspect KV caches that torch.compile(model, backend='kvquant') keeps packed.",
-    epilog="Exit codes: 0 all is well; 1 the answer is no, or a check failed; 2 a mistake in what was asked.",
+    epilog="Exit codes: 0 success; 1 the answer is no, or a check failed; 2 a mistake in the arguments.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

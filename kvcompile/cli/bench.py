@@ -1,4 +1,4 @@
-"""``kvcompile bench``: what attention on packed caches gains on this machine."""
+"""``kvcompile bench``: the speed of attention on packed caches on this machine."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Heads = Annotated[str, typer.Option(metavar="HEADS/KV", help="Query heads and KV
 HeadDim = Annotated[int, typer.Option(metavar="N", min=1, help="Channels of a head.")]
 
 LEGEND = (
-    "Attention of one new token a sequence on a full cache.  us: median time; spread: distance between its quartiles, "
-    "of the median: less than this is noise.  MB: keys and values that are read, scales included.  speedup: over "
-    "PyTorch's fastest attention in bfloat16 on the same tokens.  error: relative L2, against the specification on the "
-    "same packed data."
+    "Attention of one new token per sequence on a full cache.  us: median time.  spread: distance between the "
+    "quartiles of the time, relative to the median; smaller differences are noise.  MB: keys and values that are read, "
+    "scales included.  speedup: over PyTorch's fastest attention in bfloat16 on the same tokens.  error: relative L2, "
+    "against the specification on the same packed data.  of ceiling: bandwidth relative to a plain read (GPU only)."
 )
 
 

@@ -1,4 +1,4 @@
-"""``kvcompile calibrate``: measures what static scales of 8-bit floats are made of."""
+"""``kvcompile calibrate``: measures the magnitudes from which static scales of 8-bit floats follow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def calibrate(
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.policy.static_scales import CalibrationFile
 
-    with output.open("a"):  # an error now if it cannot be written later
+    with output.open("a"):  # fails now, and not after the measurement, if the file cannot be written
         pass
     models.silence_transformers()
     subject = models.load_model(model, device, dtype)

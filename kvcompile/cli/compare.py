@@ -1,4 +1,4 @@
-"""``kvcompile compare``: what one policy does to a model, layer by layer, and which layers deserve better."""
+"""``kvcompile compare``: the errors of one policy, layer by layer, and better formats for the worst layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compare(
     output: Output = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a model under a policy with itself: predictions, every layer, and rules for the worst layers."""
+    """Compare a packed model with the unquantized one: predictions, errors of layers, rules for the worst layers."""
     from kvcompile.evaluation.compare import compare_on
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.policy.policy import Policy

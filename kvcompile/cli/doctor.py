@@ -1,4 +1,4 @@
-"""``kvcompile doctor``: whether this machine can run the backend, and what will run where."""
+"""``kvcompile doctor``: whether this machine can run the backend, and on which devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _works(checks: list[Check], name: str) -> bool:
 
 
 def doctor(try_devices: Try = False, as_json: JsonOption = False) -> None:
-    """Check this installation. Says what is missing, and what will run where."""
+    """Check this installation: name what is missing, and what runs on each device."""
     from kvcompile.cli.doctor_checks import MISSING, check_all, devices
 
     checks = check_all()

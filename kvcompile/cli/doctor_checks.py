@@ -1,4 +1,4 @@
-"""The checks of ``kvcompile doctor``. Each names what it found, and the remedy if something is wrong."""
+"""The checks of ``kvcompile doctor``. Each names its finding, and the remedy if something is wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcompile.errors import PolicyError
+
+PACKAGE = Path(__file__).parent.parent
+"""The folder of the package ``kvcompile``."""
+
 OK = "ok"
 NOTE = "note"
-"""Something optional is not there."""
+"""Something optional is missing."""
 MISSING = "missing"
-"""Something that is needed is not there, or does not work."""
+"""Something required is missing or does not work."""
 
 _COMPARISONS = {
     ">=": operator.ge,
@@ -33,7 +38,7 @@ _COMPARISONS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One result: ``status`` is OK, NOTE or MISSING; ``remedy`` is empty if there is nothing to do."""
+    """One result. ``status`` is OK, NOTE or MISSING; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     status: str
@@ -43,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what the backend runs there."""
+    """A device, and the code that the backend runs there."""
 
     name: str
     description: str
@@ -51,7 +56,7 @@ class Device:
 
 
 def check_all() -> list[Check]:
-    """All checks, in the order in which one needs the other."""
+    """All checks, in an order in which each needs only the checks before it."""
     python = Check("python", OK, ".".join(map(str, sys.version_info[:3])))
     checks = [python, _kvcompile(), _package("torch", required=True)]
     if checks[-1].status == MISSING:
@@ -67,7 +72,7 @@ def check_all() -> list[Check]:
 
 
 def devices() -> list[Device]:
-    """What runs where."""
+    """All devices of this machine, GPUs first."""
     import torch
 
     found = []
@@ -80,17 +85,14 @@ def devices() -> list[Device]:
 
 
 def _kvcompile() -> Check:
-    import kvcompile
-
-    place = str(Path(str(kvcompile.__file__)).parent)
     try:
-        return Check("kvcompile", OK, f"{importlib.metadata.version('kvcompile')} in {place}")
+        return Check("kvcompile", OK, f"{importlib.metadata.version('kvcompile')} in {PACKAGE}")
     except importlib.metadata.PackageNotFoundError:
-        return Check("kvcompile", MISSING, place, "not installed, so that PyTorch cannot find it: pip install -e .")
+        return Check("kvcompile", MISSING, str(PACKAGE), "not installed, so PyTorch cannot find it: pip install -e .")
 
 
 def _package(name: str, required: bool, purpose: str = "") -> Check:
-    """Whether a package can be imported, in a version that kvcompile declares."""
+    """Whether a package can be imported, and in a version that kvcompile's metadata allows."""
     absent = MISSING if required else NOTE
     wanted = declared_versions(name)
     install = f"pip install '{name}{wanted}'" + (f" ({purpose})" if purpose else "")
@@ -99,7 +101,7 @@ def _package(name: str, required: bool, purpose: str = "") -> Check:
         importlib.import_module(name)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, absent, "not installed", install)
-    except Exception as error:  # whatever a broken installation raises is what the user must know
+    except Exception as error:  # a broken installation may raise anything, and the user must see it
         return Check(name, absent, f"{type(error).__name__}: {error}", f"it cannot be imported; {install}")
     if not in_range(found, wanted):
         return Check(name, absent, f"{found}, not {wanted}", install)
@@ -107,7 +109,7 @@ def _package(name: str, required: bool, purpose: str = "") -> Check:
 
 
 def declared_versions(package: str) -> str:
-    """The versions of a package that kvcompile's metadata declares, e.g. ``>=2.11,<2.14``; "" if it declares none."""
+    """The versions of a package that kvcompile's metadata allows, e.g. ``>=2.11,<2.14``; "" without a declaration."""
     try:
         requirements = importlib.metadata.requires("kvcompile") or []
     except importlib.metadata.PackageNotFoundError:
@@ -120,7 +122,7 @@ def declared_versions(package: str) -> str:
 
 
 def in_range(version: str, wanted: str) -> bool:
-    """Whether the release of ``version`` satisfies ``wanted``, comparisons separated by commas; "" admits all."""
+    """Whether the release of ``version`` satisfies ``wanted``: comparisons separated by commas; "" allows all."""
     for comparison in filter(None, (part.strip() for part in wanted.split(","))):
         match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", comparison)
         if match is None or not _COMPARISONS[match[1]](_release(version), _release(match[2])):
@@ -129,7 +131,7 @@ def in_range(version: str, wanted: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without zeros at the end: 2.13.0+cpu is (2, 13)."""
+    """The numbers of a version without trailing zeros: 2.13.0+cpu is (2, 13)."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(number) for number in match[0].split(".")] if match is not None else []
     while numbers and numbers[-1] == 0:
@@ -162,14 +164,14 @@ _PROGRAM = "#include <Python.h>\n#include <vector>\nint main() { return std::vec
 
 
 def _compiler() -> Check:
-    """Whether Inductor's C++ compiler works and finds Python's headers, which Triton's launchers need as well."""
+    """Whether Inductor's C++ compiler works and finds Python's headers. Triton's launchers need both as well."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     remedy = "install a C++ compiler (apt install g++), or name one in the environment variable CXX"
     try:
         compiler = get_cpp_compiler()
         found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except Exception as error:  # Inductor's own error, or what starting the compiler raises
+    except Exception as error:  # from Inductor, or from starting the compiler
         return Check("C++ compiler", MISSING, f"{type(error).__name__}: {str(error).splitlines()[0]}", remedy)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "check.cpp")
@@ -190,18 +192,17 @@ def _backend() -> Check:
     import torch._dynamo
 
     if "kvquant" not in torch._dynamo.list_backends():
-        remedy = "install kvcompile (pip install -e .), so that its entry point exists"
+        remedy = "install kvcompile (pip install -e .), which registers its entry point"
         return Check("backend kvquant", MISSING, "not in torch._dynamo.list_backends()", remedy)
     try:
         backend = torch._dynamo.lookup_backend("kvquant")
-    except Exception as error:  # whatever importing the backend raises
+    except Exception as error:  # the import may raise anything
         return Check("backend kvquant", MISSING, f"{type(error).__name__}: {error}", "the backend cannot be imported")
     return Check("backend kvquant", OK, f"{backend.__module__}.{backend.__qualname__}")
 
 
 def _policy_variable() -> Iterator[Check]:
-    """Whether KVQUANT_POLICY, if it is set, names a policy."""
-    from kvcompile.errors import PolicyError
+    """Whether the environment variable KVQUANT_POLICY names a policy, if it is set."""
     from kvcompile.policy.policy import POLICY_VARIABLE, Policy
 
     value = os.environ.get(POLICY_VARIABLE)

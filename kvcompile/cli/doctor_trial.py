@@ -10,17 +10,17 @@ from kvcompile.cli.doctor_checks import MISSING, OK, Check
 from kvcompile.report.report import collect_reports
 
 TOLERANCE = 0.05
-"""Of 8-bit caches with random data of unit variance; their real error is a tenth of it."""
+"""Largest absolute error of attention on 8-bit caches of random data with unit variance. The real error is a tenth."""
 
 
 def try_device(device: str) -> Check:
-    """Compile and run a decode step with a static cache under ``int8_per_token_head``; compare it with eager."""
+    """Compile and run a decode step with a static ``int8_per_token_head`` cache, and compare it with eager code."""
     name = f"trial on {device}"
     try:
         with torch.no_grad(), collect_reports() as report:
             compiled = torch.compile(_decode_step, backend="kvquant", options={"policy": "int8_per_token_head"})
             error = (compiled(*_inputs(device)) - _decode_step(*_inputs(device))).abs().max().item()
-    except Exception as failure:  # whatever fails is what the user must know
+    except Exception as failure:  # any failure is the result of the trial
         return Check(name, MISSING, f"{type(failure).__name__}", str(failure).strip().splitlines()[-1])
     if not report.totals.rewritten:
         return Check(name, MISSING, "nothing was packed", str(report))
@@ -39,7 +39,7 @@ def _inputs(device: str) -> list[Tensor]:
 
 
 def _decode_step(query: Tensor, new: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    """Write one token into the caches and attend to all that is there."""
+    """Write one token into the caches and attend to all tokens up to it."""
     keys.index_copy_(2, position, new)
     values.index_copy_(2, position, new)
     mask = torch.arange(keys.shape[2], device=keys.device) <= position

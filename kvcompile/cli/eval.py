@@ -1,4 +1,4 @@
-"""``kvcompile eval``: what policies cost in quality, measured on the compiled model."""
+"""``kvcompile eval``: the quality of policies, measured on the compiled model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def evaluate(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what policies cost in quality: the compiled model against the unquantized one."""
+    """Measure the quality that policies cost: the compiled model against the unquantized model."""
     from kvcompile.evaluation import measure
     from kvcompile.evaluation.calibrate import Calibration
     from kvcompile.evaluation.errors import EvaluationError

@@ -1,4 +1,4 @@
-"""``kvcompile explain``: what becomes of every attention of a model, and why."""
+"""``kvcompile explain``: which attention of a model is packed, and why other attention is not."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="PATH",
-        help="A Hugging Face model: a folder, or a name on the hub; or a config.json, whose model gets random weights.",
+        help="A Hugging Face model: a folder or a name on the hub; or a config.json, for a model with random weights.",
     ),
 ]
 Layers = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Only the first layers, with random weights.  [default: all]")
 ]
-Cache = Annotated[CacheKind, typer.Option(help="The kind of its cache.")]
-Context = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Slots of a static cache.")]
+Cache = Annotated[CacheKind, typer.Option(help="The kind of the cache.")]
+Context = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Capacity of a static cache.")]
 Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the step: 1 for decode, more for prefill.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page that draws every site.")]
 
@@ -57,7 +57,7 @@ def explain(
     html: Html = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile a step of a model and say what became of every attention. Exits with 1 if one is left unpacked."""
+    """Compile a step of a model and report every attention. Exits with 1 if an attention is refused or runs plain."""
     from kvcompile.evaluation import models
     from kvcompile.evaluation.explained_step import explain_step
     from kvcompile.policy.policy import Policy

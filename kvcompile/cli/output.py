@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, errors, JSON, options."""
+"""Shared by all commands: exit codes, errors, JSON, options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def print_error(message: str) -> None:
-    """Say on stderr what is wrong."""
+    """Print an error on stderr."""
     print(f"kvcompile: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -30,7 +30,7 @@ def print_json(data: Any) -> None:
 
 
 def print_wrapped(text: str, indent: int) -> None:
-    """Print a line of text, broken at ``WIDTH``; the lines that follow are indented."""
+    """Print a line of text, broken at ``WIDTH``; all lines but the first are indented."""
     print(wrapped(text, indent))
 
 
@@ -40,5 +40,5 @@ def items(text: str) -> list[str]:
 
 
 def examples(*commands: str) -> str:
-    """The end of a command's help: commands that show its use."""
+    """The end of a command's help: example commands."""
     return "\n".join(["\b", "Examples:", *(f"  python -m kvcompile {command}" for command in commands)])

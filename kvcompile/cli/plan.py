@@ -1,4 +1,4 @@
-"""``kvcompile plan``: how many users and tokens fit, and from which context a packed cache pays. Nothing is run."""
+"""``kvcompile plan``: how many users and tokens fit, and from which context on packing pays. Nothing is run."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ SPEEDUP = Fraction(3, 2)
 Config = Annotated[
     Path, typer.Option(metavar="PATH", help="The model's Hugging Face config.json, or the directory that holds it.")
 ]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory in all, e.g. 80GiB.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Total memory, e.g. 80GiB.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
         "--weights",
         metavar="FORMAT|SIZE",
-        help="Weights, counted in fp32, bf16, fp16, fp8, int8, int4, mxfp4 or nvfp4, or their size.  "
+        help="The format of the weights (fp32, bf16, fp16, fp8, int8, int4, mxfp4, nvfp4), or their size.  "
         "[default: the model's dtype]",
     ),
 ]
 Reserve = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help=f"Memory for all else: activations, CUDA, fragmentation.  [default: {RESERVE}]"),
+    typer.Option(
+        metavar="SIZE", help=f"Memory for everything else: activations, CUDA, fragmentation.  [default: {RESERVE}]"
+    ),
 ]
 KvBudget = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory for KV caches, instead of --memory less all else.")
+    str | None, typer.Option(metavar="SIZE", help="Memory for KV caches alone, in place of --memory and --reserve.")
 ]
 Contexts = Annotated[str, typer.Option(metavar="LIST", help="Tokens of every user; k is 1024.")]
 Policies = Annotated[
     str,
-    typer.Option(metavar="LIST", help="bf16, fp16, fp32, presets, policy files; the first is compared to."),
+    typer.Option(metavar="LIST", help="bf16, fp16, fp32, presets, policy files; the first one is the baseline."),
 ]
 SourceTokens = Annotated[
     str | None, typer.Option(metavar="TOKENS", help="Tokens of the encoder, in an encoder-decoder model.")
@@ -62,15 +64,16 @@ Users = Annotated[
 Speedup = Annotated[
     str | None,
     typer.Option(
-        metavar="FACTOR", help="With --bandwidth: find where a step is so many times as fast.  [default: 1.5]"
+        metavar="FACTOR",
+        help="With --bandwidth: find the context from which a step is FACTOR times as fast.  [default: 1.5]",
     ),
 ]
 Efficiency = Annotated[
     str | None,
     typer.Option(
         metavar="SHARES",
-        help="With --bandwidth: the share of it that reading reaches, as 0.9 or bf16=0.95,weights=0.9.  "
-        "[default: 1, a floor that no kernel reaches]",
+        help="With --bandwidth: the share of the bandwidth that kernels reach, as 0.9 or bf16=0.95,weights=0.9.  "
+        "[default: 1, which no kernel reaches]",
     ),
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print the formulas too.")]
@@ -96,7 +99,7 @@ def plan(
     explain: Explain = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Users and tokens that fit under each policy. From a model's config; nothing is run."""
+    """Print how many users and tokens fit under each policy. Reads a model's config and runs nothing."""
     from kvcompile.cli.plan_text import explanation, summary
     from kvcompile.planning.devices import read_bandwidth
     from kvcompile.planning.make_plan import make_plan
@@ -136,10 +139,10 @@ def plan(
 
 
 def _forbid(circumstance: str, holds: bool, **options: object) -> None:
-    """PlanError if an option was given that changes nothing under the circumstance."""
+    """Raise PlanError if an option was given that has no effect under the circumstance."""
     given = [name for name, value in options.items() if value is not None]
     if holds and given:
-        raise PlanError(f"{given[0]} changes nothing {circumstance}")
+        raise PlanError(f"{given[0]} has no effect {circumstance}: drop it")
 
 
 def _items(text: str) -> tuple[str, ...]:
@@ -157,12 +160,12 @@ def _number(text: str, option: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         number = Fraction(0)
     if number <= 0:
-        raise PlanError(f"{option}: {text!r} is no positive number")
+        raise PlanError(f"{option}: {text!r} is not a positive number")
     return number
 
 
 def _shares(text: str) -> dict[str, Fraction]:
-    """``0.9`` or ``bf16=0.95,weights=0.9`` as the efficiency of a ``DecodeModel``."""
+    """The efficiency of a ``DecodeModel`` from ``0.9`` or ``bf16=0.95,weights=0.9``."""
     shares = {}
     for item in _items(text):
         name, equals, share = item.rpartition("=")

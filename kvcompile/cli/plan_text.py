@@ -1,4 +1,4 @@
-"""The text of a plan: a summary in tables, and the formulas behind it."""
+"""The text of a plan: a summary in tables, and its formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEASURES: dict[Measure, str] = {
 
 
 def summary(plan: Plan) -> str:
-    """The model, the budget, users and tokens by policy, decode times if a bandwidth is known."""
+    """The model, the budget, users and tokens by policy, and decode times if a bandwidth was given."""
     parts = ["\n".join([*_model_lines(plan), _budget_line(plan)])]
     for measure, meaning in _MEASURES.items():
         header = ["policy", "B/token", "tokens", *map(format_context, plan.request.contexts)]
@@ -111,7 +111,7 @@ def explanation(plan: Plan) -> str:
     parts = [
         f"users = floor(budget / bytes(context)); budget = {plan.budget.nbytes}\n"
         "bytes(context) = sum over layers of num_kv_heads * (bytes of a key + bytes of a value) * tokens kept\n"
-        "not counted: activations and what else the reserve is for; tokens that growing caches make room for ahead"
+        "not counted: activations and everything else that the reserve is for; the spare room of growing caches"
     ]
     parts.extend(_policy_formulas(policy.caches) for policy in plan.policies)
     if plan.weights is not None and plan.weights.parameters is not None:
@@ -132,7 +132,7 @@ def _policy_formulas(caches: PolicyCaches) -> str:
 
 
 def _half_formulas(stored: StoredCache) -> Iterator[str]:
-    """How many bytes a vector takes: ``key int4_per_token_head: head_dim/2 + 4 = 64 + 4 bytes, 6.2 % metadata``."""
+    """The bytes of a vector: ``key int4_per_token_head: head_dim/2 + 4 = 64 + 4 bytes, 6.2 % metadata``."""
     for role, storage, width in stored.halves:
         payload = storage.payload.subs(HEAD_DIM, width)
         metadata = storage.stored.subs(HEAD_DIM, width) - payload
@@ -143,7 +143,7 @@ def _half_formulas(stored: StoredCache) -> Iterator[str]:
             yield f"{role} {storage.name}: {storage.stored} = {payload} + {metadata} bytes, {share:.3g} % metadata"
         if storage.residual is not None:
             kept = storage.residual_bytes(width, "stored")
-            yield f"  and {kept} bytes a sequence and KV head for {storage.residual.description} tokens as they are"
+            yield f"  and {kept} bytes per sequence and KV head for {storage.residual.description} tokens kept exact"
 
 
 def _weights_formulas(weights: Weights, parameters: ParameterCount) -> str:
@@ -155,12 +155,12 @@ def _weights_formulas(weights: Weights, parameters: ParameterCount) -> str:
 def _time_formulas(decode: DecodeModel) -> str:
     parameters = decode.weights.parameters
     if parameters is None:
-        which = "all, because only their size was given"
+        which = "all weights, because only their size was given"
     elif parameters.num_experts > 1:
         share = 100 * float(parameters.experts_read(decode.users))
-        which = f"without embeddings, and with {share:.0f} % of the experts, as if the router chose uniformly"
+        which = f"without embeddings, and with {share:.0f} % of the experts, assuming a router that chooses uniformly"
     else:
-        which = "without embeddings, of which a step looks up a row a token"
+        which = "without embeddings: a step looks up one row per token"
     return (
         "seconds of a step = (weights read / efficiency + users * stored(context) / efficiency) / bandwidth\n"
         f"  weights read = {decode.weights.bytes_read(decode.users)} bytes ({which})"

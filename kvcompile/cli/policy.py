@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 def show(policy: PolicyArgument = None, config: Config = None, as_json: JsonOption = False) -> None:
-    """Print a policy in full. With --config, also what it gives every layer of a model."""
+    """Print a policy in full. With --config, also print the formats of every layer of a model."""
     from kvcompile.planning.stored_caches import store_caches
     from kvcompile.policy.policy import Policy
 
@@ -70,7 +70,7 @@ def _show_data(policy: Policy, caches: PolicyCaches | None) -> dict[str, Any]:
 
 
 def _layers(caches: PolicyCaches) -> list[dict[str, Any]]:
-    """What every layer gets; bytes are those of a token in all KV heads, scales and zero points included."""
+    """The formats of every layer, and the bytes of a token in all its KV heads, scales and zero points included."""
     return [
         {
             "module": stored.cache.module,
@@ -91,7 +91,7 @@ def _model(config: Path) -> ModelCaches:
 
 
 def validate(files: Files, config: Config = None, as_json: JsonOption = False) -> None:
-    """Check policy files. With --config, also that every rule decides something in a model."""
+    """Check policy files. With --config, also check that every rule decides something in a model."""
     model = _model(config) if config is not None else None
     results = [_check(file, model) for file in files]
     if as_json:
@@ -103,12 +103,12 @@ def validate(files: Files, config: Config = None, as_json: JsonOption = False) -
 
 
 def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
-    """Whether a file is a policy, its faults, and what is worth knowing although it is one."""
+    """Whether a file is a valid policy, with its faults, or with notes if it is valid."""
     from kvcompile.planning.errors import PlanError
     from kvcompile.planning.stored_caches import store_caches
     from kvcompile.policy.policy import Policy
 
-    with file.open("rb"):  # a file that cannot be read is no answer, but the user's mistake
+    with file.open("rb"):  # an unreadable file is a mistake in the arguments (2), and not the answer no (1)
         pass
     try:
         policy = Policy.from_file(file)
@@ -129,7 +129,7 @@ def _print_results(results: Sequence[dict[str, Any]]) -> None:
 
 
 def schema(as_json: JsonOption = True) -> None:
-    """Print the JSON schema of policy files. It is JSON, with or without --json."""
+    """Print the JSON schema of policy files. The output is JSON, with or without --json."""
     from kvcompile.cli.policy_schema import policy_schema
 
     print_json(policy_schema())

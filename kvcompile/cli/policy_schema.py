@@ -1,7 +1,7 @@
 """The JSON schema of policy files, made from the policy's classes.
 
-Pydantic gives the structure. Descriptions come from the ``Attributes:`` of the classes' docstrings, so that a field is
-described once, where it is defined; names of formats and presets become enumerations.
+Pydantic gives the structure. Descriptions come from the ``Attributes:`` of the classes' docstrings, so a field is
+described once, where it is defined. Names of formats and presets become enumerations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.policy import choice, policy, presets
 
 
 def policy_schema() -> dict[str, Any]:
-    """The schema (JSON Schema 2020-12) of what ``Policy.from_file`` reads."""
+    """The schema (JSON Schema 2020-12) of the files that ``Policy.from_file`` reads."""
     schema = policy.Policy.model_json_schema()
     parts = {"Policy": schema, **schema["$defs"]}
     for name, part in parts.items():
@@ -30,9 +30,9 @@ def policy_schema() -> dict[str, Any]:
 
 
 def _dtypes(name: str) -> list[str]:
-    """What ``dtype`` may be in the class called ``name``.
+    """The valid values of ``dtype`` in the class called ``name``.
 
-    One half of a cache cannot be left as it is.
+    ``auto`` leaves a whole cache unpacked and is not valid for keys or values alone.
     """
     dtypes = [*presets.known_names(), *presets.element_dtypes()]
     return [dtype for dtype in dtypes if name != choice.RoleFormat.__name__ or dtype != presets.AUTO]
@@ -49,7 +49,7 @@ def _describe(part: dict[str, Any], policy_class: type[BaseModel]) -> None:
 
 
 def field_descriptions(policy_class: type[BaseModel]) -> dict[str, str]:
-    """The ``Attributes:`` of a class's docstring and of the classes it is derived from, by field."""
+    """The ``Attributes:`` in the docstrings of a class and of its base classes, by field."""
     descriptions: dict[str, str] = {}
     for base in reversed(policy_class.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
@@ -61,14 +61,14 @@ def field_descriptions(policy_class: type[BaseModel]) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """A docstring's text as a sentence, without its markup and line breaks."""
+    """A docstring's text as a sentence, without markup and line breaks."""
     text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("``", "`")
     text = " ".join(text.split())
     return text[:1].upper() + text[1:]
 
 
 def _allow(properties: dict[str, Any], name: str, values: dict[str, Any]) -> None:
-    """Say what values a field takes, in place of what pydantic knows of it."""
+    """Set the valid values of a field, in place of pydantic's own description."""
     field = properties[name]
     optional = any(option.get("type") == "null" for option in field.pop("anyOf", ()))
     field.pop("type", None)

@@ -1,4 +1,4 @@
-"""What the commands that run a model share: options and loading."""
+"""Shared by the commands that run a model: options and loading."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Data = Annotated[
     ),
 ]
 Prefill = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens of the first step.")]
-Decode = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens that follow it, through the cache.")]
-Chunk = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens of one step of them.")]
+Decode = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens after the first step, read in chunks.")]
+Chunk = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens of one later step.")]
 Windows = Annotated[int, typer.Option(metavar="N", min=1, help="Windows of text, spread evenly over the file.")]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="[default: cuda if there is a GPU, else cpu]")]
 Dtype = Annotated[
@@ -42,7 +42,12 @@ Dtype = Annotated[
 def load(
     model: str, data: Path | None, schedule: Schedule, windows: int, device: str | None, dtype: str | None
 ) -> tuple[Any, Text]:
-    """The model, and the windows of text that it reads; EvaluationError or OSError if there is none."""
+    """The model, and the windows of text that it reads.
+
+    Raises:
+        EvaluationError: there is no such model, or no text for it.
+        OSError: the text cannot be read.
+    """
     from kvcompile.evaluation import models, text
 
     models.silence_transformers()
@@ -51,16 +56,16 @@ def load(
 
 
 def name_of(model: str) -> str:
-    """What results call a model: its folder, or its name on the hub."""
+    """The name of a model in results: its folder, or its name on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def check_writable(*paths: Path | None) -> None:
-    """What follows takes minutes: an error now if a file cannot be written then."""
+    """Raise OSError if a file cannot be written, before a measurement that takes minutes."""
     for path in paths:
         if path is None:
             continue
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not os.access(path.parent, os.W_OK):
-            raise FileNotFoundError(errno.ENOENT, "its folder does not exist, or cannot be written", str(path))
+            raise FileNotFoundError(errno.ENOENT, "its folder does not exist or cannot be written", str(path))

@@ -1,4 +1,4 @@
-"""``kvcompile tune``: formats for every layer's keys and values within a budget of bits, as a policy file."""
+"""``kvcompile tune``: the best formats for every layer's keys and values within a budget of bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BudgetBits = Annotated[
     float,
     typer.Option(
         metavar="BITS",
-        help="Bits that an element of the cache may take on average, scales, padding and all.",
+        help="Bits per element of the cache on average, scales and padding included.",
     ),
 ]
 Formats = Annotated[
@@ -60,7 +60,7 @@ def tune(
     output: Output = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the formats of every layer's keys and values that change predictions least within a budget of bits."""
+    """Find formats for every layer's keys and values: within a budget of bits, with the least change of predictions."""
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.evaluation.tune import DEFAULT_FORMATS, check_search, tune_on
 

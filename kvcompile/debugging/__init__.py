@@ -1,4 +1,4 @@
-"""Looking inside a compilation: stages of every graph, dumps to a folder, depyf.
+"""Tools to look inside a compilation: the stages of every graph, dumps to a folder, depyf.
 
 This room imports report, policy and passes.
 """

@@ -1,4 +1,4 @@
-"""``debug``: write everything that becomes of a program's graphs into a folder, to be read."""
+"""``debug``: dump a program's graphs, from Dynamo's graph to the generated code, into a folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch._inductor.codecache import PyCodeCache
 from kvcompile.debugging import stages
 from kvcompile.debugging.depyf import check_depyf, dumping_with_depyf
 from kvcompile.debugging.folder import DEPYF, INDEX, DumpFolder
-from kvcompile.debugging.recompile import compiling_anew
+from kvcompile.debugging.recompile import recompiling
 from kvcompile.errors import KVCompileError
 from kvcompile.report.report import Report, collect_reports
 
 log = logging.getLogger(__name__)
 
 _REMARKS = [
-    "Everything that ran compiled was compiled anew, whatever had been compiled before. That earlier code stays as it "
-    "was and is used again after the block; what was compiled inside is dropped.",
+    "All compiled functions that the block called were compiled again. Code compiled before the block is kept and used "
+    "again after it; code compiled inside the block is dropped.",
     "Inductor's and AOTAutograd's caches of compiled graphs were off, in memory and on disk.",
 ]
 
-_DEPYF_REMARK = "depyf decompiled what Dynamo made; that is for reading, and Dynamo's own bytecode is what ran."
+_DEPYF_REMARK = "depyf decompiled Dynamo's bytecode for reading only; the program ran Dynamo's own bytecode."
 
 _lock = threading.Lock()
 _open_folder: Path | None = None
@@ -37,25 +37,27 @@ _open_folder: Path | None = None
 
 @contextlib.contextmanager
 def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Report]:
-    """Dump what is compiled inside the block, in all threads; ``index.md`` in the folder says what is where.
+    """Dump everything that any thread compiles inside the block; ``index.md`` in the folder lists the files.
 
-    For every graph that the backend compiles: the graph at each stage, with comments that name attention sites, and
-    the code that Inductor generated, which runs from the file that is dumped. For the whole block: the report as text,
-    page and data, the policies, and depyf's dump. The block runs for real: caches are written and packed.
+    The dump holds, for every graph that the backend compiles, the graph at each stage, with comments that name
+    attention sites, and the code that Inductor generated; the program runs this dumped code. For the whole block it
+    holds the report as text, page and data, the policies, and depyf's dump. The block really runs: caches are written
+    and packed.
 
-    What was compiled before is compiled anew inside the block, with Inductor's and AOTAutograd's caches off, and is
-    used again afterwards (:mod:`kvcompile.debugging.recompile`); results are those of the program without the block.
+    Functions that were compiled before are compiled again inside the block, with Inductor's and AOTAutograd's caches
+    off. Their earlier code is used again after the block (:mod:`kvcompile.debugging.recompile`). The results of the
+    program are the same with and without the block.
 
     >>> with kvcompile.debug("out/"):
     ...     model(input_ids, past_key_values=cache)
 
     Args:
-        folder: where to write, one for each process. It is made, or must be empty, or holds an earlier dump, which is
-            replaced.
+        folder: the folder for the dump, one for each process. It is created if it does not exist. An existing folder
+            must be empty or hold an earlier dump, which is replaced.
         depyf: also dump functions, guards and bytecode with depyf (``pip install depyf``).
 
     Yields:
-        the report of the block.
+        The report of the block.
 
     Raises:
         KVCompileError: the folder cannot be written or holds something else; depyf is missing; another debug() is open.
@@ -74,20 +76,20 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
             raise
         finally:
             dump.finish(report, remarks)
-            log.info("dumped %d graphs, compiled anew without caches, see %s", len(dump.graphs), path / INDEX)
+            log.info("dumped %d graphs, recompiled without caches, see %s", len(dump.graphs), path / INDEX)
 
 
 @contextlib.contextmanager
 def _dumping(dump: DumpFolder, depyf: bool) -> Iterator[None]:
-    """Everything that is compiled inside the block goes to ``dump``."""
+    """Write everything that is compiled inside the block to ``dump``."""
     write_depyf = dumping_with_depyf(dump.folder / DEPYF) if depyf else contextlib.nullcontext()
-    with compiling_anew(), stages.watched_by(dump), _keeping_output_code(dump), write_depyf:
+    with recompiling(), stages.watched_by(dump), _keeping_output_code(dump), write_depyf:
         yield
 
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """What the block changes in PyTorch holds for the process, so there can be one block only."""
+    """Allow one open block: the changes that a block makes to PyTorch hold for the whole process."""
     global _open_folder
     with _lock:
         if _open_folder is not None:
@@ -101,13 +103,13 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping_output_code(dump: DumpFolder) -> Iterator[None]:
-    """Inductor's code is loaded from the dump, so that tracebacks and profiles lead there."""
+    """Load Inductor's code from the dump, so that tracebacks and profiles name the dumped files."""
     load = PyCodeCache.load_by_key_path
 
     def load_by_key_path(
         key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **kwargs: Any
     ) -> ModuleType:
-        if attrs is not None:  # a graph with its constants; without, it is a kernel, which its graph's code contains
+        if attrs is not None:  # the code of a graph; without attrs it is a kernel, which the graph's code contains
             path = str(dump.output_code(stages.current_graph(), Path(path).read_text(encoding="utf-8")))
         return load(key, path, linemap, attrs, **kwargs)
 

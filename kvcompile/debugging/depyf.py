@@ -1,7 +1,8 @@
-"""depyf's dump, made so that it disturbs the program as little as possible.
+"""depyf's dump, with as little influence on the program as possible.
 
-``depyf.prepare_debug`` alone would run the decompiled code in place of Dynamo's, print what it cannot decompile, and
-raise at its end where it cannot dump a function. Here decompiled code is only for reading, and problems go to a file.
+``depyf.prepare_debug`` alone would run the decompiled code in place of Dynamo's, print a traceback for code that it
+cannot decompile, and raise at its end if it cannot dump a function. Here decompiled code is only for reading, and
+problems go to a file.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ PROBLEMS = "problems.txt"
 
 
 def check_depyf() -> None:
-    """Raises KVCompileError if depyf is missing, or dumps already."""
+    """Raise KVCompileError if depyf is missing, or if a dump of depyf is open already."""
     try:
         from depyf.explain.global_variables import data
     except ImportError as error:
-        remedy = "pip install depyf, or pass depyf=False to do without its part of the dump"
+        remedy = "pip install depyf, or pass depyf=False to skip its part of the dump"
         raise KVCompileError(f"debug() needs depyf ({error}): {remedy}") from error
     if data["is_inside_prepare_debug"]:
         raise KVCompileError("debug() runs depyf itself; end the block of depyf.prepare_debug, or pass depyf=False")
@@ -34,13 +35,13 @@ def check_depyf() -> None:
 
 @contextlib.contextmanager
 def dumping_with_depyf(folder: Path) -> Iterator[None]:
-    """Dump what Dynamo compiles inside the block into ``folder``, in depyf's form."""
+    """Dump everything that Dynamo compiles inside the block into ``folder``, in depyf's form."""
     from depyf.explain import enable_debugging
 
     problems: list[str] = []
     try:
         with _tamed(problems), enable_debugging.prepare_debug(str(folder)):
-            problems.clear()  # on entry depyf warns that the program should run all its branches
+            problems.clear()  # drops depyf's warning on entry that the program should run all its branches
             yield
     finally:
         if problems:
@@ -49,14 +50,14 @@ def dumping_with_depyf(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tamed(problems: list[str]) -> Iterator[None]:
-    """depyf neither changes what runs, nor raises, nor prints; what it could not do is appended to ``problems``."""
+    """Keep depyf from changing the code that runs, from raising and from printing; append failures to ``problems``."""
     import depyf.explain
     from depyf.explain import enable_debugging, utils
 
     dump_src, cache_entries = depyf.explain.dump_src, utils._debug_get_cache_entry_list
 
     class ReadOnlyHook(enable_debugging.DebuggableHook):
-        """Decompiles the bytecode that Dynamo made, and lets the bytecode itself run."""
+        """Decompiles Dynamo's bytecode, and lets the bytecode itself run."""
 
         def __call__(self, code: CodeType, new_code: CodeType) -> None:
             with _noting(problems, code):
@@ -68,7 +69,7 @@ def _tamed(problems: list[str]) -> Iterator[None]:
         return f"# depyf could not dump {code.co_name}; {PROBLEMS} says why\n"
 
     def live_cache_entries(code: CodeType) -> list[Any]:
-        return [entry for entry in cache_entries(code) if entry.code is not None]  # dropped ones have no code
+        return [entry for entry in cache_entries(code) if entry.code is not None]  # a dropped entry has no code
 
     def warn(message: object, *rest: object) -> None:
         problems.append(str(message))
@@ -80,7 +81,7 @@ def _tamed(problems: list[str]) -> Iterator[None]:
         mock.patch.object(enable_debugging, "DebuggableHook", ReadOnlyHook),
         mock.patch.object(enable_debugging, "warnings", SimpleNamespace(warn=warn, warn_explicit=warn)),
         mock.patch.object(enable_debugging, "traceback", SimpleNamespace(print_exc=print_exc)),
-        # The dump has the output code already, and PyTorch 2.13 passes arguments that depyf does not take.
+        # The dump has the output code already, and PyTorch 2.13 passes arguments that depyf does not accept.
         mock.patch.object(enable_debugging, "patched_load_by_key_path", PyCodeCache.load_by_key_path),
         mock.patch.object(depyf.explain, "dump_src", safe_dump_src),
         mock.patch.object(utils, "_debug_get_cache_entry_list", live_cache_entries),
@@ -90,7 +91,7 @@ def _tamed(problems: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting(problems: list[str], code: CodeType) -> Iterator[None]:
-    """An exception is noted as a problem with a function, and ends the block only."""
+    """Append an exception to ``problems`` with the name of the function; the exception ends the block only."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""The folder that :func:`kvcompile.debug` writes: one folder a graph, the report, the policies, and an index."""
+"""The folder that :func:`kvcompile.debug` writes: a folder for each graph, the report, the policies, and an index."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 from kvcompile.debugging.stages import Stage
 from kvcompile.errors import KVCompileError
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import GraphReport, Report
+from kvcompile.report.data import GraphReport
+from kvcompile.report.report import Report
 
 INDEX = "index.md"
 DEPYF = "depyf"
 OTHER_CODE = "other_output_code"
 PASSES = "passes"
 
-_TITLE = "# What kvcompile made of a program"
+_TITLE = "# Dump of kvcompile.debug"
 _REPORTS = ("report.txt", "report.html", "report.json")
 _OURS = (INDEX, *_REPORTS, "policy.yaml", "policy_[0-9]*.yaml", "graph_[0-9]*", DEPYF, OTHER_CODE)
 
@@ -30,28 +31,28 @@ class DumpedGraph:
     """One graph that the backend compiled.
 
     Attributes:
-        policy: name of the policy's file.
+        policy: the name of the policy's file.
         compile_id: Dynamo's name of the compilation.
-        report: what became of its sites; None if it has no attention.
+        report: the outcome of the graph's sites; None if the graph has no attention.
     """
 
     policy: str
     compile_id: str
     report: GraphReport | None = None
     files: list[tuple[str, str]] = field(default_factory=list)
-    """(file, what it is), in the order of writing."""
+    """(file, its description), in the order of writing."""
     after_last_pass: str = ""
     """The graph as the last pass left it."""
 
 
 class DumpFolder:
-    """A folder that is being filled; any thread may call this."""
+    """The folder of an open dump; any thread may call its methods."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, or replace the dump that is in it.
 
         Raises:
-            KVCompileError: it cannot be written, is no folder, or holds something else than a dump.
+            KVCompileError: the folder cannot be written, is a file, or holds files that are not a dump.
         """
         self.folder = folder
         self.graphs: list[DumpedGraph] = []
@@ -70,31 +71,31 @@ class DumpFolder:
             path.write_text(text, encoding="utf-8")
         return path
 
-    # What kvcompile.debugging.stages.Watcher asks for.
+    # The methods of kvcompile.debugging.stages.Watcher
 
     def begin(self, policy: Policy, compile_id: str) -> int:
-        """A graph is being compiled; returns its number, from 1 on."""
+        """Begin a graph; returns its number, from 1 on."""
         with self._lock:
             self.graphs.append(DumpedGraph(self._policy_file(policy), compile_id))
             return len(self.graphs)
 
     def stage(self, number: int, stage: Stage, text: str) -> None:
-        """Keep a graph at one of its stages."""
+        """Write a graph at one of its stages."""
         self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
 
     def passed(self, number: int, step: int, name: str, text: str) -> None:
-        """Keep a graph as a pass left it, if the pass changed it."""
+        """Write a graph as a pass left it, if the pass changed it."""
         graph = self.graphs[number - 1]
         if text != graph.after_last_pass:
             graph.after_last_pass = text
             self._add(number, f"{PASSES}/{step:02}_{name}.py", f"after pass {step}, {name}", text)
 
     def reported(self, number: int, graph: GraphReport) -> None:
-        """What became of a graph's sites is decided."""
+        """Keep the outcome of a graph's sites."""
         self.graphs[number - 1].report = graph
 
     def output_code(self, number: int | None, code: str) -> Path:
-        """Keep what Inductor generated for a graph, or (None) for one of another backend; returns the file."""
+        """Write the code that Inductor generated for a graph; None is a graph of another backend. Returns the file."""
         if number is None:
             with self._lock:
                 self._other_code += 1
@@ -105,7 +106,7 @@ class DumpFolder:
         return self._add(number, name, "the code that Inductor generated, Triton kernels or C++ included", code)
 
     def finish(self, report: Report, remarks: list[str]) -> None:
-        """Write the report and the index; ``remarks`` say what was peculiar about the run."""
+        """Write the report and the index; ``remarks`` go to the top of the index."""
         self.write("report.txt", f"{report}\n")
         self.write("report.json", f"{report.to_json()}\n")
         with _writing(self.folder):
@@ -118,7 +119,7 @@ class DumpFolder:
         return self.write(name, text)
 
     def _policy_file(self, policy: Policy) -> str:
-        """The file with this policy, one for each that is used."""
+        """The name of the file with this policy; each policy has one file."""
         known = self._policies.get(policy.fingerprint())
         if known is not None:
             return known
@@ -129,13 +130,13 @@ class DumpFolder:
 
     def _index(self, report: Report, remarks: list[str]) -> Iterator[str]:
         yield from (_TITLE, "", *map(_item, remarks), "")
-        yield _item("[report.txt](report.txt): every attention site, what became of it, and why")
+        yield _item("[report.txt](report.txt): every attention site, its outcome, and the reason")
         yield _item("[report.html](report.html): the same as a page, with a drawing of each site")
         yield _item("[report.json](report.json): the same as data")
         for name in self._policies.values():
             yield _item(f"[{name}]({name}): the policy")
         if not self.graphs:
-            yield from ("", "The backend compiled no graph: nothing ran in the block that is compiled with it.")
+            yield from ("", "The backend compiled no graph: the block called no function that is compiled with it.")
         for number, graph in enumerate(self.graphs, start=1):
             yield from ("", f"## Graph {number}, compile id {graph.compile_id}", "", _summary(graph, report), "")
             if len(self._policies) > 1:
@@ -147,13 +148,13 @@ class DumpFolder:
     def _other_files(self) -> Iterator[str]:
         if self._other_code:
             yield from ("", "## Output code of other graphs", "")
-            yield "Compiled by other backends, or as plain Inductor would when a call could not use packed caches."
+            yield "Compiled by other backends, or by plain Inductor for a call that could not use packed caches."
             yield ""
             for number in range(1, self._other_code + 1):
                 yield _item(f"[{OTHER_CODE}/{number}.py]({OTHER_CODE}/{number}.py)")
         written = {pattern: sorted((self.folder / DEPYF).glob(pattern)) for pattern in _DEPYF_FILES}
         if any(written.values()):
-            yield from ("", "## What depyf wrote", "")
+            yield from ("", "## Files of depyf", "")
             for pattern, what in _DEPYF_FILES.items():
                 if written[pattern]:
                     yield _item(f"`{DEPYF}/{pattern}`: {what}")
@@ -163,8 +164,8 @@ class DumpFolder:
 _DEPYF_FILES = {
     "full_code_for_*.py": "functions, their guards, and the code that Dynamo put in their place",
     "__transformed_code_*.py": "the bytecode that Dynamo put in place of functions, decompiled",
-    "__compiled_fn_*.py": "graphs on their way through PyTorch",
-    "problems.txt": "what depyf could not do",
+    "__compiled_fn_*.py": "graphs at PyTorch's own stages",
+    "problems.txt": "functions that depyf could not dump, and why",
 }
 
 
@@ -182,13 +183,13 @@ def _item(text: str) -> str:
 
 
 def _prepare(folder: Path) -> None:
-    """Make ``folder``, or empty it of an earlier dump."""
+    """Make ``folder``, or remove an earlier dump from it."""
     if folder.exists() and not folder.is_dir():
         raise KVCompileError(f"{folder} is a file; give debug() a folder")
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         if not _is_dump(folder):
-            raise KVCompileError(f"{folder} holds files that are no dump of debug(); give it a new or empty folder")
+            raise KVCompileError(f"{folder} holds files that are not a dump of debug(); give it a new or empty folder")
         for path in (path for pattern in _OURS for path in folder.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

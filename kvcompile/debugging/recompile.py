@@ -1,10 +1,11 @@
-"""Compile anew, in a block, what Dynamo has compiled before, and leave the earlier code untouched.
+"""Recompile functions inside a block, and keep the code that Dynamo compiled for them before.
 
-Dynamo keeps compiled code on the code objects of functions, and finds it again if its guards hold and it was compiled
-for the same backend (``_torchdynamo_orig_backend`` of the callback that compiles frames). Inside the block every
-backend passes for another one: nothing compiled before is found, and the backend itself, its options and hooks are what
-they were. The same code then finds its own again, so that nothing is compiled twice in a block. Afterwards the earlier
-code is found as ever, and the block's code is dropped. ``torch._dynamo.reset()`` would have dropped everything.
+Dynamo stores compiled code on the code objects of functions. It reuses this code if the guards hold and the backend is
+the same (``_torchdynamo_orig_backend`` of the callback that compiles frames). Inside the block, every backend is
+wrapped in an object that equals only wrappers of the same block. Dynamo therefore finds no code from before the block,
+but it does find code from inside the block, and compiles nothing twice. The wrapped backend, its options and its hooks
+are unchanged. After the block, Dynamo finds the earlier code again, and the block's code is dropped.
+``torch._dynamo.reset()`` would drop everything.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _NO_LIMIT = 1 << 30
 
 
 @contextlib.contextmanager
-def compiling_anew() -> Iterator[None]:
-    """Compile anew, without caches of compiled code, whatever any thread runs compiled inside the block."""
+def recompiling() -> Iterator[None]:
+    """Recompile, without caches of compiled code, every compiled function that any thread calls inside the block."""
     compiled: list[CodeType] = []
 
     def remember(code: CodeType, new_code: CodeType) -> None:
@@ -39,10 +40,10 @@ def compiling_anew() -> Iterator[None]:
 
     def callback_from_stance(callback: Any) -> Any:
         callback = unchanged(callback)
-        # None and False: nothing is compiled. A callback of this block comes again when a nested call returns.
-        if not callable(callback) or isinstance(callback, _CompileAnew):
+        # None and False mean that nothing is compiled. A nested call that returns passes a callback of this block.
+        if not callable(callback) or isinstance(callback, _Recompile):
             return callback
-        return _CompileAnew(callback, block)
+        return _Recompile(callback, block)
 
     handle = register_bytecode_hook(remember)
     try:
@@ -55,19 +56,19 @@ def compiling_anew() -> Iterator[None]:
 
 
 def with_new_code(function: Any, name: str) -> Any:
-    """``function`` on a new code object called ``name``: Dynamo finds nothing there and leaves nothing behind."""
+    """``function`` on a new code object called ``name``, on which Dynamo has stored no code yet."""
     function.__code__ = function.__code__.replace(co_name=name)
     return function
 
 
 def without_recompile_limit() -> contextlib.AbstractContextManager[None]:
-    """What this thread compiles is not limited in number."""
+    """Lift Dynamo's limits on the number of recompilations in this thread."""
     return torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
 
 
 @contextlib.contextmanager
 def _without_caches() -> Iterator[None]:
-    """Neither Inductor's nor AOTAutograd's caches serve what this thread compiles; nor is it limited in number."""
+    """Switch off Inductor's and AOTAutograd's caches and Dynamo's limits on recompilations, in this thread."""
     with (
         without_recompile_limit(),
         torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
@@ -77,7 +78,7 @@ def _without_caches() -> Iterator[None]:
 
 
 class _BackendOfBlock:
-    """What a backend passes for inside a block: equal to itself there, and to nothing outside."""
+    """A backend wrapped for one block: it equals wrappers of the same backend in the same block, and nothing else."""
 
     def __init__(self, backend: Callable[..., Any], block: object) -> None:
         self.backend = backend
@@ -92,26 +93,26 @@ class _BackendOfBlock:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _CompileAnew:
-    """Dynamo's callback that compiles a frame, for a backend that passes for another."""
+class _Recompile:
+    """Dynamo's callback that compiles a frame, with its backend wrapped for a block."""
 
     def __init__(self, callback: Callable[..., Any], block: object) -> None:
         self._callback = callback
         self._torchdynamo_orig_backend = _BackendOfBlock(eval_frame.innermost_backend(callback), block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _without_caches():  # here, because settings hold for the thread that makes them
+        with _without_caches():  # set in the thread that compiles, because these settings are per thread
             return self._callback(*args, **kwargs)
 
 
 def _drop_code_of(block: object, code: CodeType) -> None:
-    """Drop what was compiled for ``code`` in the block, as Dynamo does when an object that it guards on dies."""
+    """Drop the code that was compiled for ``code`` in the block, as Dynamo does when a guarded object dies."""
     for entry in eval_frame._debug_get_cache_entry_list(code):
         backend = entry.backend
         if not isinstance(backend, _BackendOfBlock) or backend.block is not block:
             continue
         dropped = DeletedGuardManagerWrapper("it was compiled inside kvcompile.debug")
-        # The empty entry stays in the list. An object that no frame has keeps it from counting to recompile_limit.
+        # The empty entry stays in the list. It does not count to recompile_limit: no frame has the object it matches.
         dropped.id_matched_objs = {"": weakref.ref(_BackendOfBlock)}
         owner = entry.guard_manager.extra_state
         if owner is not None:

@@ -1,8 +1,8 @@
-"""The graphs of our stages as readable Python, for whoever looks.
+"""The stages of every graph as readable Python.
 
-Every stage of every graph becomes an artifact of ``TORCH_TRACE`` (tlparse shows it), a file of an open
-:func:`kvcompile.debug` block, and otherwise a file of ``depyf.prepare_debug`` if that is active. When nobody looks,
-nothing is formatted.
+Each stage becomes an artifact of ``TORCH_TRACE`` (tlparse shows it), and a file of an open :func:`kvcompile.debug`
+block. Without such a block, it becomes a file of ``depyf.prepare_debug`` if that is active. Nothing is formatted if no
+tool is active.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import DECIDED, PIPELINE, Pass
 from kvcompile.passes.site import Site
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import GraphReport
+from kvcompile.report.data import GraphReport
 
 
 class Stage(enum.Enum):
-    """A stage of a graph, in order; the value says which."""
+    """The stages of a graph, in order; the value describes the stage."""
 
     dynamo = "Dynamo's graph"
-    marked = "after marking: every attention is one marker op"
+    marked = "Dynamo's graph with a marker op for every attention"
     aten = "the functional ATen graph before the rewrite"
-    rewritten = "after the rewrite: what Inductor compiles"
+    rewritten = "the rewritten graph, which Inductor compiles"
 
     @property
     def number(self) -> int:
-        """From 1 on."""
+        """The place of the stage, counted from 1."""
         return list(Stage).index(self) + 1
 
 
 class Watcher(Protocol):
-    """Who is shown every graph that is compiled; called from any thread."""
+    """A receiver of every graph that is compiled. Any thread may call its methods."""
 
     def begin(self, policy: Policy, compile_id: str) -> int:
         """A graph is being compiled; returns its number."""
@@ -55,10 +55,10 @@ class Watcher(Protocol):
         """Graph ``number`` has reached ``stage``."""
 
     def passed(self, number: int, step: int, name: str, text: str) -> None:
-        """Pass ``step`` of the pipeline, from 1 on, has left graph ``number`` in this form."""
+        """Pass ``step`` of the pipeline, counted from 1, has left graph ``number`` in this form."""
 
     def reported(self, number: int, graph: GraphReport) -> None:
-        """What became of the sites of graph ``number`` is decided."""
+        """The sites of graph ``number`` have their outcomes."""
 
 
 _watcher: Watcher | None = None
@@ -82,13 +82,13 @@ def current_graph() -> int | None:
 
 
 class GraphStages:
-    """Shows the stages of one graph."""
+    """Shows the stages of one graph to the tools that are active."""
 
     def __init__(self, policy: Policy, sources: Mapping[int, str]) -> None:
         """
         Args:
-            policy: of the compilation.
-            sources: what the user calls each input of Dynamo's graph, by position.
+            policy: the policy of the compilation.
+            sources: the user's name of each input of Dynamo's graph, by position.
         """
         self._sources = dict.fromkeys(Stage, sources)
         self._compile_id = str(CompileContext.current_compile_id() or "outside of Dynamo")
@@ -96,7 +96,7 @@ class GraphStages:
         self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
 
     def passed(self, step: Pass, packing: Packing) -> None:
-        """A pass of the pipeline has run."""
+        """Show the graph after a pass of the pipeline."""
         sources = {index: known.source for index, known in enumerate(packing.inputs)}
         self._sources |= dict.fromkeys((Stage.aten, Stage.rewritten), sources)
         if self._watcher is not None and self._number is not None:
@@ -108,7 +108,7 @@ class GraphStages:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """While the graph is being compiled; :func:`current_graph` is its number."""
+        """Set :func:`current_graph` to this graph's number inside the block."""
         token = _current.set(self._number)
         try:
             yield
@@ -116,7 +116,7 @@ class GraphStages:
             _current.reset(token)
 
     def show(self, stage: Stage, gm: GraphModule, sites: Sequence[Site] = ()) -> None:
-        """The graph has reached ``stage``; ``sites`` if what becomes of them is decided."""
+        """Show the graph at ``stage``, with ``sites`` once their outcomes are known."""
         text = functools.cache(lambda: self._header(stage, sites) + readable(gm, self._sources[stage]))
         trace_structured(
             "artifact",
@@ -126,11 +126,11 @@ class GraphStages:
         if self._watcher is not None and self._number is not None:
             self._watcher.stage(self._number, stage, text())
         else:
-            # Formats nothing, except that depyf gives this function other code while it dumps.
+            # This call formats nothing, unless depyf is active: it replaces the code of this function.
             lazy_format_graph_code(f"kvquant {stage.number} {stage.name}", gm)
 
     def reported(self, graph: GraphReport) -> None:
-        """What became of the graph's sites is decided."""
+        """Show the outcomes of the graph's sites."""
         if self._watcher is not None and self._number is not None:
             self._watcher.reported(self._number, graph)
 
@@ -145,11 +145,11 @@ class GraphStages:
 
 
 def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
-    """The graph as Python, with comments: what each input is, modules where they change, what a line does for a site.
+    """The graph as Python. Comments name the inputs, each change of module, and the role of a line for a site.
 
     Args:
         gm: a graph of any stage.
-        sources: what the user calls each input, by position.
+        sources: the user's name of each input, by position.
     """
     lines = ["#", "# inputs:"]
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -172,7 +172,7 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
 
 
 def _comment(node: Node) -> str | None:
-    """What a node does for an attention site, if anything."""
+    """The role of a node for an attention site, if it has one."""
     role = role_of(node)
     if role is not None:
         return str(role)
@@ -183,11 +183,11 @@ def _comment(node: Node) -> str | None:
 
 def _decision(site: Site) -> str:
     if not site.rewritten:
-        return f"stays as it is: {site.reason}"
+        return f"is not packed: {site.reason}"
     formats = ", ".join(f"{cache.role} {cache.format}" for cache in site.caches)
     return f"is packed: {formats}" if formats else "is packed"
 
 
 def _one_line(text: str) -> str:
-    """A comment must not go on in a second line, whatever a name or a reason holds."""
+    """Escape line breaks: a name or a reason may hold one, and a comment must stay on one line."""
     return text.replace("\r", "\\r").replace("\n", "\\n")

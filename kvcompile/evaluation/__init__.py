@@ -1,4 +1,4 @@
-"""What a policy costs in quality: a model with packed caches beside the same model with plain ones, on the same text.
+"""The quality that a policy costs: a model with packed caches against the same model with plain caches, on one text.
 
     from kvcompile.evaluation.measure import evaluate
     from kvcompile.evaluation.models import load_model
@@ -9,6 +9,6 @@
     text = read_text(model, "path/to/model", Path("text.txt"), Schedule(prefill=2048, decode=256), num_windows=4)
     evaluation = evaluate(model, text, ["fp8_e4m3", "policy.yaml"])
 
-Both models read every window in the same steps, a prefill and then teacher-forced decode through the cache; the packed
-one runs what ``torch.compile(backend="kvquant")`` makes of it. ``python -m kvcompile eval`` is the command.
+Both models read every window in the same steps: a prefill, and then teacher-forced decode through the cache. The packed
+model runs under ``torch.compile(backend="kvquant")``. ``python -m kvcompile eval`` is the command.
 """

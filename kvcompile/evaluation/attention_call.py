@@ -1,4 +1,4 @@
-"""One attention as a model makes it, and what it would give if its keys and values were packed."""
+"""One attention of a model, and its result on packed keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AttentionCall:
     """The operands and the result of one attention; the fields are those of :class:`kvcompile.passes.marker.Marker`.
 
     Attributes:
-        original: the result as the model computes it, [batch, num_heads, q_len, v_head_dim].
+        original: the model's own result, [batch, num_heads, q_len, v_head_dim].
         query: [batch, num_heads, q_len, head_dim].
         key: [batch, num_kv_heads, kv_len, head_dim].
         value: [batch, num_kv_heads, kv_len, v_head_dim].
@@ -42,7 +42,7 @@ class AttentionCall:
 
     @property
     def can_be_packed(self) -> bool:
-        """Whether there is attention on packed caches that means the same."""
+        """Whether attention on packed caches can compute the same."""
         if self.unsupported is not None or self.dropout_p or any(x.dim() != 4 for x in (self.query, self.key)):
             return False
         same_batch = self.query.shape[0] == self.key.shape[0] == self.value.shape[0]
@@ -53,7 +53,7 @@ class AttentionCall:
         return self.key if role == "key" else self.value
 
     def sampled(self, queries: int) -> AttentionCall:
-        """The same attention of at most ``queries`` of the query positions, spread evenly up to the last."""
+        """The same attention on at most ``queries`` query positions, spread evenly up to the last."""
         q_len, kv_len = self.query.shape[2], self.key.shape[2]
         if q_len <= queries:
             return self
@@ -67,19 +67,19 @@ class AttentionCall:
         return replace(self, original=original, query=query, mask=mask, is_causal=False)
 
     def layout(self, formats: FormatPair, role: Role) -> PackedLayout:
-        """How the keys or the values lie in a cache of these formats."""
+        """The layout of the keys or the values in a cache of these formats."""
         operand = self.operand(role)
         return formats.layout(role, operand.shape[-1], operand.dtype)
 
     def stored(self, formats: FormatPair, role: Role) -> Tensor:
-        """The keys or the values as a cache of these formats gives them back, in float32."""
+        """The keys or the values after a round trip through a cache of these formats, in float32."""
         layout = self.layout(formats, role)
         return read_tokens(self._data(layout), layout, self.operand(role).shape[2])
 
     def on_packed(self, formats: FormatPair) -> Tensor:
-        """The attention on keys and values packed in these formats, by the specification; in float32.
+        """The attention on keys and values packed in these formats, computed by the specification in float32.
 
-        All keys and values are stored before any is read, as in a compiled prefill.
+        All keys and values are stored before the first is read, as in a compiled prefill.
         """
         key, value = self.layout(formats, "key"), self.layout(formats, "value")
         return attend(
@@ -97,7 +97,7 @@ class AttentionCall:
         )
 
     def _data(self, layout: PackedLayout) -> Tensor:
-        """The keys or values in a layout; kept, because other formats of the other half need them again."""
+        """The keys or values packed in a layout. Kept, because several format pairs share a layout."""
         if layout not in self._packed:
             self._packed[layout] = pack_tokens(layout, self.operand(layout.role))
         return self._packed[layout]

@@ -1,4 +1,4 @@
-"""What a model's attention reads, seen without compiling: Dynamo finds the sites, the graphs run as they are."""
+"""Access to the operands of a model's attention: Dynamo finds the sites, and the graphs run unpacked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from kvcompile.passes.marker import Marker, markers_of, replace_marker
 from kvcompile.passes.site import Site
 
 Listener = Callable[[Site, AttentionCall], Tensor | None]
-"""Hears of an attention: where it is, and its operands. What it returns, unless None, takes the place of the result."""
+"""Called for every attention with its site and its operands. A result other than None replaces the attention's result.
+"""
 
 
 class AttentionTap:
-    """A model that runs as it is and lets a listener hear of every attention, and change what it gives.
+    """A model that calls a listener for every attention, and lets the listener replace the result.
 
-    Dynamo traces it once for every number of tokens. What else is compiled is neither used nor dropped.
+    Dynamo traces the model once for every number of tokens. Code that was compiled before is neither used nor dropped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,7 +38,7 @@ class AttentionTap:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, listener: Listener) -> Tensor:
-        """Run over ``tokens`` (int64 [n]), without a cache: the logits [n, vocab_size]."""
+        """Run over ``tokens`` (int64 [n]) without a cache; returns the logits [n, vocab_size]."""
         self._listener = listener
         with without_recompile_limit():
             return self._run(self._model, tokens[None].to(next(self._model.parameters()).device))
@@ -55,7 +56,7 @@ class AttentionTap:
         return gm.forward
 
     def hear(self, site: Site, call: AttentionCall) -> Tensor:
-        """What the model goes on with."""
+        """The result with which the model continues."""
         result = self._listener(site, call)
         return call.original if result is None else torch.empty_like(call.original).copy_(result)
 
@@ -65,7 +66,7 @@ _SETTINGS = ("is_causal", "scale", "softcap", "dropout_p", "unsupported")
 
 
 class _Report:
-    """A node of the graph that hands its operands to the listener."""
+    """The function of a graph node that passes its operands to the listener."""
 
     def __init__(self, tap: AttentionTap, site: Site, settings: dict[str, Any]) -> None:
         self.__name__ = "report_attention"
@@ -78,17 +79,17 @@ class _Report:
 
 
 def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
-    """Run ``model`` once over ``tokens`` (int64 [n]), without a cache; ``listener`` hears of every attention."""
+    """Run ``model`` once over ``tokens`` (int64 [n]) without a cache, and call ``listener`` for every attention."""
     AttentionTap(model)(tokens, listener)
 
 
 def attention_sites(model: nn.Module, tokens: Tensor) -> list[Site]:
-    """Where ``model`` computes attention on ``tokens``, in order; a module that does so twice has one site."""
+    """The sites at which ``model`` computes attention on ``tokens``, in order; one site for each module."""
     return sites_heard(AttentionTap(model), tokens)
 
 
 def sites_heard(tap: AttentionTap, tokens: Tensor) -> list[Site]:
-    """:func:`attention_sites` of a model that is tapped already."""
+    """:func:`attention_sites` for an existing tap."""
     sites: dict[str, Site] = {}
 
     def note(site: Site, call: AttentionCall) -> None:
@@ -100,9 +101,12 @@ def sites_heard(tap: AttentionTap, tokens: Tensor) -> list[Site]:
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, sites: list[Site]) -> Iterator[list[tuple[str, Tensor]]]:
-    """A list to which every call of the modules of ``sites``, compiled or not, appends its name and its output.
+    """Record the outputs of the modules of ``sites``, compiled or not, inside the block.
 
-    Attention at top level, or in a module that ``model`` does not hold, is in no output.
+    Attention at top level, or in a module that ``model`` does not hold, is not recorded.
+
+    Yields:
+        A list to which every call appends (name of the module, its output).
     """
     heard: list[tuple[str, Tensor]] = []
     known = {name for name, _ in model.named_modules() if name}

@@ -1,4 +1,4 @@
-"""Looks for outlier keys before anything is compiled, where every value can be seen."""
+"""The search for outlier keys, in an uncompiled run that sees every key."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvcompile.policy.policy import Policy
 
 
 class Calibration:
-    """The attention sites of a model, and what each policy does to the keys of one prefill.
+    """The attention sites of a model, and the outlier keys of one prefill under each policy.
 
     Args:
         model: a Hugging Face causal language model.
         tokens: int64 [n]; the first SAMPLE_TOKENS are read.
-        policies: those to be examined.
+        policies: the policies to examine.
     """
 
     def __init__(self, model: Any, tokens: Tensor, policies: Sequence[Policy]) -> None:
@@ -38,18 +38,18 @@ class Calibration:
             listen(model, tokens[:SAMPLE_TOKENS], look)
 
     def _formats(self, site: Site, policies: Sequence[Policy]) -> list[str]:
-        """The formats of the site's keys under the policies that want to know."""
+        """The formats of the site's keys under the policies that do not ignore outliers."""
         watching = [policy for policy in policies if policy.key_outliers != "ignore"]
         formats = [policy.formats_for(site.module, site.layer, self.num_layers) for policy in watching]
         return list(dict.fromkeys(pair.key for pair in formats if pair is not None))
 
     def outliers(self, policy: Policy) -> list[KeyOutliers]:
-        """The layers whose keys would collapse under one of the policies."""
+        """The layers with outlier keys under ``policy``, which must be one of the examined policies."""
         found = (
             self._examined.get((site.module, name)) for site in self.sites for name in self._formats(site, [policy])
         )
         return [outliers for outliers in found if outliers is not None]
 
     def promoted(self, policy: Policy) -> Policy:
-        """The policy with formats that hold the keys of all layers."""
+        """``policy`` with formats that can hold the keys of all layers."""
         return promoted(policy, self.sites, self.num_layers, self.outliers(policy))

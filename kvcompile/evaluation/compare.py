@@ -1,5 +1,4 @@
-"""``compare``: measure what one policy does to a model, as a whole and layer by layer, and which layers deserve
-better."""
+"""``compare``: the errors of a model under one policy, in all and layer by layer, and rules for the worst layers."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from kvcompile.evaluation.measure import OnProgress, counted, evaluate, ignore_p
 from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.results import PolicyResult
 from kvcompile.evaluation.site_errors import SiteErrors, alone, divergence_when, measure_sites
-from kvcompile.evaluation.suggestion import Suggestion, raised, suggest
+from kvcompile.evaluation.suggestion import Suggestion, fallbacks, suggest
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
 from kvcompile.passes.site import FormatPair, Site, num_layers
@@ -30,22 +29,22 @@ def compare(
     decode: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Compare ``model`` under ``policy`` with itself, and find the layers that suffer most.
+    """Compare ``model`` under ``policy`` with the unquantized model, and find the layers with the largest errors.
 
-    Both models read every row of ``inputs``, a prefill and then tokens one by one through the cache; the packed one is
-    what ``torch.compile(backend="kvquant")`` makes of it. What else was compiled is neither used nor dropped. A policy
-    with ``key_outliers: promote`` is compared as it comes out of the calibration.
+    Both models read every row of ``inputs``: a prefill, and then single tokens through the cache. The packed model runs
+    under ``torch.compile(backend="kvquant")``. Code that was compiled before is neither used nor dropped. A policy with
+    ``key_outliers: promote`` is compared after the calibration has replaced its formats.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
-        inputs: token ids, int64 [tokens] or [rows, tokens], or what a tokenizer returns; rows of one length.
-        policy: what :meth:`Policy.load` takes.
+        inputs: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have one length.
+        policy: anything that :meth:`Policy.load` takes.
         decode: how many tokens of a row are read one by one; by default 8, or half of a short row.
-        on_progress: hears what is being done, how many steps are done, and how many there are.
+        on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
-        EvaluationError: ``inputs`` are no token ids, or are padded or too short.
+        EvaluationError: ``inputs`` are not token ids, or are padded or too short.
     """
     named = policy if isinstance(policy, str | Path) else Policy.load(policy)
     return compare_on(model, text_of(model, inputs, decode), named, on_progress=on_progress)
@@ -70,7 +69,7 @@ def compare_on(
 def _by_layer(
     model: Any, text: Text, policy: Policy, result: PolicyResult, on_progress: OnProgress
 ) -> tuple[tuple[LayerError, ...], Suggestion | None]:
-    """The errors of all packed layers, worst first, and the suggestion."""
+    """The errors of all packed layers, worst first, and the suggested rules."""
     tap = AttentionTap(model)
     windows = text.windows[:, : text.schedule.num_tokens]
     sites = sites_heard(tap, windows[0])
@@ -85,7 +84,7 @@ def _by_layer(
         if site.module not in formats:
             return []
         pair = formats[site.module]
-        candidates[site.module] = raised(pair, call)
+        candidates[site.module] = fallbacks(pair, call)
         return [pair, alone(pair, "key"), alone(pair, "value"), *candidates[site.module]]
 
     measured = measure_sites(tap, windows, wanted, counted(on_progress, "layer by layer", len(windows) * len(sites)))

@@ -1,4 +1,4 @@
-"""What ``compare`` found: the errors of the whole model and of every layer, as data and as text."""
+"""The result of ``compare``: the errors of the whole model and of every layer, as data and as text."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from kvcompile.evaluation.results import Evaluation, PolicyResult, finite
 from kvcompile.evaluation.results_text import circumstances, legend, short, summary
 from kvcompile.evaluation.suggestion import Suggestion
-from kvcompile.report.report import enumerate_modules
+from kvcompile.report.data import enumerate_modules
 from kvcompile.tables import table, wrapped
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """What its formats do to one layer. Errors are relative: a norm of the difference over the norm of the exact.
+    """The errors of one packed layer. Errors are relative: the L2 norm of the difference over the norm of the exact.
 
     Attributes:
         module: the module that computes attention.
-        key_format, value_format: of its cache.
-        divergence: of the predictions when only this layer is packed, mean, in nats; those of all layers add up to
-            about that of the whole model.
-        key_error, value_error: of the keys and the values that the cache gives back.
-        attention_error: of the attention output, with queries, keys and values of the unquantized model: the error is
-            this layer's own.
-        from_keys, from_values: the same with only the keys, or only the values, packed.
-        model_error: of the module's output in the compiled model, with the errors of all layers before it; None where
-            it is not known.
+        key_format, value_format: the formats of its cache.
+        divergence: mean divergence of the predictions, in nats, if only this layer is packed. The divergences of all
+            layers add up to about the divergence of the whole model.
+        key_error, value_error: the errors of the keys and values that the cache returns.
+        attention_error: the error of the attention output on queries, keys and values of the unquantized model. It
+            contains no error of another layer.
+        from_keys, from_values: the same error with only the keys, or only the values, packed.
+        model_error: the error of the module's output in the compiled model, which contains the errors of the layers
+            before it; None if it is not known.
     """
 
     module: str
@@ -44,12 +44,12 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model under a policy, beside the same model as it is; ``print`` it for tables.
+    """A model under a policy, compared with the unquantized model; ``print`` it for tables.
 
     Attributes:
-        evaluation: the predictions of the compiled model, with all circumstances.
-        layers: the packed layers, that which changes the predictions most first.
-        suggestion: rules for the worst of them; None if nothing is packed.
+        evaluation: the predictions of the compiled model, and the conditions of the measurement.
+        layers: the packed layers; the layer that changes the predictions most comes first.
+        suggestion: rules for the worst layers; None if nothing is packed.
     """
 
     evaluation: Evaluation
@@ -58,21 +58,21 @@ class Comparison:
 
     @property
     def result(self) -> PolicyResult:
-        """What the policy does to the predictions."""
+        """The predictions of the compiled model under the policy."""
         return self.evaluation.results[0]
 
     @property
     def mean_divergence(self) -> float:
-        """Kullback-Leibler divergence of the packed model's predictions from the unquantized one's, mean, in nats."""
+        """Mean Kullback-Leibler divergence, in nats, of the packed model's predictions from the unquantized model's."""
         return self.result.mean_divergence
 
     @property
     def same_top1(self) -> float:
-        """The part of tokens for which both think the same token most likely."""
+        """The fraction of positions at which both models predict the same most likely token."""
         return self.result.same_top1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not finite becomes None."""
+        """Plain data for JSON; numbers that are not finite become None."""
         suggestion = None
         if self.suggestion is not None:
             suggestion = {
@@ -93,15 +93,15 @@ HEADER = ["module", "KL", "K", "V", "attn", "of K", "of V", "in model"]
 
 
 LEGEND = (
-    "Layers, worst first.  KL: divergence when only this layer is packed, mean, in nats.  Errors are relative L2, "
-    "percent.  K, V: of the keys and values that the cache gives back.  attn: of the layer's attention output when "
-    "only this layer is packed; of K, of V: when only its keys, or its values, are.  in model: of the module's output "
-    "in the compiled model, with the errors of the layers before it."
+    "Layers, worst first.  KL: mean divergence in nats, if only this layer is packed.  All errors are relative L2, in "
+    "percent.  K, V: the keys and values that the cache returns.  attn: the layer's attention output, if only this "
+    "layer is packed.  of K, of V: the same, if only its keys or only its values are packed.  in model: the module's "
+    "output in the compiled model, which contains the errors of the layers before it."
 )
 
 
 def render(comparison: Comparison) -> str:
-    """The predictions, the layers, and what to write into the policy."""
+    """The predictions, the layers, and the suggested rules."""
     evaluation = comparison.evaluation
     parts = [wrapped(circumstances(evaluation), 2), summary(evaluation), wrapped(legend(evaluation), 2)]
     if comparison.layers:
@@ -114,7 +114,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _formats(layers: tuple[LayerError, ...]) -> str:
-    """Which layers have which formats, a line for every pair."""
+    """A line for every format pair, with its layers."""
     modules: dict[str, list[str]] = {}
     for layer in layers:
         modules.setdefault(f"{layer.key_format} / {layer.value_format}", []).append(layer.module)

@@ -6,4 +6,4 @@ from kvcompile.errors import KVCompileError
 
 
 class EvaluationError(KVCompileError, ValueError):
-    """An evaluation cannot be made: the message names the model, the file or the option, and the remedy."""
+    """An evaluation is impossible: the message names the model, the file or the option, and the remedy."""

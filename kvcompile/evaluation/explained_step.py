@@ -1,4 +1,4 @@
-"""One step of a Hugging Face model with a cache that has tokens already, explained."""
+"""A report on one step of a Hugging Face model whose cache holds tokens already."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvcompile.report.report import Report
 CacheKind = Literal["static", "growing"]
 
 TOKENS_BEFORE = 4
-"""Tokens that the cache has before the step, if it has room: a cache without any has no tensors yet."""
+"""Tokens in the cache before the step. An empty cache has no tensors yet."""
 
 
 @torch.no_grad()
 def explain_step(
     model: Any, policy: str | Path | Policy | None, *, kind: CacheKind, context: int, tokens: int
 ) -> Report:
-    """What becomes of the attention of ``model`` in a step of ``tokens`` tokens.
+    """The report on the attention of ``model`` in a step of ``tokens`` tokens.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
-        policy: what :meth:`Policy.load` takes.
-        kind: of its cache: ``static``, with ``context`` slots, or ``growing``.
-        context: how many tokens a static cache has room for.
+        policy: anything that :meth:`Policy.load` takes.
+        kind: the kind of the cache, ``static`` or ``growing``.
+        context: the capacity of a static cache in tokens.
         tokens: 1 for a decode step, more for a chunk of a prefill.
 
     Raises:
@@ -38,7 +38,9 @@ def explain_step(
     from transformers import DynamicCache, StaticCache
 
     if kind == "static" and tokens + TOKENS_BEFORE > context:
-        raise EvaluationError(f"--tokens {tokens}, and {TOKENS_BEFORE} before them, are more than --context {context}")
+        raise EvaluationError(
+            f"--tokens {tokens}, and {TOKENS_BEFORE} tokens before them, exceed --context {context}; raise --context"
+        )
     config = text_config(model)
     cache = StaticCache(config=config, max_cache_len=context) if kind == "static" else DynamicCache(config=config)
     ids = torch.zeros((1, TOKENS_BEFORE + tokens), dtype=torch.int64, device=model.device)
@@ -46,8 +48,8 @@ def explain_step(
         uncompiled(model)(input_ids=ids[:, :TOKENS_BEFORE], past_key_values=cache, use_cache=True)
     except Exception as error:
         raise EvaluationError(
-            f"{type(model).__name__} does not run with a {kind} cache: {first_line(error)}; explain it from Python, "
-            "with kvcompile.explain and inputs of its own"
+            f"{type(model).__name__} does not run with a {kind} cache: {first_line(error)}; call kvcompile.explain "
+            "from Python with suitable inputs"
         ) from error
     step = ids[:, TOKENS_BEFORE:]
     return explain(model, input_ids=step, past_key_values=cache, use_cache=True, policy=policy)

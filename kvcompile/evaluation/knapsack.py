@@ -1,4 +1,4 @@
-"""The multiple-choice knapsack: one option of every slot, the least loss that a capacity allows."""
+"""The multiple-choice knapsack: choose one option of every item, with the least total loss within a capacity."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 
 MAX_STATES = 1 << 17
-"""Largest number of capacities that are told apart."""
+"""Largest number of states of the dynamic program, one for each capacity."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one choice costs (in whole units, at least 0) and loses."""
+    """The cost of one option, a whole number from 0, and its loss."""
 
     cost: int
     loss: float
 
 
 class NoRoomError(ValueError):
-    """Not even the cheapest options fit; ``least`` is what they cost."""
+    """Even the cheapest options do not fit; ``least`` is their total cost."""
 
     def __init__(self, least: int) -> None:
         self.least = least
@@ -29,15 +29,14 @@ class NoRoomError(ValueError):
 
 
 def choose(slots: Sequence[Sequence[Option]], capacity: int) -> list[int]:
-    """The index of the option to take in every slot: the least sum of losses of all choices that cost ``capacity`` or
-    less.
+    """The index of the chosen option of every item: the least total loss of all choices that cost at most ``capacity``.
 
-    By dynamic programming over the capacity, in steps of the greatest common divisor of all differences of cost; exact
-    unless that makes more than MAX_STATES steps. Then costs are rounded up to longer steps: the choice still fits, and
-    is the best of those that fit with every cost rounded so.
+    The method is dynamic programming over the capacity, in steps of the greatest common divisor of all differences of
+    cost. The result is exact unless this takes more than MAX_STATES steps. In that case costs are rounded up to longer
+    steps: the choice still fits, and is the best choice under the rounded costs.
 
     Raises:
-        NoRoomError: nothing fits.
+        NoRoomError: no choice fits.
     """
     least = [min(option.cost for option in slot) for slot in slots]
     room = capacity - sum(least)

@@ -15,12 +15,12 @@ from kvcompile.policy.policy import Policy, Rule
 
 
 def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:
-    """Rules that give modules their formats: one for every pair of formats, in the order of the layers.
+    """Rules that give modules their formats: one rule for every format pair, in the order of the layers.
 
     Args:
-        choices: by module; None leaves its cache as it is.
+        choices: the format pair of each module; None leaves its cache unpacked.
         sites: all attention sites of the model.
-        policy: what the rules are put into: the number of recent and first tokens that they need not repeat.
+        policy: the policy that the rules are for; they omit its ``residual_length`` and ``sink_tokens``.
     """
     count = Counter(site.layer for site in {site.module: site for site in sites}.values())
     layers: dict[FormatPair | None, list[int]] = {}
@@ -48,23 +48,23 @@ def _fields(formats: FormatPair | None, policy: Policy) -> dict[str, Any]:
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
-    """``0-2, 5`` for layers 0, 1, 2 and 5, as a rule's ``layers`` takes it."""
+    """A rule's ``layers`` for these layers: ``0-2, 5`` for layers 0, 1, 2 and 5."""
     runs = itertools.groupby(enumerate(sorted(set(layers))), lambda item: item[1] - item[0])
     ranges = [[layer for _, layer in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
 
 
 def as_text(rules: Sequence[Rule]) -> str:
-    """The rules as a policy file has them, from ``rules:`` on."""
+    """The rules as text for a policy file, from ``rules:`` on."""
     dumped = [rule.model_dump(mode="json", exclude_none=True) for rule in rules]
     data = {"rules": [{"match": fields.pop("match"), **fields} for fields in dumped]}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=96)
 
 
 def with_rules(policy: Policy, rules: Sequence[Rule]) -> Policy:
-    """The policy with ``rules`` before its own, read back from the text that a file would have.
+    """The policy with ``rules`` before its own, read back from its YAML text.
 
     Raises:
-        PolicyError: they are no rules of a policy.
+        PolicyError: the rules are not valid.
     """
     return Policy.from_text(policy.model_copy(update={"rules": (*rules, *policy.rules)}).to_yaml(), "suggested policy")

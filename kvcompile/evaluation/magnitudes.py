@@ -1,4 +1,4 @@
-"""Measures the largest keys and values of each layer, which static scales follow from."""
+"""The largest keys and values of each layer, from which static scales follow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def largest_magnitudes(
 
     Args:
         model: a Hugging Face causal language model.
-        windows: int64 [num_windows, n], what it reads.
-        on_progress: hears what is being done, how much of it is, and of how much.
+        windows: int64 [num_windows, n], the tokens that the model reads.
+        on_progress: called with a description, the number of finished windows, and the number of all windows.
 
     Raises:
         EvaluationError: a key or value is not finite.

@@ -1,4 +1,4 @@
-"""Evaluates policies: the compiled model with packed caches against the model as it is."""
+"""The evaluation of policies: the compiled model with packed caches against the unquantized model."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
 from kvcompile.policy.policy import Policy
-from kvcompile.report.report import Report, collect_reports, enumerate_modules, modules_by_reason
+from kvcompile.report.data import enumerate_modules, modules_by_reason
+from kvcompile.report.report import Report, collect_reports
 
 OnProgress = Callable[[str, int, int], None]
-"""Hears what is being done, how many steps are done, and how many there are."""
+"""Called with a description, the number of finished steps, and the number of all steps."""
 
 
 def ignore_progress(doing: str, done: int, total: int) -> None:
-    """Nobody wants to hear of it."""
+    """Do nothing."""
 
 
 def counted(on_progress: OnProgress, doing: str, total: int) -> Callable[[object], None]:
-    """What to call for every one of ``total`` steps."""
+    """A function to call after every one of ``total`` steps."""
     done = itertools.count(1)
     return lambda step: on_progress(doing, next(done), total)
 
 
 OnResult = Callable[[Evaluation], None]
-"""Hears of the evaluation as it stands after every policy."""
+"""Called after every policy with the evaluation so far."""
 
 
 def evaluate(
@@ -51,23 +52,23 @@ def evaluate(
     on_progress: OnProgress = ignore_progress,
     on_result: OnResult = lambda evaluation: None,
 ) -> Evaluation:
-    """Compare ``model`` under each of ``policies`` with itself.
+    """Compare ``model`` under each of ``policies`` with the unquantized model.
 
-    The reference is the model uncompiled, with a plain cache. Both predict all tokens of all windows but the first of
-    each, in the steps of ``text.schedule``. The outputs of the reference are kept in memory, on the CPU. What else was
-    compiled in this process is neither used nor dropped. A policy with ``key_outliers: promote`` is evaluated as it
-    comes out of the calibration.
+    The reference is the uncompiled model with a plain cache. Both models predict all tokens of all windows except the
+    first token of each, in the steps of ``text.schedule``. The outputs of the reference are kept in memory, on the CPU.
+    Code that was compiled before in this process is neither used nor dropped. A policy with ``key_outliers: promote``
+    is evaluated after the calibration has replaced its formats.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
         text: from :func:`kvcompile.evaluation.text.read_text`.
-        policies: what :meth:`kvcompile.policy.policy.Policy.load` takes.
-        model_name: for the result.
-        on_progress: hears of every step.
-        on_result: hears of every policy.
+        policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
+        model_name: the name of the model in the result.
+        on_progress: called for every step.
+        on_result: called for every policy.
 
     Raises:
-        PolicyError: a policy does not exist or is wrong; nothing has run then.
+        PolicyError: a policy does not exist or is wrong; this is raised before anything runs.
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
     model = uncompiled(model)
@@ -107,12 +108,12 @@ def _describe(model: Any, text: Text, name: str, nats: float, bits: float) -> Ev
 
 
 def _targets(window: torch.Tensor, step: Step) -> torch.Tensor:
-    """The tokens that follow those of a step."""
+    """The tokens that a step predicts: the window, shifted by one token."""
     return window[step.positions.start + 1 : step.positions.stop + 1]
 
 
 class _Run:
-    """Runs the model over the windows, once as it is and once for every policy."""
+    """Runs the model over the windows, once unquantized and once for every policy."""
 
     def __init__(
         self, model: Any, text: Text, calibration: Calibration, num_policies: int, on_progress: OnProgress
@@ -126,7 +127,11 @@ class _Run:
         self.on_progress = on_progress
 
     def reference(self) -> tuple[list[list[Step]], float, float]:
-        """With a plain cache: the steps of every window, on the CPU; the mean loss in nats; bits of an element."""
+        """Run the model with a plain cache.
+
+        Returns:
+            The steps of every window, on the CPU; the mean loss in nats; the bits per element of the cache.
+        """
         windows, nats = [], []
         with running_eagerly(), tapped(self.model, self.sites) as heard:
             for window in self.windows:
@@ -145,7 +150,7 @@ class _Run:
         compared = StepComparison()
         self.on_progress(f"{name}: compiling", self.done, self.total)
         compiled = self._compiled(policy)
-        # No graph may fall back to eager code unseen.
+        # Without a recompile limit: beyond it Dynamo would run eager code without a report.
         with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as heard:
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
@@ -157,7 +162,7 @@ class _Run:
         return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
 
     def _compiled(self, policy: Policy) -> Callable[..., Any]:
-        """The model under a policy; sizes stay what they are in each graph."""
+        """The model compiled under a policy, with static sizes in each graph."""
 
         def run(model: Any, **arguments: Any) -> Any:
             return model(**arguments)
@@ -200,7 +205,7 @@ class _Run:
 
 
 def _formats(report: Report) -> tuple[str, ...]:
-    """``K / V`` of every kind of layer."""
+    """The distinct format pairs of the layers, as ``K / V``."""
     pairs = []
     for site in report.sites:
         formats = {cache.role: cache.format for cache in site.caches}
@@ -210,6 +215,6 @@ def _formats(report: Report) -> tuple[str, ...]:
 
 
 def _left_alone(report: Report) -> list[str]:
-    """A line for every reason why caches are not packed."""
+    """A line for every reason for which caches are not packed."""
     left = modules_by_reason(site for site in report.sites if not site.rewritten)
     return [f"{enumerate_modules(modules)} not packed: {reason}" for reason, modules in left.items()]

@@ -1,4 +1,4 @@
-"""Loads models, from a folder or the Hugging Face hub, or makes them from a config with random weights."""
+"""Models from a folder or the Hugging Face hub, or with random weights from a config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def silence_transformers() -> None:
-    """Its progress bars and advice are about other things than the evaluation."""
+    """Switch off the progress bars and the advice of Transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -32,8 +32,8 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
 
     Args:
         name: a folder with a Hugging Face model, or its name on the hub.
-        device: where it runs; by default a GPU if there is one.
-        dtype: of its weights and its cache; by default float32 on a CPU, elsewhere the checkpoint's.
+        device: the device of the model; by default a GPU if there is one.
+        dtype: the dtype of the weights and the cache; by default float32 on a CPU, otherwise the checkpoint's dtype.
 
     Raises:
         EvaluationError: there is no such model, device or dtype.
@@ -54,12 +54,12 @@ def random_model(
 
     Args:
         name: a ``config.json``, a folder that has one, or a name on the hub.
-        num_layers: so many layers, the first ones, instead of all.
-        device: where it is made; by default a GPU if there is one.
-        dtype: of its weights; by default float32 on a CPU, elsewhere the config's.
+        num_layers: the number of layers to keep, from the first; None keeps all.
+        device: the device of the model; by default a GPU if there is one.
+        dtype: the dtype of the weights; by default float32 on a CPU, otherwise the config's dtype.
 
     Raises:
-        EvaluationError: there is no such config, device or dtype, or it has fewer layers.
+        EvaluationError: there is no such config, device or dtype, or the config has fewer layers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def random_model(
 
 
 def has_weights(name: str) -> bool:
-    """Whether a name is a folder with weights, or none of this machine: then it may be on the hub."""
+    """Whether a name is a folder with weights, or is no local path and may be on the hub."""
     path = Path(name)
     if path.is_dir():
         return any(path.glob(pattern) for pattern in ("*.safetensors", "*.bin"))
@@ -86,10 +86,10 @@ def has_weights(name: str) -> bool:
 
 
 def _keep_layers(config: Any, num_layers: int) -> None:
-    """Leave the first layers, in all fields that list the layers."""
+    """Keep only the first layers, in all fields that list the layers."""
     total = config.num_hidden_layers
     if num_layers > total:
-        raise EvaluationError(f"--layers {num_layers}: the model has {total}")
+        raise EvaluationError(f"--layers {num_layers}: the model has {total} layers; give at most {total}")
     for field, value in vars(config).items():
         if isinstance(value, list) and len(value) == total:
             setattr(config, field, value[:num_layers])
@@ -97,15 +97,17 @@ def _keep_layers(config: Any, num_layers: int) -> None:
 
 
 def _dtype(dtype: str | None, place: torch.device) -> str:
-    """What ``from_pretrained`` takes; EvaluationError if it is none."""
+    """The dtype for ``from_pretrained``; EvaluationError if ``dtype`` is not valid."""
     if dtype is not None and dtype not in DTYPES:
-        raise EvaluationError(f"--dtype: {dtype!r} is none of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+        raise EvaluationError(
+            f"--dtype: {dtype!r} is not a valid dtype{did_you_mean(dtype, DTYPES)} (write one of {', '.join(DTYPES)})"
+        )
     return dtype or ("float32" if place.type == "cpu" else "auto")
 
 
 @contextlib.contextmanager
 def _mistakes_named(name: str) -> Iterator[None]:
-    """What Transformers raises for a model that it cannot make, as an error that names the model."""
+    """Turn the errors that Transformers raises about a model into EvaluationErrors that name the model."""
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -113,7 +115,7 @@ def _mistakes_named(name: str) -> Iterator[None]:
 
 
 def find_device(device: str | None) -> torch.device:
-    """The device of a name; a GPU if there is one for None. EvaluationError if it does not exist."""
+    """The device called ``device``; for None a GPU if there is one. EvaluationError if it does not exist."""
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=place)
@@ -123,14 +125,14 @@ def find_device(device: str | None) -> torch.device:
 
 
 def uncompiled(model: Any) -> Any:
-    """The model, and if it was compiled another with the same submodules and parameters, which is not."""
+    """The model without its compilation: the model itself, or an uncompiled copy with the same submodules."""
     model = getattr(model, "_orig_mod", model)
-    # A copy of a module has all that the module has but what Module.compile() made.
+    # A copy of a module shares everything with the module except the result of Module.compile().
     return copy.copy(model) if getattr(model, "_compiled_call_impl", None) is not None else model
 
 
 def running_eagerly() -> contextlib.AbstractContextManager[None]:
-    """In the block nothing compiled runs as such, not even submodules that were compiled by themselves."""
+    """Run everything eagerly inside the block, including submodules that were compiled separately."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -140,10 +142,10 @@ def text_config(model: Any) -> Any:
 
 
 def reads_bytes(model: Any) -> bool:
-    """Whether the model's tokens are bytes: its vocabulary has 256 entries."""
+    """Whether the model's tokens are bytes, which is so if its vocabulary has 256 entries."""
     return text_config(model).vocab_size == 256
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

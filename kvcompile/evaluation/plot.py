@@ -1,4 +1,4 @@
-"""Draws quality against effective bits."""
+"""The plot of quality against effective bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKERS = "osD^v<>Pp*X"
 
 
 def check_plot(path: Path) -> None:
-    """EvaluationError if no plot can be written to ``path``."""
+    """Raise EvaluationError if ``path`` has another suffix or Matplotlib is missing."""
     if path.suffix not in SUFFIXES:
         raise EvaluationError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:

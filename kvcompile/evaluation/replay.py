@@ -1,4 +1,4 @@
-"""Reads a window of text through a cache, step by step."""
+"""Reading a window of text through a cache, step by step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvcompile.packed.memory import cache_nbytes
 
 @dataclass(frozen=True)
 class Step:
-    """What a model gave in one step.
+    """The outputs of a model in one step.
 
     Attributes:
-        positions: the tokens that it read.
-        logits: [tokens, vocab_size], of the tokens that follow each.
-        attention: the output of every attention module, by its name: [tokens, width].
+        positions: the positions of the tokens that the model read.
+        logits: [tokens, vocab_size], the predictions of the next tokens.
+        attention: the output [tokens, width] of every attention module, by its name.
     """
 
     positions: slice
@@ -28,13 +28,13 @@ class Step:
     attention: dict[str, Tensor]
 
     def to(self, device: Any) -> Step:
-        """The same on another device."""
+        """The step on another device."""
         attention = {name: output.to(device) for name, output in self.attention.items()}
         return Step(self.positions, self.logits.to(device), attention)
 
 
 def new_cache(model: Any, schedule: Schedule) -> Any:
-    """A static cache with exactly the slots that a window takes."""
+    """A static cache whose capacity is exactly one window."""
     from transformers import StaticCache
 
     return StaticCache(config=text_config(model), max_cache_len=schedule.num_tokens)
@@ -45,7 +45,7 @@ def replay(
 ) -> Iterator[Step]:
     """Feed ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
 
-    ``heard`` is what :func:`~kvcompile.evaluation.attention_sites.tapped` gave.
+    ``heard`` is the list that :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
     for positions in schedule.steps():
         heard.clear()
@@ -54,10 +54,10 @@ def replay(
 
 
 def effective_bits(cache: Any) -> float:
-    """Bits that a key or value of the cache takes, measured from the storages: scales, padding and all.
+    """Bits per element of the cache, measured from the storages, scales and padding included.
 
-    A cache's last block may be partly empty, and what it keeps unquantized does not grow with it, so this depends on
-    the number of its slots.
+    The result depends on the capacity of the cache: its last block may be partly empty, and its exact blocks have a
+    fixed size.
     """
     halves = [half for layer in cache.layers for half in (layer.keys, layer.values)]
     return 8 * cache_nbytes(halves) / sum(half.numel() for half in halves)

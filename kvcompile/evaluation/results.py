@@ -1,4 +1,4 @@
-"""What an evaluation found, as plain data."""
+"""The results of an evaluation, as plain data."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What one policy does to a model.
+    """The quality of a model under one policy.
 
     Attributes:
-        policy: its name or file.
-        formats: the formats of keys and values, ``K / V``, of every kind of layer.
-        packed_layers: attention modules whose caches are packed in every graph.
-        num_layers: attention modules.
-        unpacked_modules: those whose caches are not packed in every graph.
-        effective_bits: bits that an element of the cache takes, metadata, padding and unquantized tokens included.
+        policy: the name or the file of the policy.
+        formats: the distinct format pairs of the layers, as ``K / V``.
+        packed_layers: number of attention modules whose caches are packed in every graph.
+        num_layers: number of all attention modules.
+        unpacked_modules: modules whose caches are not packed in every graph.
+        effective_bits: bits per element of the cache, with metadata, padding and exact tokens.
         quality: bits per byte or perplexity.
-        change: by what part the metric is greater than the reference's.
-        change_error: standard error of ``change``, from the differences of the losses of the single tokens, which are
-            taken as independent.
+        change: the relative increase of the metric over the reference.
+        change_error: standard error of ``change``, from the differences of the losses of single tokens, which are
+            assumed to be independent.
         mean_divergence, median_divergence, p999_divergence: Kullback-Leibler divergence of the predictions from the
-            reference's in nats: mean, median and 99.9th percentile over the tokens.
-        same_top1: the part of tokens for which both models think the same token most likely.
-        attention_errors: by module, the relative L2 error of its outputs; errors of earlier layers are in it.
-        seconds: what it took, most of it compilation.
-        notes: what was left unpacked and why.
+            reference's, in nats: mean, median and 99.9th percentile over the tokens.
+        same_top1: the fraction of positions at which both models predict the same most likely token.
+        attention_errors: by module, the relative L2 error of its outputs, which contains the errors of earlier layers.
+        seconds: the duration, most of it compilation.
+        notes: the unpacked modules and the reasons.
     """
 
     policy: str
@@ -60,20 +60,20 @@ class PolicyResult:
 
 @dataclass
 class Evaluation:
-    """The policies that were evaluated on one model and text.
+    """The evaluation of policies on one model and one text.
 
     Attributes:
-        model: its name.
-        data: the name of the file.
+        model: the name of the model.
+        data: the name of the text's file.
         metric: ``bits per byte`` or ``perplexity``.
-        prefill, decode, chunk, num_windows: how the text was read.
-        tokens: how many were predicted.
-        dtype: of the weights and the plain cache.
-        device: what it ran on.
+        prefill, decode, chunk, num_windows: the steps of reading, see :mod:`kvcompile.evaluation.schedule`.
+        tokens: the number of predicted tokens.
+        dtype: the dtype of the weights and the plain cache.
+        device: ``cpu``, or the name of a GPU.
         reference: the metric of the unquantized model.
-        reference_bits: bits of an element of its cache.
-        versions: of the software.
-        results: by policy, in the order of the evaluation.
+        reference_bits: bits per element of the unquantized model's cache.
+        versions: versions of the software.
+        results: one for each policy, in the order of the evaluation.
     """
 
     model: str
@@ -92,12 +92,12 @@ class Evaluation:
     results: list[PolicyResult] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not finite becomes None."""
+        """Plain data for JSON; numbers that are not finite become None."""
         return finite(dataclasses.asdict(self))
 
 
 def finite(value: Any) -> Any:
-    """Plain data in which None takes the place of numbers that are not finite."""
+    """Plain data in which None replaces numbers that are not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -106,7 +106,7 @@ def finite(value: Any) -> Any:
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Versions of the software that a result depends on."""
     versions = {"python": platform.python_version()}
     for package in ("kvcompile", "torch", "transformers"):
         try:

@@ -1,4 +1,4 @@
-"""How an evaluation looks in a terminal."""
+"""The text of an evaluation for a terminal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvcompile.tables import table
 HEADER = ["policy", "bits", "{metric}", "change", "+-", "KL", "median", "99.9%", "top-1", "attn"]
 
 LEGEND = (
-    "bits: of an element of the cache, measured from its storage.  {metric}: {name}.  +-: standard error of the "
+    "bits: bits per element of the cache, measured from its storage.  {metric}: {name}.  +-: standard error of the "
     "change, in percent.  KL: divergence from the unquantized model in nats: mean, median and 99.9th percentile.  "
-    "top-1: same most likely token, percent.  attn: error of the attention outputs, relative L2, percent, mean of the "
-    "layers."
+    "top-1: positions with the same most likely token, in percent.  attn: relative L2 error of the attention outputs, "
+    "mean over the layers, in percent."
 )
 
 SHORT = {"bits per byte": "bpb", "perplexity": "ppl"}
@@ -26,7 +26,7 @@ def summary(evaluation: Evaluation) -> str:
 
 
 def legend(evaluation: Evaluation) -> str:
-    """What the columns mean."""
+    """The meaning of the columns."""
     return LEGEND.format(metric=SHORT[evaluation.metric], name=evaluation.metric)
 
 
@@ -65,7 +65,7 @@ def _percent(error: float | None) -> str:
 
 
 def circumstances(evaluation: Evaluation) -> str:
-    """What was run on what, in a line."""
+    """The model, the text, the schedule and the versions, in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     windows = f"{evaluation.num_windows} window" + "s" * (evaluation.num_windows > 1)
     return (

@@ -1,4 +1,4 @@
-"""How a window of text is read: one prefill, then decode steps."""
+"""The steps in which a window of text is read: one prefill, then decode steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcompile.evaluation.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps in which a model reads a window; every token but the window's first is predicted.
+    """The steps in which a model reads a window. Every token except the first one of the window is predicted.
 
     Attributes:
         prefill: tokens of the first step.
-        decode: tokens of all later steps, which read what the cache holds by then.
+        decode: tokens of all later steps together.
         chunk: tokens of one later step.
 
     Raises:
@@ -35,12 +35,12 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are fed to the model, and slots of its cache."""
+        """The number of tokens that are fed to the model, and the capacity of its cache."""
         return self.prefill + self.decode
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of a window: the last one is predicted and not fed."""
+        """The number of tokens in a window; the last token is predicted and not fed."""
         return self.num_tokens + 1
 
     def steps(self) -> list[slice]:

@@ -1,15 +1,15 @@
-"""What every format of every layer's keys and values would cost in predictions, estimated from few runs of a model.
+"""An estimate of the divergence that every format of every layer's keys and values would cause, from a few model runs.
 
-For a small error of one attention output the divergence of the predictions grows with its square (to second order it
-is a quadratic form, whose matrix is the Fisher information), so it takes two measurements:
+For a small error of one attention output, the divergence of the predictions grows with the square of the error: to
+second order it is a quadratic form, whose matrix is the Fisher information. Two measurements are therefore enough:
 
-- the squared relative error of the attention output under each format, all formats in one run of the model, with only
-  the keys or only the values of one layer packed, and
-- the divergence of the predictions when only these keys, or values, are packed in one format, a run for each layer and
-  role: divergence over squared error is what an error there costs.
+- the squared relative error of the attention output under each format, with only the keys or only the values of one
+  layer packed; one run of the model measures all formats;
+- the divergence of the predictions with only these keys, or values, packed in one format; this takes one run for each
+  layer and role. The divergence over the squared error is the cost of an error in this place.
 
-Their product is the divergence under each format. Errors of different layers, and of keys and values, are as good as
-independent, so that divergences add up.
+The product of both is the divergence under each format. Errors of different layers, and of keys and values, are nearly
+independent, so divergences add up.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvcompile.passes.site import FormatPair, Site
 
 @dataclass(frozen=True)
 class FormatCost:
-    """What storing one half of a layer's cache in a format costs.
+    """The cost of storing the keys, or the values, of one layer in a format.
 
     Attributes:
-        format: its name.
-        nbytes: of the storage, for one sequence: metadata, padding of the last block and unquantized tokens included.
+        format: the name of the format.
+        nbytes: bytes of the storage for one sequence, with metadata, padding of the last block and exact tokens.
         divergence: the estimated divergence of the predictions, in nats.
     """
 
@@ -48,7 +48,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HalfCache:
-    """The keys or the values of one layer, for one sequence: [1, num_kv_heads, slots, width] of a dtype."""
+    """The cache of the keys, or of the values, of one layer: [1, num_kv_heads, capacity, width] in a dtype."""
 
     module: str
     role: Role
@@ -62,7 +62,7 @@ class HalfCache:
         return self.num_kv_heads * self.slots * self.width
 
     def nbytes(self, format_name: str) -> int | None:
-        """Bytes of the storage in a format; None if it cannot be stored so."""
+        """Bytes of the storage in a format; None if the format cannot hold it."""
         layout: PackedLayout = pair_of(self.role, format_name).layout(self.role, self.width, self.dtype)
         if layout.unsupported(self.dtype) is not None:
             return None
@@ -71,12 +71,12 @@ class HalfCache:
 
 
 def pair_of(role: Role, format_name: str) -> FormatPair:
-    """The format for keys or values only."""
+    """The format pair with a format for one role and exact storage for the other."""
     return FormatPair(format_name, EXACT) if role == "key" else FormatPair(EXACT, format_name)
 
 
 def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[list[HalfCache], int]:
-    """The halves of the static cache whose layer has just one of ``sites``, and the elements of the whole cache."""
+    """The key and value caches of all layers with exactly one of ``sites``, and the elements of the whole cache."""
     cache = new_cache(model, schedule)
     with torch.no_grad(), running_eagerly():
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache)
@@ -100,15 +100,15 @@ def format_costs(
     budget_bits: float,
     on_progress: OnProgress,
 ) -> list[list[FormatCost]]:
-    """What each format costs in each half, in the order of ``halves``.
+    """The cost of each format in each of ``halves``, in their order.
 
     Args:
         tap: the model.
         windows: int64 [num_windows, tokens].
-        halves: of its caches.
-        formats: to consider; those that a half cannot have are left out there.
-        budget_bits: the divergence is measured in the format whose bits per element are nearest to it.
-        on_progress: hears of every module that is measured, and of every run.
+        halves: key caches and value caches of the model.
+        formats: the formats to consider; a format that cannot hold a cache is skipped there.
+        budget_bits: the divergence is measured in the format whose bits per element are nearest to this number.
+        on_progress: called for every module that is measured, and for every run.
     """
     sizes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
     wanted: dict[str, list[FormatPair]] = {}
@@ -125,7 +125,7 @@ def format_costs(
         found = measured.get(half.module)
         errors = {} if found is None else found.attention.errors()
         squared = {name: errors.get(pair_of(half.role, name), 0.0) ** 2 for name in nbytes}
-        # A format without any error says nothing.
+        # A format without an error cannot tell the cost of an error.
         usable = [name for name in nbytes if squared[name] > 0]
         probe = min(usable, key=lambda name: abs(8 * nbytes[name] / half.numel - budget_bits), default=None)
         per_error = 0.0

@@ -1,8 +1,8 @@
-"""What formats do to single attentions of a model: each is measured alone, on keys and values that are exact.
+"""The errors of formats in single attentions of a model, each measured alone on exact keys and values.
 
-The error of a layer's output in a compiled model has the errors of all layers before it in it. Here every layer gets
-the queries, keys and values of the unquantized model, so that its error is its own, and many formats are measured in
-one run of the model.
+In a compiled model, the error of a layer's output contains the errors of all layers before it. Here every layer gets
+the queries, keys and values of the unquantized model, so each error belongs to one layer, and one run of the model
+measures many formats.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ QUERIES = 64
 """Query positions whose attention is compared, spread evenly over a window."""
 
 EXACT = "float32"
-"""The format of a half that shall have no error."""
+"""The format of keys or values that should have no error."""
 
 ROLES: tuple[Role, Role] = ("key", "value")
 
 
 def alone(formats: FormatPair, role: Role) -> FormatPair:
-    """These formats for keys or values only; the other half stays exact."""
+    """The format pair with exact storage for the other role."""
     return replace(formats, value=EXACT) if role == "key" else replace(formats, key=EXACT)
 
 
@@ -38,9 +38,9 @@ class SiteErrors:
     """Errors of one attention module, all relative: the norm of the difference over the norm of the exact tensor.
 
     Attributes:
-        site: the module.
-        attention: of its output, by the formats of the cache.
-        stored: of the keys or values themselves, by role and formats.
+        site: the site in the module.
+        attention: errors of the output, by format pair.
+        stored: errors of the keys or values themselves, by role and format pair.
     """
 
     site: Site
@@ -59,8 +59,8 @@ def measure_sites(
     Args:
         tap: the model.
         windows: int64 [tokens] each.
-        wanted: which formats to measure in a module that can be packed.
-        on_site: hears of every module in every window before it is measured.
+        wanted: the format pairs to measure at a site that can be packed.
+        on_site: called for every module in every window, before the measurement.
     """
     found: dict[str, SiteErrors] = {}
 
@@ -91,17 +91,17 @@ def divergence_when(
     formats: FormatPair,
     on_run: Callable[[str], None] = lambda module: None,
 ) -> float:
-    """Mean divergence in nats of the predictions when only the cache of ``module`` is packed.
+    """Mean divergence, in nats, of the predictions if only the cache of ``module`` is packed.
 
-    The rest of the model computes in its own dtype: in bfloat16, what rounding another result does is in it.
+    The rest of the model computes in its own dtype. In bfloat16 the divergence therefore contains rounding errors.
 
     Args:
         tap: the model.
         windows: int64 [tokens] each.
-        exact: the logits of the unquantized model for each.
+        exact: the logits of the unquantized model for each window.
         module: the module that computes attention.
-        formats: of its cache.
-        on_run: hears of every run of the model.
+        formats: the format pair of its cache.
+        on_run: called for every run of the model.
     """
 
     def pack(site: Site, call: AttentionCall) -> Tensor | None:

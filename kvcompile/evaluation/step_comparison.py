@@ -1,4 +1,4 @@
-"""How far one model's predictions are from another's on the same text."""
+"""The distance of one model's predictions from another model's on the same text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.evaluation.replay import Step
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Logits that are compared at once, in float64."""
+"""Number of logits that are compared at once, in float64."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -27,7 +27,7 @@ class StepComparison:
         nats: the model's loss.
         reference_nats: the reference's loss.
         divergence: Kullback-Leibler divergence of the model's prediction from the reference's, in nats.
-        same_top: whether both think the same token most likely.
+        same_top: whether both models predict the same most likely token.
         attention: errors of the outputs of every attention module.
     """
 
@@ -38,7 +38,7 @@ class StepComparison:
     attention: RelativeErrors[str] = field(default_factory=lambda: RelativeErrors())
 
     def add(self, step: Step, reference: Step, targets: Tensor) -> None:
-        """Count a step; ``targets`` int64 [tokens] are the tokens that follow."""
+        """Add a step; ``targets`` (int64 [tokens]) are the next tokens."""
         for part in _parts(step.logits):
             self._add_predictions(step.logits[part], reference.logits[part], targets[part])
         for name, output in step.attention.items():
@@ -53,37 +53,37 @@ class StepComparison:
 
 
 class RelativeErrors(Generic[K]):
-    """Errors of tensors under any keys, summed over calls: the norm of the difference over the norm of the exact."""
+    """Relative errors by key, summed over calls: the L2 norm of the difference over the norm of the exact tensor."""
 
     def __init__(self) -> None:
         self._sums: dict[K, Tensor] = {}
 
     def add(self, key: K, result: Tensor, exact: Tensor) -> None:
-        """Count ``result``, which should be ``exact``."""
+        """Add a result and the exact tensor that it approximates."""
         exact = exact.double()
         sums = torch.stack([(result.double() - exact).square().sum(), exact.square().sum()]).cpu()
         self._sums[key] = self._sums.get(key, torch.zeros(2, dtype=torch.float64)) + sums
 
     def errors(self) -> dict[K, float]:
-        """The error under every key; keys under which the exact tensors are all zeros are left out."""
+        """The error of every key; keys whose exact tensors are all zeros are skipped."""
         return {key: math.sqrt(error / exact) for key, (error, exact) in self._sums.items() if exact > 0}
 
 
 def divergence(logits: Tensor, reference: Tensor) -> Tensor:
-    """Kullback-Leibler divergence in nats of the predictions of ``logits`` from those of ``reference``.
+    """Kullback-Leibler divergence, in nats, of the predictions of ``logits`` from the predictions of ``reference``.
 
-    Both [tokens, vocab_size]; the result is float64 [tokens], on the CPU.
+    Both are [tokens, vocab_size]; the result is float64 [tokens], on the CPU.
     """
     parts = [(logits[part].double(), reference[part].double()) for part in _parts(logits)]
     return torch.cat([_divergence(F.log_softmax(p, -1), F.log_softmax(exact, -1)).cpu() for p, exact in parts])
 
 
 def _divergence(log_p: Tensor, exact: Tensor) -> Tensor:
-    # A token that the reference rules out (-inf) adds nothing.
+    # A token with probability 0 in the reference (-inf) adds nothing.
     return torch.where(exact.isneginf(), 0.0, exact.exp() * (exact - log_p)).sum(-1)
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """The tokens in parts that are compared at once."""
+    """Slices of the tokens that are small enough to be compared at once."""
     rows = max(1, ELEMENTS_AT_ONCE // logits.shape[-1])
     return [slice(begin, begin + rows) for begin in range(0, len(logits), rows)]

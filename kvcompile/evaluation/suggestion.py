@@ -1,4 +1,4 @@
-"""Which layers of a model deserve better formats, and which formats those are."""
+"""Better formats for the layers of a model that change the predictions most."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcompile.evaluation.site_errors import SiteErrors
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy.policy import Policy
 
-RAISED = ("int8_per_token_head", "fp8_e4m3", "bfloat16")
-"""What keys or values of a layer may be raised to."""
+FALLBACK_FORMATS = ("int8_per_token_head", "fp8_e4m3", "bfloat16")
+"""The formats that may replace the formats of a layer's keys or values."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Rules that raise the formats of the worst layers, or leave their caches as they are.
+    """Rules that give the worst layers better formats, or leave their caches unpacked.
 
     Attributes:
         modules: the layers, worst first.
-        target: the divergence, in nats, that each of them is estimated to add at most with its new formats.
-        saved: by how much the divergence of the predictions is estimated to become smaller, in nats.
-        text: the rules as a policy file takes them, ``rules:`` and a line for each.
+        target: the largest divergence, in nats, that each of these layers should add with its new formats.
+        saved: the estimated decrease of the divergence of the predictions, in nats.
+        text: the rules as text for a policy file: ``rules:``, and a line for each rule.
         policy: the policy with these rules before its own.
     """
 
@@ -37,10 +37,10 @@ class Suggestion:
     policy: Policy
 
 
-def raised(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
-    """Formats that a layer may get in place of ``formats``: others, no smaller, for its keys, its values or both.
+def fallbacks(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
+    """The format pairs that may replace ``formats``, smallest first.
 
-    Smallest first.
+    At least one of the two formats differs, and no format takes fewer bytes than before.
     """
 
     def nbytes(pair: FormatPair) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def raised(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
 
     key_bytes, value_bytes = nbytes(formats)
     pairs = []
-    for key, value in itertools.product((formats.key, *RAISED), (formats.value, *RAISED)):
+    for key, value in itertools.product((formats.key, *FALLBACK_FORMATS), (formats.value, *FALLBACK_FORMATS)):
         pair = replace(formats, key=key, value=value)
         new_key_bytes, new_value_bytes = nbytes(pair)
         if pair != formats and new_key_bytes >= key_bytes and new_value_bytes >= value_bytes:
@@ -57,7 +57,7 @@ def raised(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
 
 
 def worst(divergences: Mapping[str, float]) -> list[str]:
-    """The modules that add half of the divergence, worst first; at most a quarter of all, and at least one."""
+    """The modules that add half of the divergence, worst first: at least one, and at most a quarter of all modules."""
     ranked = sorted(divergences, key=lambda module: -divergences[module])
     half = sum(divergences.values()) / 2
     needed = 1 + sum(1 for total in itertools.accumulate(divergences[module] for module in ranked) if total < half)
@@ -72,18 +72,21 @@ def suggest(
     measured: Mapping[str, SiteErrors],
     divergences: Mapping[str, float],
 ) -> Suggestion | None:
-    """Raise the worst layers to what the others have; None if nothing is packed, or packing changes nothing.
+    """Better formats for the worst layers, so that they add no more divergence than the others.
 
-    The divergence under other formats is estimated as that under the present ones times the ratio of the squared
-    errors of the attention output, as in :mod:`kvcompile.evaluation.sensitivity`.
+    The divergence under other formats is estimated: the divergence under the present formats, times the ratio of the
+    squared errors of the attention output, as in :mod:`kvcompile.evaluation.sensitivity`.
 
     Args:
         policy: the policy.
         sites: all attention sites of the model.
-        formats: by module that is packed, what the policy gives it.
-        candidates: by module, from :func:`raised`: the smallest that is good enough is taken.
-        measured: errors of all of them.
-        divergences: by module, of the predictions when only this module is packed.
+        formats: the policy's format pair of every packed module.
+        candidates: format pairs by module, from :func:`fallbacks`; the smallest sufficient pair is chosen.
+        measured: errors of all packed modules under all these format pairs.
+        divergences: by module, the divergence of the predictions if only this module is packed.
+
+    Returns:
+        The suggestion; None if nothing is packed, or if packing changes no prediction.
     """
     if not any(divergence > 0 for divergence in divergences.values()):
         return None

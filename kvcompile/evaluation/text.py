@@ -1,4 +1,4 @@
-"""The text that a model is evaluated on: windows of tokens from all over a file."""
+"""The text of an evaluation: windows of tokens, spread evenly over a file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvcompile.evaluation.models import first_line, reads_bytes, text_config
 from kvcompile.evaluation.schedule import Schedule
 
 HELD_OUT = "val.bin"
-"""The file beside a byte-level model that is read if no other is named."""
+"""The default text of a byte-level model, a file in the model's folder."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Windows of a text, and how its loss is reported.
+    """Windows of a text, and the metric of its loss.
 
     Attributes:
-        source: the name of the file, without its folder: results are kept, and folders are those of one machine.
+        source: the name of the file without its folder, because results are kept and compared between machines.
         windows: int64 [num_windows, schedule.window_tokens].
         schedule: the steps in which a model reads a window.
         in_bytes: whether tokens are bytes.
@@ -39,11 +39,11 @@ class Text:
         return "bits per byte" if self.in_bytes else "perplexity"
 
     def quality(self, nats: float) -> float:
-        """The metric for a mean loss of so many nats a token."""
+        """The metric for a mean loss of ``nats`` per token."""
         return nats / math.log(2) if self.in_bytes else math.exp(nats)
 
     def relative_change(self, nats: float, difference: float) -> float:
-        """By what part the metric grows from a mean loss of ``nats`` when that grows by ``difference``."""
+        """The relative increase of the metric if the mean loss grows from ``nats`` by ``difference``."""
         return difference / nats if self.in_bytes else math.expm1(difference)
 
 
@@ -51,27 +51,27 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
     """Windows that are spread evenly over a file.
 
     Args:
-        model: what they are for; a vocabulary of 256 means bytes, any other takes the model's tokenizer.
-        model_name: where the tokenizer lies, and ``val.bin`` of a byte-level model.
+        model: the model. With a vocabulary of 256 its tokens are bytes; otherwise its tokenizer is loaded.
+        model_name: the folder or hub name with the tokenizer, or with ``val.bin`` of a byte-level model.
         path: the file; by default ``val.bin``.
         schedule: the steps in which a window is read.
-        num_windows: how many.
+        num_windows: the number of windows.
 
     Raises:
-        EvaluationError: there is no text, no tokenizer, too little text, or the model reads no window that long.
+        EvaluationError: there is no text, no tokenizer or too little text, or a window exceeds the model's context.
         OSError: the file cannot be read.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and schedule.num_tokens > limit:
         raise EvaluationError(
-            f"--prefill {schedule.prefill} and --decode {schedule.decode} make {schedule.num_tokens} tokens, and the "
-            f"model reads {limit} at most"
+            f"--prefill {schedule.prefill} and --decode {schedule.decode} make {schedule.num_tokens} tokens, but the "
+            f"model reads at most {limit}; give smaller numbers"
         )
     path = path if path is not None else _held_out(model, model_name)
     tokens = _tokens(path.read_bytes(), model, model_name)
     if len(tokens) < schedule.window_tokens:
         raise EvaluationError(
-            f"{path}: {len(tokens)} tokens, and a window takes {schedule.window_tokens}; give more text, or a smaller "
+            f"{path}: {len(tokens)} tokens, but a window takes {schedule.window_tokens}; give more text, or a smaller "
             "--prefill or --decode"
         )
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
@@ -82,7 +82,7 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
 def _held_out(model: Any, model_name: str) -> Path:
     path = Path(model_name) / HELD_OUT
     if not reads_bytes(model):
-        raise EvaluationError("give a text with --data FILE")
+        raise EvaluationError("the model has no default text: give one with --data FILE")
     if not path.is_file():
         raise EvaluationError(f"there is no {path}; give a text with --data FILE")
     return path

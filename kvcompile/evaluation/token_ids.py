@@ -1,4 +1,4 @@
-"""Token ids that a caller has, as the text that a model is evaluated on."""
+"""Token ids of a caller as the text of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text
 
 DECODE = 8
-"""Tokens at the end of a window that are read one by one; those of the prefill read packed keys and values as well."""
+"""Tokens at the end of a window that are read one by one. Tokens of the prefill attend to packed keys and values too.
+"""
 
 
 def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
-    """Every row of token ids as a window: all but its first token are predicted.
+    """Every row of token ids as a window, in which all tokens except the first are predicted.
 
     Args:
         model: a Hugging Face causal language model.
-        inputs: int64 [tokens] or [rows, tokens], or what a tokenizer returns: a mapping with such ``input_ids``.
-        decode: how many tokens are read one by one, through the cache, after a prefill of all before; by default
-            DECODE, or half of a short row.
+        inputs: int64 [tokens] or [rows, tokens], or the result of a tokenizer: a mapping with such ``input_ids``.
+        decode: how many tokens are read one by one through the cache, after a prefill; by default DECODE, or half of a
+            short row.
 
     Raises:
-        EvaluationError: these are no token ids, rows are padded, or a row is too short.
+        EvaluationError: ``inputs`` are not token ids, rows are padded, or rows are too short.
     """
     ids = inputs
     if isinstance(inputs, Mapping):
         if "input_ids" not in inputs:
             raise EvaluationError(
-                f"inputs: a mapping without input_ids (it has {', '.join(map(str, inputs)) or 'nothing'})"
+                f"inputs: the mapping has no input_ids (it has {', '.join(map(str, inputs)) or 'nothing'})"
             )
         mask = inputs.get("attention_mask")
         if mask is not None and not torch.as_tensor(mask).all():
@@ -49,7 +50,7 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
     decode = min(DECODE, fed // 2) if decode is None else decode
     if not 0 < decode < fed or not len(windows):
         raise EvaluationError(
-            f"inputs: {len(windows)} rows of {windows.shape[1]} tokens; a row takes 3 or more, of which all but the "
-            f"last are read, {max(decode, 1)} of them one by one"
+            f"inputs: {len(windows)} rows of {windows.shape[1]} tokens are too few; give rows of 3 or more tokens, and "
+            f"more than {max(decode, 1) + 1} to read {max(decode, 1)} of them one by one"
         )
     return Text("inputs", windows, Schedule(fed - decode, decode), reads_bytes(model))

@@ -1,4 +1,4 @@
-"""``tune``: search the formats of every layer's keys and values that lose least within a budget of bits."""
+"""``tune``: the search for the best formats of every layer's keys and values within a budget of bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcompile.policy import presets
 from kvcompile.policy.policy import Choice, Policy, RoleFormat
 
 DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "bfloat16")
-"""What a search considers unless it is told otherwise."""
+"""The formats that a search considers by default."""
 
 
 def tune(
@@ -39,26 +39,27 @@ def tune(
     decode: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Tuning:
-    """Find the formats of every layer's keys and values that change the predictions of ``model`` least.
+    """Find formats for every layer's keys and values, within a budget, that change the predictions of ``model`` least.
 
-    What each format costs in each layer is estimated once (:mod:`kvcompile.evaluation.sensitivity`), the choice under
-    the budget is a knapsack, solved exactly, and its result is measured once on the compiled model. If the backend
-    leaves layers unpacked, those count with all their bytes and the others are chosen anew.
+    The cost of each format in each layer is estimated once (:mod:`kvcompile.evaluation.sensitivity`). The choice within
+    the budget is a knapsack problem, which is solved exactly. The resulting policy is measured once on the compiled
+    model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are chosen
+    again.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
-        data: token ids, int64 [tokens] or [rows, tokens], or what a tokenizer returns; rows of one length.
-        budget_bits: bits that an element of the cache may take on average: scales, zero points, the padding of the last
-            block and tokens that stay as they are included, in a static cache with a slot for all but the last token
-            of a row. A multiple of 64 of them has no padding.
+        data: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have one length.
+        budget_bits: bits per element of the cache, on average, with scales, zero points, the padding of the last block
+            and exact tokens. They are counted for a static cache that holds all tokens of a row except the last; a
+            capacity that is a multiple of 64 has no padding.
         output: a file for the policy.
-        formats: those to choose from.
-        decode: how many tokens of a row are read one by one when the result is measured; by default 8, or half of a
-            short row.
-        on_progress: hears what is being done, how many steps are done, and how many there are.
+        formats: the formats to choose from.
+        decode: how many tokens of a row are read one by one in the measurement of the result; by default 8, or half of
+            a short row.
+        on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
-        EvaluationError: ``data`` are no token ids, a format does not exist, nothing can be packed, or no choice fits.
+        EvaluationError: ``data`` are not token ids, a format does not exist, nothing can be packed, or no choice fits.
         OSError: ``output`` cannot be written.
     """
     tuning = tune_on(model, text_of(model, data, decode), budget_bits, formats=formats, on_progress=on_progress)
@@ -99,20 +100,20 @@ def tune_on(
 
 
 def check_search(formats: Sequence[str], budget_bits: float) -> None:
-    """EvaluationError unless there can be a search for these formats and this budget."""
+    """Raise EvaluationError if a format does not exist, or if the budget is not a positive number."""
     for name in formats:
         if name not in FORMATS:
             raise EvaluationError(
                 f"there is no format {name!r}{did_you_mean(name, FORMATS)} (formats: {', '.join(FORMATS)})"
             )
     if not formats:
-        raise EvaluationError("there is no format to choose from")
+        raise EvaluationError("there is no format to choose from; name at least one")
     if not (math.isfinite(budget_bits) and budget_bits > 0):
-        raise EvaluationError(f"a budget of {budget_bits:g} bits: give a number above 0, such as 4.5")
+        raise EvaluationError(f"a budget of {budget_bits:g} bits is not valid: give a number above 0, such as 4.5")
 
 
 class _Search:
-    """The choice of formats for those halves that can be packed."""
+    """The choice of formats for all key caches and value caches that can be packed."""
 
     def __init__(
         self,
@@ -124,11 +125,11 @@ class _Search:
     ) -> None:
         """
         Args:
-            table: what formats cost in each half; the halves of a module are both in it or neither.
+            table: the costs of formats, for key caches and value caches. A module counts only if it has both.
             sites: all attention sites of the model.
             numel: elements of the whole cache.
             plain_itemsize: bytes of an element that is not packed.
-            budget_bits: bits that an element may take on average.
+            budget_bits: bits per element, on average.
         """
         modules = Counter(half.module for half in table)
         self.table = {half: options for half, options in table.items() if modules[half.module] == 2}
@@ -140,24 +141,24 @@ class _Search:
             raise EvaluationError("tune: no layer of this model can be packed; `kvcompile explain` says why")
 
     def choose(self) -> list[FormatCost]:
-        """The best option of every half; EvaluationError if nothing fits."""
+        """The best option of every key cache and value cache; EvaluationError if no choice fits."""
         slots = [[Option(cost.nbytes, cost.divergence) for cost in options] for options in self.table.values()]
         capacity = math.floor(self.budget_bits * self.numel / 8) - self.fixed_bytes
         try:
             chosen = choose(slots, capacity)
         except NoRoomError as error:
             raise EvaluationError(
-                f"no choice of formats fits a budget of {self.budget_bits:g} bits: the smallest takes "
-                f"{self._bits(error.least):.4g}"
+                f"no choice of formats fits a budget of {self.budget_bits:g} bits: the smallest choice takes "
+                f"{self._bits(error.least):.4g}; give a larger budget or smaller formats"
             ) from None
         return [options[index] for options, index in zip(self.table.values(), chosen, strict=True)]
 
     def _bits(self, nbytes: int) -> float:
-        """Bits of an element if the halves that can be packed take ``nbytes``."""
+        """Bits per element of the whole cache if the packed part takes ``nbytes``."""
         return 8 * (nbytes + self.fixed_bytes) / self.numel
 
     def policy(self, chosen: Sequence[FormatCost]) -> Policy:
-        """The most common pair of formats as the default, rules for all other layers."""
+        """The policy with the most common format pair as its default, and rules for all other layers."""
         names: dict[str, dict[str, str]] = {}
         for half, cost in zip(self.table, chosen, strict=True):
             names.setdefault(half.module, {})[half.role] = cost.format
@@ -183,7 +184,7 @@ class _Search:
         )
 
     def _uniform(self, preset: str) -> Uniform | None:
-        """A preset in every layer; None if a format of it was not considered."""
+        """The cost of a preset in every layer; None if one of its formats was not considered."""
         pair = presets.PRESETS[preset]
         costs: list[FormatCost] = []
         for half, options in self.table.items():

@@ -1,4 +1,4 @@
-"""What ``tune`` found: formats for every layer within a budget of bits, as data, text and a policy file."""
+"""The result of ``tune``: formats for every layer within a budget of bits, as data, text and a policy file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvcompile.tables import table, wrapped
 
 @dataclass(frozen=True)
 class TunedHalf:
-    """The format that was chosen for the keys or the values of a layer.
+    """The chosen format for the keys or the values of a layer.
 
     Attributes:
         module: the module that computes attention.
         role: ``key`` or ``value``.
-        format: its name.
-        bits: bits that an element takes.
-        divergence: what it is estimated to add to the divergence of the predictions, in nats.
+        format: the name of the format.
+        bits: bits per element.
+        divergence: its estimated part of the divergence of the predictions, in nats.
     """
 
     module: str
@@ -35,7 +35,7 @@ class TunedHalf:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A preset in all layers, for comparison: bits of an element, and the estimated divergence in nats."""
+    """A preset in all layers, for comparison: its bits per element, and the estimated divergence in nats."""
 
     preset: str
     bits: float
@@ -47,13 +47,13 @@ class Tuning:
     """The policy that was found; ``print`` it for tables.
 
     Attributes:
-        policy: it gives every layer its formats, and leaves caches that cannot be packed as they are.
-        budget_bits: bits that an element of the cache may take.
-        predicted_bits: bits that it takes, by arithmetic.
+        policy: the formats of every layer; ``auto`` for caches that cannot be packed.
+        budget_bits: the budget in bits per element of the cache.
+        predicted_bits: the calculated bits per element.
         predicted_divergence: the estimated divergence of the predictions, in nats.
-        halves: keys and values of every layer, in the order of the layers.
-        presets: what presets were estimated to cost, all that could be.
-        evaluation: the policy, measured on the compiled model.
+        halves: the formats of keys and values of every layer, in the order of the layers.
+        presets: the estimated costs of all presets whose formats were considered.
+        evaluation: the measurement of the policy on the compiled model.
     """
 
     policy: Policy
@@ -66,15 +66,15 @@ class Tuning:
 
     @property
     def result(self) -> PolicyResult:
-        """What the policy does to the predictions, measured."""
+        """The measured quality under the policy."""
         return self.evaluation.results[0]
 
     def to_yaml(self) -> str:
-        """The policy as a file has it, with what was predicted and measured as comments."""
+        """The policy as YAML, with the predicted and measured figures as comments."""
         schedule = f"{self.evaluation.num_windows} x ({self.evaluation.prefill} + {self.evaluation.decode}) tokens"
         lines = [
             f"tuned for {self.evaluation.model} on {self.evaluation.data}, {schedule}, {self.evaluation.device}",
-            f"bits of an element: budget {self.budget_bits:g}, predicted {self.predicted_bits:.4f}, measured "
+            f"bits per element: budget {self.budget_bits:g}, predicted {self.predicted_bits:.4f}, measured "
             f"{self.result.effective_bits:.4f}",
             f"KL divergence in nats: predicted {self.predicted_divergence:.2e}, measured "
             f"{self.result.mean_divergence:.2e}",
@@ -82,11 +82,11 @@ class Tuning:
         return "".join(f"# {line}\n" for line in lines) + self.policy.to_yaml()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_yaml`, which ``Policy.load`` reads back as :attr:`policy`; OSError if that is impossible."""
+        """Write :meth:`to_yaml`, which ``Policy.load`` reads back as :attr:`policy`; OSError if that fails."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not finite becomes None."""
+        """Plain data for JSON; numbers that are not finite become None."""
         data = {field: getattr(self, field) for field in ("budget_bits", "predicted_bits", "predicted_divergence")}
         data["policy"] = self.policy.model_dump(mode="json", exclude_none=True)
         for field in ("halves", "presets"):
@@ -98,13 +98,13 @@ class Tuning:
 
 
 LEGEND = (
-    "bits: of an element of the cache, scales, padding and unquantized tokens included.  KL: divergence from the "
-    "unquantized model in nats, mean; that of a layer, and of a preset, is an estimate."
+    "bits: bits per element of the cache, with scales, padding and exact tokens.  KL: mean divergence from the "
+    "unquantized model in nats; the figures of layers and of presets are estimates."
 )
 
 
 def render(tuning: Tuning) -> str:
-    """The choice of every layer, what was predicted and measured, presets for comparison, and the policy."""
+    """The formats of every layer, the predicted and measured figures, presets for comparison, and the policy."""
     result = tuning.result
     rows = [
         ["predicted", f"{tuning.predicted_bits:.3f}", f"{tuning.predicted_divergence:.2e}", ""],
@@ -123,7 +123,7 @@ def render(tuning: Tuning) -> str:
 
 
 def _layers(halves: tuple[TunedHalf, ...]) -> list[list[str]]:
-    """A row for every layer: formats and bits of its keys and values, and what both add to the divergence."""
+    """A row for every layer: formats and bits of its keys and values, and the divergence that both add."""
     by_module: dict[str, list[TunedHalf]] = {}
     for half in halves:
         by_module.setdefault(half.module, []).append(half)

@@ -1,9 +1,9 @@
-"""The memory planner: what a KV cache takes, how many users fit, how long a decode step takes. Nothing is run.
+"""The memory planner: the bytes of a KV cache, the users that fit, the time of a decode step. Nothing is run.
 
-Arithmetic only, in the order in which one builds on the other:
+The modules do arithmetic only; each builds on those above it:
 
     units             80GiB, 4.35TB/s, 32k
-    families          what the configs of a model type leave unsaid
+    families          facts about model types that their configs omit
     config_file       a Hugging Face config.json -> its fields
     model_caches      fields -> the cache of every layer
     storage           a format -> bytes of a vector, as a sympy expression
@@ -12,9 +12,9 @@ Arithmetic only, in the order in which one builds on the other:
     weights           parameters -> bytes in memory, and bytes that a decode step reads
     capacity          bytes and a budget -> users, tokens
     devices           names of GPUs -> bandwidths
-    decode_time       bytes and a bandwidth -> seconds of a decode step, the context from which a policy pays
+    decode_time       bytes and a bandwidth -> seconds of a decode step, and the context from which on a policy pays
     plan              the answer to one request, as data
-    make_plan         all of the above for one request
+    make_plan         the whole calculation for one request
 
 ``kvcompile.cli.plan`` reads the request and prints the result.
 """

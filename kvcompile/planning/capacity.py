@@ -1,4 +1,4 @@
-"""How many users and tokens fit into a budget of bytes. Integer arithmetic throughout."""
+"""The users and tokens that fit into a budget of bytes, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def bytes_at(nbytes: sympy.Expr, context: int) -> int:
 
 
 def users_in(budget: int, nbytes: sympy.Expr, context: int) -> int:
-    """Users with caches of ``nbytes`` each at ``context`` that fit into ``budget`` bytes."""
+    """The number of users with ``context`` tokens each whose caches fit into ``budget`` bytes.
+
+    ``nbytes`` is the size of one user's caches, an expression in ``CONTEXT``.
+    """
     return budget // bytes_at(nbytes, context)
 
 

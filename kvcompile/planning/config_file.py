@@ -1,4 +1,4 @@
-"""A model's ``config.json``: where it lies, which part of it describes the language model, and its fields."""
+"""A model's ``config.json``: the file, the part that describes the language model, and the fields of that part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
 
 _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Where configs of multimodal models keep their language model; ``thinker_config`` holds another ``text_config``."""
+"""Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""
 
 WHOLE_CONFIG = (
     "write the whole config with transformers: AutoConfig.from_pretrained(MODEL).to_json_file('config.json', False)"
@@ -21,14 +21,14 @@ WHOLE_CONFIG = (
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a language model's config. JSON's null is the same as a missing field.
+    """The fields of a language model's config. A field that is null counts as missing.
 
     Attributes:
         values: the fields.
         source: the file, for errors.
-        part: the path of ``values`` in the file, e.g. ``text_config.``; empty at the top.
-        outer: the fields around ``values``; the same object at the top.
-        defaults: what fields are that published configs leave out, from the model's class.
+        part: the path of ``values`` in the file, e.g. ``text_config.``; empty at the top level.
+        outer: the fields at the top level; the same object as ``values`` if that is the top level.
+        defaults: the values of the model's class for fields that published configs omit.
     """
 
     values: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Fields:
         return str(self.get("model_type") or "")
 
     def get(self, *names: str) -> Any:
-        """The first field of these names that is given; None if none is."""
+        """The first given field of these names; None if all are missing."""
         for values in (self.values, self.defaults):
             for name in names:
                 if values.get(name) is not None:
@@ -55,10 +55,10 @@ class Fields:
         return None
 
     def integer(self, *names: str, least: int = 1) -> int | None:
-        """The first of these fields that is given, an integer from ``least``; None if none is.
+        """The first given field of these names, an integer from ``least``; None if all are missing.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: the field is not such an integer.
         """
         value = self.get(*names)
         if value is None:
@@ -69,7 +69,7 @@ class Fields:
         return value
 
     def require(self, *names: str) -> int:
-        """:meth:`integer`, but PlanError if none of the fields is given."""
+        """:meth:`integer`, but PlanError if all of the fields are missing."""
         value = self.integer(*names)
         if value is None:
             raise self.missing(*names)
@@ -80,7 +80,7 @@ class Fields:
         return PlanError(f"{self.source}: {self.part}{name}: {text}")
 
     def missing(self, *names: str) -> PlanError:
-        """An error that says which field is missing; ``names`` are what it may be called, the usual one first."""
+        """An error about a missing field; ``names`` are its possible names, the usual name first."""
         others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
         model = f" of model_type {self.model_type!r}" if self.model_type else ""
         return PlanError(f"{self.source}: the config{model} has no field {self.part}{names[0]}{others}; {WHOLE_CONFIG}")
@@ -90,7 +90,7 @@ def read_config(path: Path) -> Fields:
     """The fields of the language model in ``path``, a ``config.json`` or a directory that holds one.
 
     Raises:
-        PlanError: there is no such file, or it is no JSON object.
+        PlanError: there is no such file, or it does not hold a JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -100,7 +100,7 @@ def read_config(path: Path) -> Fields:
     except (OSError, UnicodeError) as error:
         raise PlanError(f"{file}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise PlanError(f"{file}: line {error.lineno} is no JSON: {error.msg}") from None
+        raise PlanError(f"{file}: line {error.lineno} is not valid JSON: {error.msg}") from None
     if not isinstance(values, dict):
         raise PlanError(f"{file}: expected a JSON object with the fields of a config, got {type(values).__name__}")
     return _language_part(values, str(file))

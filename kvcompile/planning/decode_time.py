@@ -1,8 +1,8 @@
 """The time of a decode step, from the bytes that it reads.
 
-A step that makes one token for each user reads the weights once and every user's cache once. On a GPU that is what it
-takes; multiplications, launches, communication and the write of one token are not counted. So these times are a floor,
-unless the efficiencies, the shares of the bandwidth that kernels reach, are measured ones.
+A step that makes one token for each user reads the weights once and every user's cache once. On a GPU this reading
+dominates. Multiplications, launches, communication and the write of one token are not counted. The times are therefore
+lower bounds, unless measured efficiencies (shares of the bandwidth that kernels reach) are given.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """What a decode step costs.
+    """The cost of a decode step.
 
     Attributes:
-        bandwidth: that the memory delivers.
-        weights: read once a step.
-        users: sequences that a step advances.
-        efficiency: by the name of a cache format or dtype, or ``weights``: the share of the bandwidth that reading it
-            reaches; ``all`` for the rest, and 1 where nothing is given.
+        bandwidth: the bandwidth of the memory.
+        weights: the weights, which a step reads once.
+        users: the number of sequences that a step advances.
+        efficiency: the share of the bandwidth that reading reaches, by the name of a cache format or dtype, or
+            ``weights``; ``all`` applies to the other names. The default is 1.
     """
 
     bandwidth: Bandwidth
@@ -42,7 +42,10 @@ class DecodeModel:
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
 
     def cost(self, policy: PolicyCaches) -> sympy.Expr:
-        """Bytes that the full bandwidth delivers in the time of a step, in ``CONTEXT``: piecewise linear, exact."""
+        """The bytes that the full bandwidth would deliver in the time of a step.
+
+        The result is an exact expression, piecewise linear in ``CONTEXT``.
+        """
         cost = sympy.Rational(self.weights.bytes_read(self.users)) / self._efficiency(WEIGHTS)
         for name, nbytes in policy.bytes_by_storage("stored").items():
             cost += self.users * nbytes / self._efficiency(name)
@@ -58,13 +61,13 @@ class DecodeModel:
 
 @dataclass(frozen=True)
 class Payoff:
-    """When a policy is faster than a baseline.
+    """The contexts at which a policy is faster than a baseline by a given factor.
 
     Attributes:
-        speedup: how many times as fast a step shall be.
-        context: the first context at which it is; None if it never is.
-        until: the last context before it is not any more; None if it stays so.
-        greatest: the speedup that is reached or approached as the context grows, at most.
+        speedup: the factor.
+        context: the first context at which the policy reaches the factor; None if it never does.
+        until: the last context at which it still reaches the factor; None if there is no end.
+        greatest: the largest speedup at any context, or the limit that the speedup approaches.
     """
 
     speedup: Fraction
@@ -74,7 +77,7 @@ class Payoff:
 
 
 def payoff(baseline: sympy.Expr, policy: sympy.Expr, speedup: Fraction, limits: tuple[int, ...]) -> Payoff:
-    """When steps of cost ``policy`` are ``speedup`` times as fast as steps of cost ``baseline``.
+    """The contexts at which steps of cost ``policy`` are ``speedup`` times as fast as steps of cost ``baseline``.
 
     Args:
         baseline, policy: costs in ``CONTEXT``, linear between ``limits``.
@@ -108,7 +111,7 @@ class _PiecewiseLinear:
         return self.at(self.knots[-1] + 1) - self.at(self.knots[-1])
 
     def first_not_negative(self) -> int | None:
-        """The first context from the first knot on at which the expression is not negative; None if there is none."""
+        """The first context, from the first knot on, at which the expression is >= 0; None if it always is < 0."""
         if self.at(self.knots[0]) >= 0:
             return self.knots[0]
         for low, high in itertools.pairwise(self.knots):
@@ -120,7 +123,7 @@ class _PiecewiseLinear:
         return self.knots[-1] + math.ceil(-self.at(self.knots[-1]) / self.last_slope)
 
     def last_not_negative(self, context: int) -> int | None:
-        """The last context before the expression gets negative after ``context``; None if it does not get so."""
+        """The last context before the expression becomes negative after ``context``; None if it never does."""
         knots = [context, *(knot for knot in self.knots if knot > context)]
         for low, high in itertools.pairwise(knots):
             if self.at(high) < 0:

@@ -1,6 +1,6 @@
-"""Peak memory bandwidth of some GPUs, as NVIDIA publishes it.
+"""The peak memory bandwidth of some GPUs, as published by NVIDIA.
 
-Kernels reach less: the fastest reads on an H200 were measured at 4.35 TB/s of its 4.8.
+Kernels reach less: on an H200 the fastest read was measured at 4.35 TB/s of 4.8 TB/s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcompile.planning.units import RATE_FORMS, parse_rate
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second, and where the figure comes from."""
+    """Bytes per second, and the source of the figure."""
 
     bytes_per_second: int
     source: str
@@ -44,7 +44,7 @@ def read_bandwidth(text: str) -> Bandwidth:
     """The bandwidth that ``text`` names: a rate, e.g. ``4.35TB/s``, or a key of :data:`DEVICES`.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: ``text`` is neither.
     """
     device = DEVICES.get(text.casefold())
     if device is not None:
@@ -53,4 +53,4 @@ def read_bandwidth(text: str) -> Bandwidth:
         return Bandwidth(parse_rate(text, "--bandwidth"), "as given")
     hint = did_you_mean(text.casefold(), DEVICES)
     known = ", ".join(DEVICES)
-    raise PlanError(f"--bandwidth: {text!r} is no device{hint} (write one of {known}, or {RATE_FORMS})")
+    raise PlanError(f"--bandwidth: {text!r} is not a known device{hint} (write one of {known}, or {RATE_FORMS})")

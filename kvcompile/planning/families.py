@@ -1,6 +1,6 @@
-"""What the configs of a model type leave unsaid about its caches: facts of the model classes of Transformers 5.17.
+"""Facts about the caches of model types that their configs omit, from the model classes of Transformers 5.17.
 
-A model type that is not listed is read by the same rules with the default :class:`Family`; the plan then says so.
+A model type that is not listed is read with the default :class:`Family`; the plan then has a note.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What is the same for every model of a type.
+    """The properties that all models of a type share.
 
     Attributes:
         module: qualified name of a layer's attention in the class that generates text.
-        cross_module: the same of its attention over the encoder's tokens.
-        multi_head: a config without a number of KV heads means one for every attention head.
-        full_every: in a config with a ``sliding_window`` that does not say which layers slide, every such-many-th layer
-            does not; 0: all slide; None: the config must say it.
-        defaults: fields that published configs leave out and that cannot be derived from others.
+        cross_module: qualified name of a layer's attention over the encoder's tokens.
+        multi_head: whether a config without a number of KV heads means one KV head for every attention head.
+        full_every: for a config with a ``sliding_window`` but no list of sliding layers: every ``full_every``-th layer
+            has full attention. 0 means that all layers slide; None means that the config must list them.
+        defaults: fields that published configs omit and that cannot be derived from others.
     """
 
     module: str = "model.layers.{layer}.self_attn"

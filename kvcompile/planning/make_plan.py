@@ -1,4 +1,4 @@
-"""Answer one request with all the planner's arithmetic."""
+"""The answer to one request, from all parts of the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_plan(request: Request) -> Plan:
 
     Raises:
         PlanError: the config or an argument is wrong.
-        NoRoomError: the weights and the reserve leave nothing.
+        NoRoomError: the weights and the reserve leave no memory for a cache.
         PolicyError: a policy is wrong.
     """
     fields = read_config(request.config)
@@ -40,10 +40,10 @@ def make_plan(request: Request) -> Plan:
 
 
 def _weights(request: Request, fields: Fields, model: ModelCaches) -> Weights | None:
-    """The weights, if anything depends on them."""
+    """The weights; None if the plan does not depend on them."""
     if request.kv_budget is not None and request.bandwidth is None:
         if request.weights is not None:
-            raise PlanError("--weights changes nothing where --kv-budget is given and --bandwidth is not")
+            raise PlanError("--weights has no effect with --kv-budget and without --bandwidth: drop it")
         return None
     return read_weights(request.weights, fields, model)
 
@@ -52,12 +52,12 @@ def _budget(request: Request, weights: Weights | None) -> Budget:
     if request.kv_budget is not None:
         return Budget(request.kv_budget)
     if request.memory is None or weights is None:
-        raise PlanError("how much memory is there? give --memory, or --kv-budget for the caches alone")
+        raise PlanError("the memory is not given: give --memory, or --kv-budget for the caches alone")
     nbytes = request.memory - weights.nbytes - request.reserve
     if nbytes <= 0:
         raise NoRoomError(
-            f"no room for a cache: of {format_size(request.memory)}, the weights ({weights.name}) take "
-            f"{format_size(weights.nbytes)} and the reserve {format_size(request.reserve)}"
+            f"no room for a cache in {format_size(request.memory)}: the weights ({weights.name}) take "
+            f"{format_size(weights.nbytes)} and the reserve takes {format_size(request.reserve)}"
         )
     return Budget(nbytes, request.memory, request.reserve)
 
@@ -68,7 +68,7 @@ def _decode_model(request: Request, weights: Weights | None, policies: list[Poli
     known = {ALL, WEIGHTS} | {name for policy in policies for name in policy.bytes_by_storage("stored")}
     unknown = [name for name in request.efficiency if name not in known]
     if unknown:
-        raise PlanError(f"--efficiency: nothing here is read as {unknown[0]!r} (known: {', '.join(sorted(known))})")
+        raise PlanError(f"--efficiency: no policy reads {unknown[0]!r} (known: {', '.join(sorted(known))})")
     return DecodeModel(request.bandwidth, weights, request.users, request.efficiency)
 
 

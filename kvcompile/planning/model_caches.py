@@ -15,7 +15,7 @@ from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
 
 CONTEXT = sympy.Symbol("context", integer=True, positive=True)
-"""Tokens that a user's cache has seen: prompt and output. In an encoder-decoder model, of the decoder."""
+"""The tokens of one user, prompt and output. In an encoder-decoder model, the tokens of the decoder."""
 
 Kind = Literal["full", "sliding", "chunked", "latent", "cross"]
 
@@ -48,13 +48,13 @@ class LayerCache:
 
     Attributes:
         module: qualified name of the module that calls attention, for policies.
-        layer: its index.
-        kind: which tokens it keeps: ``full`` and ``latent`` all, ``sliding`` the last ``limit``, ``chunked`` those of
-            the current chunk of ``limit``, ``cross`` the ``limit`` tokens of the encoder.
-        num_kv_heads: vectors of a token, keys as well as values.
+        layer: the index of the layer.
+        kind: the tokens that the cache keeps: ``full`` and ``latent`` keep all, ``sliding`` the last ``limit``,
+            ``chunked`` the current chunk of ``limit``, ``cross`` the ``limit`` tokens of the encoder.
+        num_kv_heads: the number of keys, and of values, of one token.
         key_dim: channels of a key.
         value_dim: channels of a value; 0 if the values are read from the keys' vectors, as in latent attention.
-        limit: tokens, see ``kind``; None if all are kept.
+        limit: the number of tokens, see ``kind``; None if all tokens are kept.
     """
 
     module: str
@@ -67,7 +67,7 @@ class LayerCache:
 
     @property
     def tokens(self) -> sympy.Expr:
-        """Tokens kept, in :data:`CONTEXT`."""
+        """The number of tokens that the cache keeps, an expression in :data:`CONTEXT`."""
         if self.limit is None:
             return CONTEXT
         return sympy.Integer(self.limit) if self.kind == "cross" else sympy.Min(CONTEXT, self.limit)
@@ -78,12 +78,12 @@ class ModelCaches:
     """All caches of a model.
 
     Attributes:
-        model_type: as in the config.
-        dtype: of the model, e.g. ``bfloat16``; an unquantized cache has it too.
-        caches: in the order of the layers; layers without a cache are left out.
-        num_layers: layers up to the last one with attention, which negative indices in policies count from.
-        max_context: tokens that the model is made for; None if the config does not say it.
-        notes: what a reader of the plan must know, one line each.
+        model_type: the model type of the config.
+        dtype: the dtype of the model and of an unquantized cache, e.g. ``bfloat16``.
+        caches: in the order of the layers; layers without a cache are skipped.
+        num_layers: layers up to the last layer with attention. Negative indices in policies count from it.
+        max_context: the longest context that the model supports; None if the config does not say it.
+        notes: remarks for the reader of the plan, one line each.
     """
 
     model_type: str
@@ -95,12 +95,12 @@ class ModelCaches:
 
     @property
     def groups(self) -> dict[LayerCache, int]:
-        """How many caches are alike, but for their layer and module."""
+        """The number of equal caches; layer and module are ignored."""
         return Counter(replace(cache, layer=0, module="") for cache in self.caches)
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Contexts at which a layer stops to keep more tokens."""
+        """The contexts beyond which some layer keeps no more tokens."""
         return tuple(sorted({cache.limit for cache in self.caches if cache.limit and cache.kind != "cross"}))
 
 
@@ -112,14 +112,14 @@ def read_model_caches(fields: Fields, source_tokens: int | None = None) -> Model
         source_tokens: tokens of the encoder, for encoder-decoder models whose config does not fix them.
 
     Raises:
-        PlanError: a field is missing or means something that the planner does not know, or the model has no cache.
+        PlanError: a field is missing, or has a value that the planner does not know, or the model has no cache.
     """
     notes: list[str] = []
     family = FAMILIES.get(fields.model_type)
     if family is None:
         _refuse_unknown_caches(fields)
         family = Family()
-        known = "its decoder layers are taken for plain attention over the KV heads in the config"
+        known = "the plan assumes plain attention over the KV heads in the config, in every decoder layer"
         notes.append(f"model_type {fields.model_type!r} is unknown to the planner; {known}")
     caches = tuple(_Reader(fields, family, notes).read(source_tokens))
     if not caches:
@@ -135,7 +135,7 @@ def read_model_caches(fields: Fields, source_tokens: int | None = None) -> Model
 
 
 class _Reader:
-    """Reads the caches of one config; appends to ``notes`` what a reader of the plan must know."""
+    """Reads the caches of one config, and appends remarks for the reader of the plan to ``notes``."""
 
     def __init__(self, fields: Fields, family: Family, notes: list[str]) -> None:
         self.fields = fields
@@ -185,7 +185,7 @@ class _Reader:
         return given or fields.require(*_NUM_KV_HEADS)
 
     def _fields_of(self, layer: int) -> Fields:
-        """The fields with what the config says of this layer alone."""
+        """The fields, with the config's overrides for this layer."""
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, dict):
             return self.fields
@@ -193,7 +193,7 @@ class _Reader:
         return replace(self.fields, values={**self.fields.values, **own})
 
     def _kinds(self, num_layers: int) -> list[Kind | None]:
-        """What every layer keeps; None for one without keys and values."""
+        """The kind of every layer's cache; None for a layer without keys and values."""
         layer_types = self.fields.get("layer_types")
         if layer_types is None:
             layer_types = [self._layer_type(layer) for layer in range(num_layers)]
@@ -212,7 +212,7 @@ class _Reader:
         return [_KIND_OF_LAYER_TYPE[name] for name in layer_types]
 
     def _layer_type(self, layer: int) -> str:
-        """The type of a layer in a config without ``layer_types``, by the older fields."""
+        """The type of a layer in a config without ``layer_types``, from older fields."""
         fields = self.fields
         if fields.get("full_attention_interval") is not None:
             return "linear_attention" if (layer + 1) % fields.require("full_attention_interval") else "full_attention"
@@ -231,7 +231,7 @@ class _Reader:
         return "full_attention" if period and (layer + 1) % period == 0 else "sliding_attention"
 
     def _chunked(self, layer: int) -> str:
-        """Llama 4: the layers with a rotary embedding attend within chunks; one in four has none."""
+        """Llama 4: layers with a rotary embedding attend within chunks; every fourth layer has no rotary embedding."""
         rotary = self.fields.get("no_rope_layers")
         period = self.fields.integer("no_rope_layer_interval") or 4
         uses_rope = rotary[layer] if rotary else (layer + 1) % period
@@ -263,7 +263,7 @@ def _head_dim(fields: Fields, num_heads_names: tuple[str, ...]) -> int:
         return given
     hidden_size, num_heads = fields.require(*_HIDDEN_SIZE), fields.require(*num_heads_names)
     if hidden_size % num_heads:
-        raise fields.error("head_dim", f"is missing, and {hidden_size} channels do not divide into {num_heads} heads")
+        raise fields.error("head_dim", f"is missing, and {num_heads} heads do not divide {hidden_size} channels")
     return hidden_size // num_heads
 
 
@@ -277,10 +277,10 @@ def _dtype(fields: Fields, notes: list[str]) -> str:
 
 
 def _refuse_unknown_caches(fields: Fields) -> None:
-    """PlanError if a field of an unknown model type hints at layers that keep something else than keys and values."""
+    """Raise PlanError if a field of an unknown model type hints at layers without plain keys and values."""
     says_which = fields.get("layer_types", "full_attention_interval") is not None
     pattern = _OTHER_CACHES if says_which else f"{_RECURRENT}|{_OTHER_CACHES}"
     hint = next((name for name, value in fields.values.items() if value and re.search(pattern, name)), None)
     if hint is not None:
-        what = "says that its layers do not all keep keys and values alike"
-        raise fields.error(hint, f"{what}; the planner does not know how in model_type {fields.model_type!r}")
+        what = "says that some layers do not keep plain keys and values"
+        raise fields.error(hint, f"{what}, and the planner does not know model_type {fields.model_type!r}")

@@ -1,7 +1,7 @@
-"""Parameters of a model by formula, and the bytes of its weights.
+"""The number of a model's parameters, as formulas.
 
-The formulas are those of the ``...ForCausalLM`` classes of Transformers 5.17, exact to the parameter, for the model
-types in :data:`ARCHITECTURES`. For any other model, give the size of its weights.
+The formulas count the parameters of the ``...ForCausalLM`` classes of Transformers 5.17 exactly, for the model types in
+:data:`ARCHITECTURES`. For any other model, give the size of its weights.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Flag = bool | str
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the layers of a model type have besides their matrices.
+    """The parts of a model type's layers besides the matrices.
 
-    A flag is true, false, or the name of the config's field that says it (false if the config has none).
+    A flag is true, false, or the name of the config's field with the answer (false if the config lacks the field).
 
     Attributes:
-        qkv_bias, out_bias, mlp_bias: biases of the projections of attention and of the feed-forward part.
-        gated_mlp: three matrices in the feed-forward part, not two.
-        norms: normalizations of the hidden state in a layer.
-        norm_bias: whether they have a bias besides their weight.
+        qkv_bias, out_bias, mlp_bias: whether the projections of attention and the feed-forward part have biases.
+        gated_mlp: whether the feed-forward part has three matrices instead of two.
+        norms: the number of normalizations of the hidden state in a layer.
+        norm_bias: whether the normalizations have a bias besides their weight.
         qk_norm: the normalization of queries and keys has a weight for every channel of a ``head`` or of ``all`` heads.
-        learned_positions: a table of position embeddings.
-        sinks: a learned attention sink for every head.
-        tied: whether the output head is the embedding, in a config that does not say it.
-        experts: the layers are mixtures of experts, as in ``mixtral``, ``qwen`` or ``deepseek``.
+        learned_positions: whether the model has a table of position embeddings.
+        sinks: whether every head has a learned attention sink.
+        tied: whether the output head is the embedding, for a config that does not say it.
+        experts: the kind of mixture of experts, as in ``mixtral``, ``qwen`` or ``deepseek``; empty without experts.
     """
 
     qkv_bias: Flag = False
@@ -86,10 +86,10 @@ class Term:
     """Some parameters of a model.
 
     Attributes:
-        name: what they are.
-        role: ``linear`` matrices and routed ``experts`` are what weight quantization packs; an ``embedding`` is looked
-            up, a row a token; ``other`` are the head, normalizations and biases.
-        formula: their number.
+        name: their name in the plan.
+        role: weight quantization packs ``linear`` matrices and routed ``experts``. A step looks up one row of an
+            ``embedding`` per token. The head, normalizations and biases are ``other``.
+        formula: the number of parameters.
     """
 
     name: str
@@ -102,9 +102,10 @@ class ParameterCount:
     """All parameters of a model.
 
     Attributes:
-        terms: by what they are.
-        values: of the symbols in the formulas.
-        num_experts, experts_per_token: of a layer; 1 and 1 without experts.
+        terms: groups of parameters.
+        values: the values of the symbols in the formulas.
+        num_experts, experts_per_token: the experts of a layer, and the experts that serve one token; 1 and 1 without
+            experts.
     """
 
     terms: tuple[Term, ...]
@@ -113,7 +114,7 @@ class ParameterCount:
     experts_per_token: int = 1
 
     def count(self, *roles: Role) -> int:
-        """Parameters in these roles; in all of them if none is given."""
+        """The number of parameters in these roles; without an argument, in all roles."""
         formula = sum(term.formula for term in self.terms if not roles or term.role in roles)
         return int(sympy.sympify(formula).subs(self.values))
 
@@ -129,7 +130,8 @@ def count_parameters(fields: Fields, caches: ModelCaches) -> ParameterCount:
     """The parameters of the model that ``fields`` describes.
 
     Raises:
-        PlanError: its type is not in :data:`ARCHITECTURES`, it is a part of a larger model, or a field is missing.
+        PlanError: the model type is not in :data:`ARCHITECTURES`, the model is a part of a larger model, or a field is
+            missing.
     """
     architecture = ARCHITECTURES.get(fields.model_type)
     remedy = "give the size of the weights, e.g. --weights 16GB"
@@ -143,7 +145,7 @@ def count_parameters(fields: Fields, caches: ModelCaches) -> ParameterCount:
 
 
 class _Counter:
-    """Builds the terms of one model; ``symbol`` gives a symbol and notes its value."""
+    """Builds the terms of one model; ``symbol`` makes a symbol and stores its value."""
 
     def __init__(self, fields: Fields, caches: ModelCaches, architecture: Architecture) -> None:
         self.fields = fields
@@ -229,7 +231,7 @@ class _Counter:
     def _mlp(self, layers: sympy.Expr) -> None:
         inner = self.fields.integer("intermediate_size", "n_inner")
         if inner is None and self.fields.get("n_embd") is not None:
-            inner = 4 * self.values[self.hidden]  # what GPT-2's class makes of a missing n_inner
+            inner = 4 * self.values[self.hidden]  # the default of GPT-2's class for n_inner
         width = self.symbol("intermediate_size", inner or self.fields.require("intermediate_size"))
         matrices = 3 if self.architecture.gated_mlp else 2
         self.add("feed-forward", "linear", layers * matrices * self.hidden * width)
@@ -237,7 +239,7 @@ class _Counter:
             self.biases.append(layers * ((matrices - 1) * width + self.hidden))
 
     def _experts(self) -> tuple[int, int]:
-        """Terms of the layers with experts; how many there are in a layer, and how many serve a token."""
+        """Add the terms of layers with experts; returns the experts of a layer, and the experts that serve a token."""
         fields, sparse = self.fields, self._sparse_layers()
         total = fields.require("num_local_experts", "num_experts", "n_routed_experts")
         experts = self.symbol("num_experts", total)

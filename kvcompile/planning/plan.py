@@ -1,4 +1,4 @@
-"""A plan: the answer to one request, as objects and as plain data. ``kvcompile.cli`` makes its text."""
+"""A plan: the answer to one request, as objects and as plain data. ``kvcompile.cli`` writes its text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
 
 MEASURES: tuple[Measure, ...] = ("payload", "allocated")
-"""What users and tokens are counted by: the codes alone, or all that is allocated."""
+"""The measures by which users and tokens are counted: the codes alone, or all allocated bytes."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """The request for a plan.
 
     Attributes:
         config: a model's ``config.json`` or the directory that holds it.
         policies: names that :func:`kvcompile.planning.stored_caches.apply_policy` takes; the first is the baseline.
-        contexts: tokens of every user.
-        memory, weights, reserve: the KV budget is ``memory - weights - reserve``, in bytes; ``weights`` is what
-            :func:`kvcompile.planning.weights.read_weights` takes.
-        kv_budget: bytes, instead of ``memory`` and ``reserve``.
+        contexts: numbers of tokens of every user.
+        memory, weights, reserve: the KV budget is ``memory - weights - reserve``, in bytes; ``weights`` is an argument
+            of :func:`kvcompile.planning.weights.read_weights`.
+        kv_budget: bytes for KV caches, in place of ``memory`` and ``reserve``.
         source_tokens: tokens of an encoder.
-        bandwidth: of the memory; None for no decode times.
-        users: sequences that a decode step advances.
-        speedup: that a policy shall reach over the baseline.
+        bandwidth: the bandwidth of the memory; None for no decode times.
+        users: the number of sequences that a decode step advances.
+        speedup: the speedup over the baseline that is asked for.
         efficiency: see :class:`kvcompile.planning.decode_time.DecodeModel`.
     """
 
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for KV caches: given, or ``memory`` less ``weights`` and ``reserve``."""
+    """Bytes for KV caches: as given, or ``memory`` minus ``weights`` and ``reserve``."""
 
     nbytes: int
     memory: int | None = None
@@ -63,11 +63,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits under one policy by one measure.
+    """The users and tokens that fit under one policy by one measure.
 
     Attributes:
-        longest_context: tokens of one user who has the whole budget; None if the cache stops to grow before.
-        bytes_per_user, users: by context.
+        longest_context: tokens of one user with the whole budget; None if the cache stops growing before that.
+        bytes_per_user: bytes of one user's caches, by context.
+        users: number of users, by context.
     """
 
     longest_context: int | None
@@ -77,13 +78,13 @@ class Capacity:
 
 @dataclass(frozen=True)
 class PolicyPlan:
-    """Everything about one policy.
+    """The plan under one policy.
 
     Attributes:
-        caches: what is kept.
-        capacity: what fits, by measure.
-        seconds: of a decode step, by context; empty if no bandwidth was given.
-        payoff: against the baseline; None for the baseline itself, and if no bandwidth was given.
+        caches: the stored caches.
+        capacity: the users and tokens that fit, by measure.
+        seconds: seconds of a decode step, by context; empty if no bandwidth was given.
+        payoff: the comparison with the baseline; None for the baseline itself, and if no bandwidth was given.
     """
 
     caches: PolicyCaches
@@ -92,7 +93,7 @@ class PolicyPlan:
     payoff: Payoff | None
 
     def fits(self, context: int, users: int) -> bool:
-        """Whether the caches of so many users can be allocated."""
+        """Whether the caches of ``users`` users fit into the budget."""
         return users <= self.capacity["allocated"].users[context]
 
 
@@ -103,11 +104,11 @@ class Plan:
     Attributes:
         request: the request.
         model: the model's caches.
-        budget: bytes for them.
-        weights: None where nothing depends on them.
-        decode: what a decode step costs; None if no bandwidth was given.
+        budget: the bytes for caches.
+        weights: the weights; None if the plan does not depend on them.
+        decode: the cost of a decode step; None if no bandwidth was given.
         policies: in the order of the request.
-        notes: what a reader must know, one line each.
+        notes: remarks for the reader, one line each.
     """
 
     request: Request
@@ -124,7 +125,7 @@ class Plan:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Sizes are in bytes, times in seconds; formulas are in ``context``, the tokens of a user."""
+    """A plan as plain data. Sizes are in bytes, times in seconds; ``context`` in formulas is the tokens of a user."""
     request, model, weights, decode = plan.request, plan.model, plan.weights, plan.decode
     return {
         "config": str(request.config),

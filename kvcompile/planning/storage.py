@@ -1,8 +1,8 @@
 """Bytes of a vector in a cache, as sympy expressions.
 
-A format's own arithmetic is the source (``Format.bytes_per_token`` and ``Format.bits``); uncompressed dtypes are
-storages too, so that everything downstream knows one kind of thing. What a cache keeps besides a constant number of
-bytes a token (recent and first tokens in its own dtype) is in :meth:`Storage.nbytes` and nowhere else.
+The expressions come from the formats themselves (``Format.bytes_per_token`` and ``Format.bits``). An uncompressed dtype
+is a :class:`Storage` as well. :meth:`Storage.nbytes` adds the exact blocks of a cache (recent and first tokens in the
+cache's own dtype), whose size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, R
 from kvcompile.planning.errors import PlanError
 
 Measure = Literal["payload", "stored", "allocated"]
-"""``payload``: codes alone. ``stored``: with scales and zero points, and with the tokens that are kept as they are.
-``allocated``: in whole blocks of tokens."""
+"""``payload``: codes alone. ``stored``: codes, scales, zero points and exact tokens. ``allocated``: the same in whole
+blocks of tokens."""
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Uncompressed caches, by the names that policies may have for them here."""
+"""Bytes of an element of uncompressed caches, by the names that the planner accepts in place of a policy."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How vectors are stored.
+    """A way to store vectors.
 
     Attributes:
         name: a key of :data:`DTYPE_BYTES`, or a format's name.
-        payload: bytes of the codes of a vector, in ``HEAD_DIM``.
-        stored: the same with scales and zero points.
-        block_tokens: memory is allocated for multiples of this.
-        format: None for an uncompressed dtype.
-        residual: recent and first tokens that are kept as they are.
+        payload: bytes of the codes of a vector, an expression in ``HEAD_DIM``.
+        stored: bytes of a vector with scales and zero points, an expression in ``HEAD_DIM``.
+        block_tokens: memory is allocated for multiples of this number of tokens.
+        format: the format; None for an uncompressed dtype.
+        residual: the recent and first tokens that are kept exact, if any.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Storage:
         return self.bytes_per_token(width, measure) * tokens + self.residual_bytes(width, measure)
 
     def residual_bytes(self, width: int, measure: Measure) -> int:
-        """Bytes of what one head keeps as it is. They are there in full from the first token on."""
+        """Bytes of the exact blocks of one head. They are allocated in full from the first token on."""
         if self.residual is None or measure == "payload":
             return 0
-        layout = PackedLayout(self.name, "key", width, self.residual)  # the role makes no difference to sizes
+        layout = PackedLayout(self.name, "key", width, self.residual)  # sizes do not depend on the role
         if measure == "allocated":
             return layout.residual_bytes
         return self.residual.num_entries * layout.entry_bytes
 
     def refusal(self, width: int, role: Role) -> str | None:
-        """Why keys or values of ``width`` channels cannot be stored so; None if they can."""
+        """Why this storage cannot hold keys or values of ``width`` channels; None if it can."""
         if self.residual is not None:
             return PackedLayout(self.name, role, width, self.residual).unsupported(self.residual.dtype)
         return self.format.unsupported(width, role) if self.format is not None else None
@@ -76,14 +76,14 @@ class Storage:
 
 @functools.cache
 def uncompressed(name: str) -> Storage:
-    """The storage of a cache that stays in dtype ``name``, a key of :data:`DTYPE_BYTES`."""
+    """The storage of an uncompressed cache in dtype ``name``, a key of :data:`DTYPE_BYTES`."""
     nbytes = HEAD_DIM * DTYPE_BYTES[name]
     return Storage(name, nbytes, nbytes)
 
 
 @functools.cache
 def compressed(name: str, residual: Residual | None = None) -> Storage:
-    """The storage of a cache in the format ``name`` of the registry, perhaps with tokens that are kept as they are."""
+    """The storage of a cache in the format called ``name``, with exact blocks if ``residual`` asks for them."""
     fmt = get_format(name)
     payload = HEAD_DIM * sympy.Rational(fmt.bits) / 8
     return Storage(name, payload, fmt.bytes_per_token(), BLOCK_TOKENS, fmt, residual)
@@ -92,5 +92,5 @@ def compressed(name: str, residual: Residual | None = None) -> Storage:
 def of_dtype(dtype: str) -> Storage:
     """The storage of a cache in the model's dtype, e.g. ``bfloat16``; PlanError if a cache cannot have it."""
     if dtype not in _DTYPES:
-        raise PlanError(f"the config's dtype {dtype!r} is none that a cache can have ({', '.join(_DTYPES)})")
+        raise PlanError(f"the config's dtype {dtype!r} is not a dtype of caches (write one of {', '.join(_DTYPES)})")
     return uncompressed(_DTYPES[dtype])

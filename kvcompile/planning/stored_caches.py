@@ -1,4 +1,4 @@
-"""The caches of a model under one policy, and what they take as expressions in the context."""
+"""The caches of a model under one policy, and their bytes as expressions in the context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcompile.policy.policy import Policy
 
 @dataclass(frozen=True)
 class StoredCache:
-    """The cache of one layer, and how its keys and values are stored."""
+    """The cache of one layer, and the storages of its keys and values."""
 
     cache: LayerCache
     key: Storage
@@ -29,7 +29,7 @@ class StoredCache:
 
     @property
     def halves(self) -> tuple[tuple[Role, Storage, int], ...]:
-        """Role, storage and channels of a token's vectors: the key, and the value unless it is read from the key."""
+        """(role, storage, channels) of the key, and of the value unless the value is read from the key."""
         key: tuple[Role, Storage, int] = ("key", self.key, self.cache.key_dim)
         return (key, ("value", self.value, self.cache.value_dim)) if self.cache.value_dim else (key,)
 
@@ -38,7 +38,7 @@ class StoredCache:
         return sympy.Add(*self.bytes_by_storage(measure).values())
 
     def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
-        """:meth:`nbytes` in parts, by the name of the storage."""
+        """:meth:`nbytes` by the name of the storage."""
         parts: dict[str, sympy.Expr] = {}
         for _, storage, width in self.halves:
             nbytes = self.cache.num_kv_heads * storage.nbytes(width, self.cache.tokens, measure)
@@ -56,9 +56,9 @@ class PolicyCaches:
     """The caches of all layers under one policy.
 
     Attributes:
-        policy: its name, as given.
+        policy: the name of the policy, as given.
         caches: in the order of the layers.
-        notes: what a reader of the plan must know, one line each.
+        notes: remarks for the reader of the plan, one line each.
     """
 
     policy: str
@@ -67,7 +67,7 @@ class PolicyCaches:
 
     @functools.cached_property
     def groups(self) -> dict[StoredCache, int]:
-        """How many layers are alike, but for their number and module."""
+        """The number of equal layers; index and module are ignored."""
         return Counter(replace(stored, cache=replace(stored.cache, layer=0, module="")) for stored in self.caches)
 
     def nbytes(self, measure: Measure) -> sympy.Expr:
@@ -75,7 +75,7 @@ class PolicyCaches:
         return sympy.Add(*(count * stored.nbytes(measure) for stored, count in self.groups.items()))
 
     def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
-        """:meth:`nbytes` in parts, by the name of the storage."""
+        """:meth:`nbytes` by the name of the storage."""
         parts: dict[str, sympy.Expr] = {}
         for stored, count in self.groups.items():
             for name, nbytes in stored.bytes_by_storage(measure).items():
@@ -83,7 +83,7 @@ class PolicyCaches:
         return parts
 
     def bytes_per_token(self, measure: Measure) -> int:
-        """Bytes of a token while every layer keeps it; without the encoder's tokens and the padding of blocks."""
+        """Bytes of a token that every layer keeps, without the encoder's tokens and the padding of blocks."""
         own = (item for item in self.groups.items() if item[0].cache.kind != "cross")
         return sum(count * stored.bytes_per_token(measure) for stored, count in own)
 
@@ -92,11 +92,11 @@ def apply_policy(name: str, model: ModelCaches) -> PolicyCaches:
     """The caches of ``model`` under the policy called ``name``.
 
     Args:
-        name: ``bf16``, ``fp16`` or ``fp32`` for uncompressed caches, or what ``Policy.load`` takes: a preset or a file.
+        name: ``bf16``, ``fp16`` or ``fp32`` for uncompressed caches; otherwise a preset or a file for ``Policy.load``.
         model: the caches.
 
     Raises:
-        PolicyError: there is no such policy, it is wrong, or it is strict and has a rule that decides nothing.
+        PolicyError: the policy does not exist, is wrong, or is strict and has a rule that decides nothing.
         PlanError: the policy says ``on_unsupported: error`` and a format cannot hold a layer's vectors.
     """
     if name in DTYPE_BYTES:
@@ -106,7 +106,11 @@ def apply_policy(name: str, model: ModelCaches) -> PolicyCaches:
 
 
 def store_caches(name: str, policy: Policy, model: ModelCaches) -> PolicyCaches:
-    """The caches of ``model`` under ``policy``, which is called ``name`` in notes and errors; errors as above."""
+    """The caches of ``model`` under ``policy``. Notes and errors call the policy ``name``.
+
+    Raises:
+        PolicyError, PlanError: as in :func:`apply_policy`.
+    """
     notes = _idle_rules(name, policy, model)
     refusals: Counter[str] = Counter()
     caches = tuple(_stored(cache, policy, model, refusals) for cache in model.caches)
@@ -128,7 +132,7 @@ def _load(name: str) -> Policy:
 
 
 def _idle_rules(name: str, policy: Policy, model: ModelCaches) -> list[str]:
-    """A line for every rule that decides nothing; PolicyError if the policy is strict and there is one."""
+    """A line for every rule that decides nothing; PolicyError if the policy is strict and has such a rule."""
     sites = [Site(cache.module, cache.layer, cache.kind) for cache in model.caches]
     lines = [f"{name}: {line}" for line in policy.unmatched_rules(sites, model.num_layers)]
     if lines and policy.strict:
@@ -137,7 +141,11 @@ def _idle_rules(name: str, policy: Policy, model: ModelCaches) -> list[str]:
 
 
 def _stored(cache: LayerCache, policy: Policy, model: ModelCaches, refusals: Counter[str]) -> StoredCache:
-    """How a layer's cache is stored; counts the reason where its format cannot hold it, as the backend refuses it."""
+    """The storages of a layer's cache.
+
+    If a format cannot hold the cache, the cache keeps the model's dtype, as in the backend, and ``refusals`` counts the
+    reason.
+    """
     plain = of_dtype(model.dtype)
     formats = policy.formats_for(cache.module, cache.layer, model.num_layers)
     if formats is None:

@@ -1,7 +1,7 @@
-"""Sizes, rates and contexts as people write them.
+"""Sizes, rates and contexts as text.
 
-Bytes follow IEC 80000-13: ``GB`` is 10**9 bytes and ``GiB`` 2**30. Contexts follow the names of models: the ``k`` of a
-``32k`` context is 1024 tokens.
+Bytes follow IEC 80000-13: ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes. Contexts follow the names of models: the
+``k`` of a ``32k`` context is 1024 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTES = {
 _TOKENS = {"": 1, "k": 1024, "K": 1024, "M": 1024**2}
 
 SIZE_FORMS = "a number and a unit: 80GiB (2**30 bytes), 80GB (10**9 bytes), or B, kB, MB, TB, KiB, MiB, TiB"
-RATE_FORMS = "bytes a second: 4.35TB/s, 864GB/s"
+RATE_FORMS = "bytes per second: 4.35TB/s, 864GB/s"
 CONTEXT_FORMS = "a number of tokens: 5000, 32k (k is 1024 tokens) or 1M (1024k)"
 
 
@@ -28,35 +28,43 @@ def parse_size(text: str, what: str) -> int:
 
     Args:
         text: the size.
-        what: its name in errors, e.g. ``--memory``.
+        what: the name of the argument in errors, e.g. ``--memory``.
 
     Raises:
-        PlanError: it is no size.
+        PlanError: ``text`` is not a valid size.
     """
     size = _quantity(text, _BYTES)
     if size is None:
-        raise PlanError(f"{what}: {text!r} is no size{_spelling(text, _BYTES)} (write {SIZE_FORMS})")
+        raise PlanError(f"{what}: {text!r} is not a valid size{_spelling(text, _BYTES)} (write {SIZE_FORMS})")
     return int(size)
 
 
 def parse_rate(text: str, what: str) -> int:
-    """Bytes per second of a rate such as ``4.35TB/s``; PlanError if it is none. ``what`` names it in errors."""
+    """Bytes per second of a rate such as ``4.35TB/s``. ``what`` names the argument in errors.
+
+    Raises:
+        PlanError: ``text`` is not a valid rate.
+    """
     size = _quantity(text.removesuffix("/s"), _BYTES) if text.endswith("/s") else None
     if not size:
-        raise PlanError(f"{what}: {text!r} is no bandwidth (write {RATE_FORMS})")
+        raise PlanError(f"{what}: {text!r} is not a valid bandwidth (write {RATE_FORMS})")
     return int(size)
 
 
 def parse_context(text: str, what: str) -> int:
-    """Tokens of a context such as ``5000``, ``32k`` or ``1M``; PlanError if it is none. ``what`` names it in errors."""
+    """Tokens of a context such as ``5000``, ``32k`` or ``1M``. ``what`` names the argument in errors.
+
+    Raises:
+        PlanError: ``text`` is not a valid context.
+    """
     tokens = _quantity(text, _TOKENS)
     if not tokens or tokens.denominator != 1:
-        raise PlanError(f"{what}: {text!r} is no context{_spelling(text, _TOKENS)} (write {CONTEXT_FORMS})")
+        raise PlanError(f"{what}: {text!r} is not a valid context{_spelling(text, _TOKENS)} (write {CONTEXT_FORMS})")
     return int(tokens)
 
 
 def format_size(num_bytes: int) -> str:
-    """A size in the largest binary unit that leaves at least 1: ``74.00 GiB``, ``128.0 KiB``, ``512 B``."""
+    """A size in the largest binary unit that gives at least 1: ``74.00 GiB``, ``128.0 KiB``, ``512 B``."""
     for unit, digits in (("TiB", 2), ("GiB", 2), ("MiB", 1), ("KiB", 1)):
         if abs(num_bytes) >= _BYTES[unit]:
             return f"{num_bytes / _BYTES[unit]:.{digits}f} {unit}"
@@ -64,13 +72,13 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_rate(bytes_per_second: int) -> str:
-    """A rate in decimal units, as data sheets give it: ``4.35 TB/s``."""
+    """A rate in decimal units, as in data sheets: ``4.35 TB/s``."""
     unit = "TB" if bytes_per_second >= _BYTES["TB"] else "GB"
     return f"{bytes_per_second / _BYTES[unit]:g} {unit}/s"
 
 
 def format_context(tokens: int) -> str:
-    """A context as :func:`parse_context` reads it back: ``32k`` where that is exact, else the number."""
+    """A context as text for :func:`parse_context`: ``32k`` if that is exact, otherwise the number."""
     for unit in ("M", "k"):
         if tokens % _TOKENS[unit] == 0:
             return f"{tokens // _TOKENS[unit]}{unit}"
@@ -85,7 +93,7 @@ def _quantity(text: str, units: dict[str, int]) -> Fraction | None:
 
 
 def _spelling(text: str, units: dict[str, int]) -> str:
-    """``; did you mean '80GiB'?`` if ``text`` is right but for the case of its unit."""
+    """``; did you mean '80GiB'?`` if only the case of the unit in ``text`` is wrong."""
     match = re.fullmatch(r"([\d.]+ ?)([A-Za-z]+)", text.strip())
     unit = next((unit for unit in units if match and unit and unit.casefold() == match[2].casefold()), None)
     return f"; did you mean {match[1] + unit!r}?" if match and unit else ""

@@ -1,4 +1,4 @@
-"""Bytes of a model's weights: in memory, and read by one decode step."""
+"""The bytes of a model's weights: in memory, and read by one decode step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROLES: tuple[Role, ...] = ("linear", "experts", "embedding", "other")
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored.
+    """A format of weights.
 
     Attributes:
-        bits: bits of a packed parameter, its share of a scale and zero point included.
-        meaning: in words.
-        packed: which parameters are packed; the others stay in the model's dtype.
+        bits: bits of a packed parameter, including its share of a scale and a zero point.
+        meaning: a description for the plan.
+        packed: the parameters that are packed; the others keep the model's dtype.
     """
 
     bits: Fraction
@@ -40,12 +40,12 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(Fraction(8), "8 bits in linear layers, scales not counted"),
     "int8": WeightFormat(Fraction(8), "8 bits in linear layers, scales not counted"),
     "int4": WeightFormat(
-        4 + Fraction(16 + 4, 128), "4 bits in linear layers, a 16-bit scale and a 4-bit zero point a group of 128"
+        4 + Fraction(16 + 4, 128), "4 bits in linear layers, a 16-bit scale and a 4-bit zero point per group of 128"
     ),
-    "mxfp4": WeightFormat(4 + Fraction(8, 32), "4 bits in linear layers, an 8-bit scale a group of 32"),
-    "nvfp4": WeightFormat(4 + Fraction(8, 16), "4 bits in linear layers, an 8-bit scale a group of 16"),
+    "mxfp4": WeightFormat(4 + Fraction(8, 32), "4 bits in linear layers, an 8-bit scale per group of 32"),
+    "nvfp4": WeightFormat(4 + Fraction(8, 16), "4 bits in linear layers, an 8-bit scale per group of 16"),
 }
-"""What ``--weights`` may name. ``int4`` is the arithmetic of AWQ and GPTQ checkpoints with groups of 128."""
+"""The formats that ``--weights`` accepts. ``int4`` counts as AWQ and GPTQ checkpoints with groups of 128 do."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Weights:
     """The weights of a model.
 
     Attributes:
-        name: a key of :data:`WEIGHT_FORMATS`, or the size as it was given.
-        meaning: in words.
+        name: a key of :data:`WEIGHT_FORMATS`, or the size as given.
+        meaning: a description for the plan.
         nbytes: bytes in memory.
-        parameters: how they were counted; None if their size was given.
-        bytes_of_role: ``nbytes`` by role; empty if their size was given.
+        parameters: the counted parameters; None if the size was given.
+        bytes_of_role: ``nbytes`` by role; empty if the size was given.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Weights:
     bytes_of_role: Mapping[Role, Fraction] = field(default_factory=dict)
 
     def bytes_read(self, num_tokens: int) -> int:
-        """Bytes that a decode step over ``num_tokens`` tokens reads.
+        """Bytes of weights that a decode step over ``num_tokens`` tokens reads.
 
-        That is all but embeddings, of which a step looks up a row a token, and experts that serve no token. Of weights
-        whose size was given it is everything.
+        A step does not read embeddings, from which it looks up one row per token, and experts that serve no token. If
+        only the size of the weights was given, all of it counts.
         """
         if self.parameters is None:
             return self.nbytes
@@ -84,10 +84,10 @@ def read_weights(text: str | None, fields: Fields, caches: ModelCaches) -> Weigh
     Args:
         text: a key of :data:`WEIGHT_FORMATS`, a size, or None for the model's dtype.
         fields: the model's config.
-        caches: of the same model.
+        caches: the caches of the same model.
 
     Raises:
-        PlanError: ``text`` is neither, or the parameters cannot be counted.
+        PlanError: ``text`` is not valid, or the parameters cannot be counted.
     """
     if text is None:
         if fields.get("quantization_config") or fields.outer.get("quantization_config"):
@@ -99,7 +99,7 @@ def read_weights(text: str | None, fields: Fields, caches: ModelCaches) -> Weigh
         return Weights(text, "as given", parse_size(text, "--weights"))
     hint = did_you_mean(text, WEIGHT_FORMATS)
     known = ", ".join(WEIGHT_FORMATS)
-    raise PlanError(f"--weights: {text!r} is no format{hint} (write one of {known}, or {SIZE_FORMS})")
+    raise PlanError(f"--weights: {text!r} is not a known format{hint} (write one of {known}, or {SIZE_FORMS})")
 
 
 def _counted(name: str, parameters: ParameterCount, kept_bytes: int) -> Weights:

@@ -1,4 +1,4 @@
-"""What a policy says of one cache: the formats of its keys and values, by name or described in parts."""
+"""A policy's choice for one cache: the formats of its keys and values, by name or by their properties."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Granularity = Literal["per_token_head", "per_channel", "per_group", "per_tensor"
 
 
 class Strict(BaseModel):
-    """A model that cannot change and knows no other fields than its own."""
+    """An immutable model that rejects unknown fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
 
 class _Elements(Strict):
-    """What vectors are stored as.
+    """The format of vectors.
 
     Attributes:
-        granularity: what shares a scale: a vector (``per_token_head``), a channel of 64 tokens (``per_channel``, for
-            keys), ``group_size`` channels of a vector (``per_group``), or all keys or values of a layer
-            (``per_tensor``, for 8-bit floats), whose ``scales`` are known before.
-        group_size: channels of a group: 32, 64 or 128; with ``per_channel`` it can only be 64.
-        scales: with ``per_tensor``, where the scales come from: a file that ``python -m kvcompile calibrate`` wrote, a
-            checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``, or a number,
-            the scale of all layers; 1 for plain 8-bit floats. In a policy file, paths are relative to its folder.
-        rotation_seed: of random signs before the Hadamard matrix of a rotated format, from 1 to 999999999: caches with
-            different seeds have independent errors.
+        granularity: the elements that share a scale: a vector (``per_token_head``), a channel of 64 tokens
+            (``per_channel``, for keys), ``group_size`` channels of a vector (``per_group``), or all keys or all values
+            of a layer (``per_tensor``, for 8-bit floats with known ``scales``).
+        group_size: channels of a group: 32, 64 or 128. With ``per_channel`` the only valid size is 64.
+        scales: the source of the scales of ``per_tensor``: a file that ``python -m kvcompile calibrate`` wrote; a
+            checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``; or a number,
+            the scale of all layers, 1 for plain 8-bit floats. In a policy file, paths are relative to its folder.
+        rotation_seed: the seed of random signs before the Hadamard matrix of a rotated format, from 1 to 999999999.
+            Caches with different seeds have independent errors.
     """
 
     dtype: str | None = None
@@ -61,7 +61,7 @@ class _Elements(Strict):
         if not isinstance(scales, str):
             return scales
         with contextlib.suppress(ValueError):
-            return float(scales)  # YAML is read without fractions
+            return float(scales)  # parse_yaml leaves fractions as strings
         return str(Path((info.context or {}).get("folder", ".")).absolute() / Path(scales).expanduser())
 
     @model_validator(mode="after")
@@ -70,23 +70,24 @@ class _Elements(Strict):
             raise PolicyError("group_size needs a granularity: per_group, or per_channel")
         if (self.granularity == presets.PER_TENSOR) != (self.scales is not None):
             raise PolicyError(
-                "granularity per_tensor and scales belong together: a calibration, a checkpoint, or a number (1: none)"
+                "granularity: per_tensor and scales go together: give both, or neither; "
+                "scales is a calibration, a checkpoint or a number"
             )
         if self.dtype is None and (self.granularity is not None or self.rotation_seed is not None):
-            raise PolicyError("granularity, scales and rotation_seed describe a dtype, and there is none beside them")
+            raise PolicyError("granularity, scales and rotation_seed need a dtype beside them; give dtype")
         if isinstance(self.scales, str):
             self._scales_of_layers = StaticScales.read(Path(self.scales))
         return self
 
     def format_name(self, role: Role, module: str = "", layer: int | None = None) -> str:
-        """The format of keys or values of a layer; PolicyError if there is none."""
+        """The format of the keys or values of a layer; PolicyError if there is no such format."""
         fmt = self.format_of_all_layers(role)
         if self._scales_of_layers is not None:
             fmt = self._scales_of_layers.scaled(fmt, role, module, layer)
         return fmt.name
 
     def format_of_all_layers(self, role: Role) -> Format:
-        """The format but for a static scale that layers have each; PolicyError if there is none."""
+        """The format without the static scales of single layers; PolicyError if there is no such format."""
         assert self.dtype is not None
         if self.granularity is not None:
             fmt = get_format(presets.described(self.dtype, self.granularity, self.group_size))
@@ -106,11 +107,11 @@ class _Elements(Strict):
 
 
 class RoleFormat(_Elements):
-    """The format of one half, keys or values, of a cache.
+    """The format of the keys, or of the values, of a cache.
 
     Attributes:
-        dtype: a format, or a preset, which stands for its format of this half; with ``granularity`` what the elements
-            are: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
+        dtype: a format, or a preset, which stands for its format of keys or of values. With ``granularity``, the type
+            of the elements: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
     """
 
     dtype: str
@@ -122,11 +123,11 @@ class RoleFormat(_Elements):
 
 
 class Choice(_Elements):
-    """The formats of a cache: ``dtype`` for keys and values; ``key`` or ``value`` for one of them, which wins.
+    """The formats of a cache: ``dtype`` for keys and values; ``key`` and ``value`` take precedence over it.
 
     Attributes:
-        dtype: a preset or a format for keys and values, or ``auto`` to leave the whole cache as it is; with
-            ``granularity`` what the elements of both are.
+        dtype: a preset or a format for keys and values, or ``auto`` to leave the cache unpacked. With ``granularity``,
+            the type of the elements of both.
         key: the format of keys, in place of ``dtype``.
         value: the format of values, in place of ``dtype``.
     """
@@ -147,14 +148,14 @@ class Choice(_Elements):
         if missing and self.dtype is None:
             raise PolicyError(f"no format for the {' and the '.join(missing)}; give dtype, or key and value")
         if self.dtype == presets.AUTO and len(missing) < 2:
-            raise PolicyError("dtype: auto leaves the whole cache alone; drop it, or drop key and value")
+            raise PolicyError("dtype: auto leaves the whole cache unpacked; drop it, or drop key and value")
         if self._is_auto:
             return self
         (self.key or self).format_of_all_layers("key")
         value = (self.value or self).format_of_all_layers("value")
         if value.granularity == "channel":
             raise PolicyError(
-                f"values cannot have scales per channel ({value.name}), which keys can; give them scales per token, "
+                f"values cannot have scales per channel ({value.name}), only keys can; give values scales per token, "
                 f"e.g. value: {{dtype: int4_unrotated}}"
             )
         return self
@@ -164,10 +165,10 @@ class Choice(_Elements):
         return self.dtype == presets.AUTO and self.granularity is None and self.rotation_seed is None
 
     def formats(self, module: str = "", layer: int | None = None) -> FormatPair | None:
-        """The formats of keys and values of the attention in ``module``, or None to leave the cache alone.
+        """The formats of keys and values of the attention in ``module``; None leaves the cache unpacked.
 
         Raises:
-            PolicyError: there are static scales, and none for this module.
+            PolicyError: the policy has static scales, but none for this module.
         """
         if self._is_auto:
             return None

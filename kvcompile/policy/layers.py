@@ -1,4 +1,4 @@
-"""Sets of layers, as a policy writes them: ``"0-1, 5, -2:"``."""
+"""Sets of layers in the notation of policies: ``"0-1, 5, -2:"``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LayerSet:
     """A union of slices of the list of layers.
 
     An item of the comma-separated text is an index (``5``, ``-1`` for the last layer), an inclusive range (``0-1``), or
-    a Python slice (``-2:`` for the last two, ``2:-2`` for all but two at each end). Layers that a model does not have
-    are no error: a policy may serve models of different depth.
+    a Python slice (``-2:`` for the last two, ``2:-2`` for all but two at each end). Layers beyond the depth of a model
+    are ignored, so a policy can serve models of different depth.
     """
 
     slices: tuple[tuple[int | None, int | None], ...]
@@ -25,20 +25,20 @@ class LayerSet:
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> LayerSet:
-        """Parse ``text``; PolicyError names the item that is wrong."""
+        """The layers that ``text`` lists; PolicyError names the wrong item."""
         return cls(tuple(_parse_item(item.strip()) for item in text.split(",")))
 
     def indices(self, num_layers: int) -> frozenset[int]:
-        """The layers meant, in a model of ``num_layers`` layers."""
+        """The indices of these layers in a model of ``num_layers`` layers."""
         layers = range(num_layers)
         return frozenset(i for start, stop in self.slices for i in layers[start:stop])
 
 
 def _parse_item(item: str) -> tuple[int | None, int | None]:
-    """The slice that one item of the text means."""
+    """The slice of one item of the text."""
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise PolicyError(f"{item!r} is no layer range; write an index '5', a range '0-1' or a slice '-2:'")
+        raise PolicyError(f"{item!r} is not a valid layer range; write an index '5', a range '0-1' or a slice '-2:'")
     index, first, last, start, stop = (int(digits) if digits is not None else None for digits in match.groups())
     if index is not None:
         return index, None if index == -1 else index + 1

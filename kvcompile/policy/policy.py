@@ -1,18 +1,18 @@
-"""The policy: which format each layer's keys and values are stored in.
+"""Policies: the formats in which the keys and values of each layer are stored.
 
 A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
 
     version: 1
     rules:                                                   # the first rule that matches a site decides
       - {match: {layers: "0-1, -2:"}, dtype: fp8_e4m3}
-      - {match: {module: "re:.*cross_attn"}, dtype: auto}    # auto: leave the cache as it is
+      - {match: {module: "re:.*cross_attn"}, dtype: auto}    # auto: leave the cache unpacked
       - match: {layers: "2:-2"}
         key: {dtype: int4, granularity: per_channel, group_size: 64}
         value: {dtype: int4_per_token_head}
         sink_tokens: 64                                      # in these layers
     default: {dtype: int8_per_token_head}                    # required
-    residual_length: 64                                      # recent tokens that stay as they are
-    sink_tokens: 0                                           # first tokens that stay as they are
+    residual_length: 64                                      # recent tokens in the dtype of the cache
+    sink_tokens: 0                                           # first tokens in the dtype of the cache
     on_unsupported: warn                                     # error | warn | ignore
     key_outliers: warn                                       # ignore | warn | promote
     strict: false                                            # true: a rule that matches nothing is an error
@@ -49,7 +49,7 @@ from kvcompile.policy.text import parse_json, parse_yaml
 log = logging.getLogger(__name__)
 
 POLICY_VARIABLE = "KVQUANT_POLICY"
-"""Environment variable with a preset's name or a file, for callers who cannot pass options."""
+"""The environment variable with a preset's name or a file, for callers who cannot pass options."""
 
 OnUnsupported = Literal["error", "warn", "ignore"]
 
@@ -60,7 +60,7 @@ Tokens = Annotated[int, Field(ge=0, strict=True)]
 
 
 class Match(Strict):
-    """Which attention sites a rule is about; with both fields given, a site must satisfy both.
+    """The attention sites of a rule. If both fields are given, a site must satisfy both.
 
     Attributes:
         layers: layer indices, e.g. ``"0-1, -2:"``; see :class:`kvcompile.policy.layers.LayerSet`.
@@ -92,11 +92,17 @@ class Match(Strict):
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
         if self.layers is None and self.module is None:
-            raise PolicyError("give layers or module; what shall hold everywhere belongs in default")
+            raise PolicyError("give layers or module; formats for all layers belong in default")
         return self
 
     def matches(self, module: str, layer: int | None, num_layers: int) -> bool:
-        """Whether a site in ``module``, in layer ``layer`` of ``num_layers`` if it has an index, is meant."""
+        """Whether a site matches.
+
+        Args:
+            module: qualified name of the module that calls attention.
+            layer: its layer index; None if the name has none.
+            num_layers: layers of the whole model, which negative indices count from.
+        """
         if self.layers is not None and (layer is None or layer not in LayerSet.parse(self.layers).indices(num_layers)):
             return False
         if self.module is None:
@@ -113,9 +119,9 @@ class Rule(Choice):
     """A choice of formats for the sites that ``match`` describes.
 
     Attributes:
-        match: which sites.
-        residual_length: in place of the policy's.
-        sink_tokens: in place of the policy's.
+        match: the sites of the rule.
+        residual_length: replaces the policy's ``residual_length``.
+        sink_tokens: replaces the policy's ``sink_tokens``.
     """
 
     match: Match
@@ -126,22 +132,24 @@ class Rule(Choice):
 class Policy(Strict):
     """Formats by layer and module.
 
-    The module's text has an example; :meth:`load` says where a policy comes from.
+    The docstring of this file has an example. :meth:`load` lists the sources of a policy.
 
     Attributes:
-        version: of the form of policies; 1.
-        rules: the first one that matches a site decides.
-        default: decides where no rule matches.
-        residual_length: how many of the most recent tokens stay in the dtype of the cache, rounded up to whole blocks
-            of 64. The newest block is rarely full: with 128, between 65 and 128 tokens stay. Keys with scales per
-            channel keep at least one block.
-        sink_tokens: how many of the first tokens stay in the dtype of the cache, rounded up to whole blocks of 64.
-        on_unsupported: what happens to a site that cannot be packed: an ``error``, a warning (``warn``), or neither
-            (``ignore``); in the latter two it stays as it is.
-        key_outliers: what happens where outlier channels take most of the bits that the format of keys has: nothing
-            (``ignore``), a warning (``warn``), or, in ``python -m kvcompile eval``, a format that holds them
-            (``promote``). Compiled graphs have their formats fixed, and warn when they pack what eager code stored.
-        strict: whether a rule that decides nothing is an error; otherwise it is a warning.
+        version: the version of this notation, 1.
+        rules: the first rule that matches a site decides.
+        default: the formats of sites that no rule matches.
+        residual_length: the number of most recent tokens that are kept in the dtype of the cache, rounded up to whole
+            blocks of 64. The newest block is rarely full: with 128, the cache keeps between 65 and 128 tokens. Keys
+            with scales per channel keep at least one block.
+        sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
+            64.
+        on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
+            and ``ignore`` the site compiles as under plain Inductor.
+        key_outliers: the reaction to outlier channels of keys, which leave the other channels few of the format's bits:
+            nothing (``ignore``), a warning (``warn``), or a format that holds them (``promote``, in ``python -m
+            kvcompile eval``). A compiled graph cannot change its formats; it warns when it packs a cache that eager
+            code filled.
+        strict: true makes a rule that decides nothing an error; otherwise it is a warning.
     """
 
     version: Literal[1] = 1
@@ -157,10 +165,10 @@ class Policy(Strict):
     def load(cls, spec: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
         """A policy from a preset's name, a YAML or JSON file, a dict, or a policy.
 
-        None stands for the environment variable ``KVQUANT_POLICY``, and without that for ``int8_per_token_head``.
+        None stands for the environment variable ``KVQUANT_POLICY``; without the variable, for ``int8_per_token_head``.
 
         Raises:
-            PolicyError: the policy does not exist or is wrong; a line for each fault names its source, rule and field.
+            PolicyError: the policy does not exist or is wrong; a line for each fault names the source, rule and field.
         """
         if isinstance(spec, Policy):
             return spec
@@ -202,22 +210,22 @@ class Policy(Strict):
 
     @classmethod
     def _validate(cls, data: Any, source: str, folder: Path = Path()) -> Policy:
-        """A policy from parsed text; ``folder`` is what paths in it are relative to."""
+        """A policy from parsed text; paths in it are relative to ``folder``."""
         try:
             return cls.model_validate(data, context={"folder": folder})
         except ValidationError as error:
             raise PolicyError("\n".join(_fault_lines(error, source))) from None
 
     def formats_for(self, module: str, layer: int | None, num_layers: int) -> FormatPair | None:
-        """Formats of the attention site in ``module``, or None to leave its cache alone.
+        """The formats of the attention site in ``module``; None leaves its cache unpacked.
 
         Args:
             module: qualified name of the module that calls attention.
-            layer: its layer index; None if its name has none, and then no rule with ``layers`` matches.
+            layer: its layer index; None if the name has none, and then no rule with ``layers`` matches.
             num_layers: layers of the whole model, which negative indices count from.
 
         Raises:
-            PolicyError: there are static scales, and none for this module.
+            PolicyError: the policy has static scales, but none for this module.
         """
         index = self._rule_for(module, layer, num_layers)
         rule = self.rules[index] if index is not None else None
@@ -236,7 +244,7 @@ class Policy(Strict):
         return next(matches, None)
 
     def unmatched_rules(self, sites: Iterable[Site], num_layers: int) -> list[str]:
-        """One line for every rule that decides none of ``sites``, the attention sites of a whole model."""
+        """One line for every rule that decides no site of a whole model; ``sites`` are all its attention sites."""
         sites = list(sites)
         used = {self._rule_for(site.module, site.layer, num_layers) for site in sites}
         lines = []
@@ -250,10 +258,10 @@ class Policy(Strict):
         return lines
 
     def check_rules(self, sites: Iterable[Site], num_layers: int) -> None:
-        """Warn of rules that decide none of ``sites``.
+        """Warn of rules that decide no site of a whole model; ``sites`` are all its attention sites.
 
         Raises:
-            PolicyError: there is such a rule and the policy is strict.
+            PolicyError: there is such a rule, and the policy is strict.
         """
         lines = self.unmatched_rules(sites, num_layers)
         if lines and self.strict:
@@ -282,7 +290,7 @@ _MODEL_OF_FIELD: dict[str, type[Strict]] = {
 
 
 def _fault_lines(error: ValidationError, source: str) -> Iterator[str]:
-    """One line for every fault: source, place, what is wrong."""
+    """One line for every fault: the source, the place, and the fault."""
     for fault in error.errors(include_url=False):
         place = list(fault["loc"])
         words = [source]
@@ -299,7 +307,7 @@ def _fault_lines(error: ValidationError, source: str) -> Iterator[str]:
 
 
 def _what_is_wrong(fault: dict[str, Any], known_fields: list[str]) -> str:
-    """A fault that pydantic found, in words for the author of a policy."""
+    """The message of a fault that pydantic found, for the author of a policy."""
     known = ", ".join(known_fields)
     match fault["type"]:
         case "extra_forbidden":

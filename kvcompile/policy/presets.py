@@ -1,6 +1,6 @@
-"""Names that a policy may give for a dtype, and the pair of cache formats that each one stands for.
+"""The names that a policy may give for a dtype, and the format pair of each name.
 
-A policy may also describe the format of one half: a dtype of elements, what shares a scale, and how many elements do.
+A policy may also describe a format: the dtype of its elements, the granularity of its scales, and the group size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvcompile.passes.site import FormatPair
 DEFAULT_PRESET = "int8_per_token_head"
 
 AUTO = "auto"
-"""The dtype that leaves a cache as the model made it."""
+"""The dtype that leaves a cache unpacked."""
 
 PRESETS: dict[str, FormatPair] = {
     "int8_per_token_head": FormatPair("int8_per_token_head", "int8_per_token_head"),
@@ -25,33 +25,33 @@ PRESETS: dict[str, FormatPair] = {
     "turboquant_k3v4_nc": FormatPair("turboquant_3bit", "int4_unrotated"),
     "turboquant_3bit_nc": FormatPair("turboquant_3bit", "int3_unrotated"),
 }
-"""Presets carry vLLM's names and mean what vLLM means by them. ``int4`` has none there: keys of four bits with scales
-per channel, whose last block of tokens stays in the dtype of the cache, and values with scales per token (KIVI,
-arXiv:2402.02750), which are rotated here: it takes no bytes and halves what quantizing adds to the bits per byte of
-docs/quality.md."""
+"""Presets have the names and the meaning of vLLM's formats. ``int4`` is our own name for the formats of KIVI
+(arXiv:2402.02750): keys of four bits with scales per channel, whose newest block of tokens keeps the dtype of the
+cache, and values with scales per token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves
+the increase of bits per byte (docs/quality.md)."""
 
 PER_TENSOR = "per_tensor"
 """The granularity of one static scale for all vectors of a cache."""
 
 GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group": "group"}
-"""What shares a stored scale, in the words of a policy and in those of formats."""
+"""The granularity of stored scales: the word of policies -> the word of formats."""
 
 
 def preset_names() -> list[str]:
-    """Names that ``dtype`` and ``options={"policy": ...}`` accept, besides ``auto`` and single formats."""
+    """The presets, which ``dtype`` and ``options={"policy": ...}`` accept besides ``auto`` and single formats."""
     return list(PRESETS)
 
 
 def known_names() -> list[str]:
-    """Everything a dtype may be: presets, then formats that are no preset, then ``auto``."""
+    """All valid values of a dtype: presets, then formats with other names, then ``auto``."""
     return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *LATENT_FORMATS, AUTO]
 
 
 def resolve(name: str) -> FormatPair | None:
-    """The formats that ``name`` stands for; a single format serves both halves, and ``auto`` gives None.
+    """The formats that ``name`` stands for. A single format serves keys and values; ``auto`` gives None.
 
     Raises:
-        PolicyError: no preset or format is called ``name``; the message lists what exists.
+        PolicyError: no preset or format is called ``name``; the message lists the valid names.
     """
     if name == AUTO:
         return None
@@ -64,20 +64,20 @@ def resolve(name: str) -> FormatPair | None:
 
 
 def described(dtype: str, granularity: str, group_size: int | None) -> str:
-    """The format with elements of ``dtype`` and scales as described.
+    """The format with elements of ``dtype`` and scales of a granularity.
 
     Args:
-        dtype: what format names begin with, e.g. ``int4`` or ``fp8_e4m3``.
-        granularity: a key of :data:`GRANULARITIES`, or PER_TENSOR, for which the format is that with scale 1.
-        group_size: channels of a group; for scales per channel the tokens that share one.
+        dtype: the beginning of format names, e.g. ``int4`` or ``fp8_e4m3``.
+        granularity: a key of :data:`GRANULARITIES`, or PER_TENSOR, which gives the format with scale 1.
+        group_size: channels of a group; with scales per channel, the tokens that share a scale.
 
     Raises:
-        PolicyError: there is no such format; the message lists those with this granularity.
+        PolicyError: there is no such format; the message lists the formats with this granularity.
     """
     formats = _formats_with(granularity)
     if granularity == "per_channel" and group_size not in (None, BLOCK_TOKENS):
         raise PolicyError(
-            f"group_size {group_size}: with scales per channel, a group is the {BLOCK_TOKENS} tokens of a block"
+            f"group_size {group_size}: with scales per channel, a group is a block of {BLOCK_TOKENS} tokens; drop it"
         )
     if granularity in ("per_token_head", PER_TENSOR) and group_size is not None:
         words = "a scale per tensor" if granularity == PER_TENSOR else "scales per token and head"
@@ -94,12 +94,12 @@ def described(dtype: str, granularity: str, group_size: int | None) -> str:
 
 
 def element_dtypes() -> list[str]:
-    """What the dtype of :func:`described` may be besides names of formats and presets."""
+    """The valid dtypes of :func:`described` that are not names of formats or presets."""
     return [name for name in dict.fromkeys(name.partition("_per_")[0] for name in FORMATS) if name not in known_names()]
 
 
 def _formats_with(granularity: str) -> list[str]:
-    """The formats whose scales are so."""
+    """The names of all formats with this granularity."""
     if granularity == PER_TENSOR:
         return [name for name, fmt in FORMATS.items() if fmt.takes_static_scale]
     wanted = GRANULARITIES[granularity]

@@ -1,15 +1,16 @@
 """Static scales of caches in 8-bit floats: one number for the keys of a layer and one for its values, from a file.
 
-A file is one of
+The file is one of
 
-- what ``python -m kvcompile calibrate`` writes, JSON with the largest magnitude of each layer's keys and values:
+- JSON from ``python -m kvcompile calibrate``, with the largest magnitude of each layer's keys and values:
   ``{"version": 1, "largest": {"model.layers.0.self_attn": {"key": 12.5, "value": 1.75}}}``;
-- a safetensors file, or a folder of them such as a checkpoint, with the scales of ``fp8_e4m3`` under the names that
-  llm-compressor, ModelOpt and vLLM give them: ``model.layers.0.self_attn.k_scale`` and ``.v_scale``, perhaps below
-  ``attn``, ``k_proj``, ``v_proj`` or ``qkv_proj``, or one ``.kv_scale`` for both.
+- a safetensors file, or a folder of them such as a checkpoint, with scales of ``fp8_e4m3``. The tensors have the names
+  of llm-compressor, ModelOpt and vLLM: ``model.layers.0.self_attn.k_scale`` and ``.v_scale``, possibly below ``attn``,
+  ``k_proj``, ``v_proj`` or ``qkv_proj``, or one ``.kv_scale`` for both.
 
-A layer is found by the name of the module that calls attention. Names depend on which module of a model was compiled,
-so one that is not in the file stands for its layer index, if the file has just one module with that index.
+A layer is found by the name of the module that calls attention. This name depends on which module of a model was
+compiled. A name that is not in the file is therefore found by its layer index, if the file has exactly one module with
+that index.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcompile.errors import PolicyError
@@ -39,10 +41,10 @@ Numbers = dict[str, dict[Role, float]]
 
 
 class CalibrationFile(BaseModel):
-    """What ``python -m kvcompile calibrate`` writes.
+    """The content of a file that ``python -m kvcompile calibrate`` writes.
 
     Attributes:
-        version: of the form of these files; 1.
+        version: the version of this file format, 1.
         largest: the largest magnitude of keys and values, by the module that calls attention.
     """
 
@@ -58,8 +60,8 @@ class StaticScales:
 
     Attributes:
         source: the file or folder.
-        numbers: largest magnitudes if ``calibrated``, else scales of ``fp8_e4m3``.
-        calibrated: whether they come from a calibration.
+        numbers: largest magnitudes if ``calibrated``, otherwise scales of ``fp8_e4m3``.
+        calibrated: whether the numbers come from a calibration.
     """
 
     source: str
@@ -68,7 +70,11 @@ class StaticScales:
 
     @classmethod
     def read(cls, path: Path) -> StaticScales:
-        """The scales in a file or folder; PolicyError if there are none, or it is no such file."""
+        """The scales in a file or folder.
+
+        Raises:
+            PolicyError: the file cannot be read, has another form, or has no scales.
+        """
         if path.is_dir():
             files = sorted(path.glob("*.safetensors"))
             if not files:
@@ -84,23 +90,35 @@ class StaticScales:
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             raise PolicyError(
-                f"scales: {path} is no calibration: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
+                f"scales: {path} is not a calibration: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
                 "`python -m kvcompile calibrate` writes one"
             ) from None
 
     def scaled(self, fmt: Format, role: Role, module: str, layer: int | None) -> Format:
-        """``fmt``, of 8-bit floats without scales, with the static scale of the keys or values of a layer.
+        """``fmt`` with the static scale of the keys or values of a layer.
+
+        Args:
+            fmt: a format of 8-bit floats without stored scales.
+            role: ``key`` or ``value``.
+            module: qualified name of the module that calls attention.
+            layer: its layer index, if it has one.
 
         Raises:
-            PolicyError: there is no scale for them, or not for such a format.
+            PolicyError: there is no scale for this layer and role, or no scale that suits the format.
         """
         number = self._of_module(module, layer).get(role)
         if number is None:
-            raise PolicyError(f"scales: {self.source} has no scale of the {role}s of {module or f'layer {layer}'}")
+            raise PolicyError(
+                f"scales: {self.source} has no scale of the {role}s of {module or f'layer {layer}'}; "
+                "calibrate this model"
+            )
         if self.calibrated:
-            number = number / _largest(fmt) or 1.0  # of zeros, any scale is right
+            number = number / _largest(fmt) or 1.0  # any scale holds zeros
         elif _largest(fmt) != _largest(FP8_FORMATS[0]):
-            raise PolicyError(f"scales: those of {self.source} are for fp8_e4m3 and not for {fmt.name}; calibrate")
+            raise PolicyError(
+                f"scales: {self.source} has scales for fp8_e4m3 and not for {fmt.name}; give a calibration "
+                "(`python -m kvcompile calibrate`)"
+            )
         try:
             return with_static_scale(fmt, number)
         except ValueError as error:
@@ -121,14 +139,14 @@ class StaticScales:
 
 
 def _largest(fmt: Format) -> float:
-    """The largest number of a format of 8-bit floats; PolicyError if it is none."""
+    """The largest number of a format of 8-bit floats; PolicyError for any other format."""
     if (largest := getattr(fmt, "largest", None)) is None:
-        raise PolicyError(f"scales: {fmt.name} is no format of 8-bit floats")
+        raise PolicyError(f"scales: {fmt.name} is not a format of 8-bit floats; give fp8_e4m3 or fp8_e5m2")
     return largest
 
 
 def _scales_in(files: list[Path], source: Path) -> Numbers:
-    """The scales in safetensors files; PolicyError if there are none."""
+    """The scales in safetensors files; PolicyError if the files have none."""
     numbers: Numbers = {}
     shared: Numbers = {}
     for name, tensor in _scale_tensors(files):
@@ -148,14 +166,12 @@ def _scales_in(files: list[Path], source: Path) -> Numbers:
 
 
 def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The scales in safetensors files and their names; nothing else is read of them."""
-    from safetensors import SafetensorError, safe_open
-
+    """The names and tensors of the scales in safetensors files; no other tensor is read."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 opened: Any = tensors
-                names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - no dict
+                names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - not a dict
                 yield from ((name, opened.get_tensor(name)) for name in names)
         except (OSError, SafetensorError) as error:
             raise PolicyError(f"scales: {file} cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""YAML and JSON without their traps: ``2:10`` stays a string, and a key that comes twice is an error."""
+"""YAML and JSON without their traps: ``2:10`` is a string, and a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader; numbers are decimal integers, so that ``layers: 2:10`` is not read as 130 (base 60)."""
+    """The safe loader with decimal integers only: plain YAML reads ``layers: 2:10`` as 130 (base 60)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_INT, _FLOAT)]
@@ -39,7 +39,7 @@ def parse_yaml(text: str, source: str) -> Any:
     """YAML as plain Python data.
 
     Raises:
-        PolicyError: ``text`` is no YAML, or gives a key twice; the message names the source, the line and the column.
+        PolicyError: ``text`` is not valid YAML, or has a duplicate key; the message names source, line and column.
     """
     try:
         return yaml.load(text, _Loader)

@@ -1,4 +1,4 @@
-"""What was rewritten and what was refused, as data, text and a page.
+"""Reports: which sites were rewritten or refused, and why, as data, text and a page.
 
 This room imports policy and passes.
 """

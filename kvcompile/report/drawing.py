@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcompile.passes.notes.surroundings import Box, Neighbourhood
-from kvcompile.report.layout import Slot, lay_out
+from kvcompile.report.layout import Cell, lay_out
 from kvcompile.report.markup import Markup, element
 
 _MARGIN = 4.0
@@ -18,17 +18,17 @@ _MAX_CHARACTERS = 34
 
 
 def draw(neighbourhood: Neighbourhood) -> tuple[Markup, float, float]:
-    """The drawing, to go into an ``svg`` or ``symbol`` element, and its width and height."""
+    """The drawing for an ``svg`` or ``symbol`` element, its width and its height."""
     boxes = neighbourhood.boxes
     layout = lay_out([_size(box) for box in boxes], neighbourhood.edges)
     edges = (element("path", d=_curve(path), class_="edge", marker_end="url(#arrow)") for path in layout.edges)
-    drawn = (_draw_box(box, slot) for box, slot in zip(boxes, layout.boxes, strict=True))
+    drawn = (_draw_box(box, cell) for box, cell in zip(boxes, layout.boxes, strict=True))
     moved = element("g", *edges, *drawn, transform=f"translate({_MARGIN:g} {_MARGIN:g})")
     return moved, layout.width + 2 * _MARGIN, layout.height + 2 * _MARGIN
 
 
 def describe(neighbourhood: Neighbourhood) -> str:
-    """The same in words, for those who do not see the drawing."""
+    """The drawing in words, for screen readers."""
     sentences = []
     for place, box in enumerate(neighbourhood.boxes):
         used = [neighbourhood.boxes[source].label for source, target in neighbourhood.edges if target == place]
@@ -50,33 +50,33 @@ def _size(box: Box) -> tuple[float, float]:
     return max(map(len, lines)) * _CHARACTER + 2 * _PADDING, len(lines) * _LINE + _PADDING
 
 
-def _draw_box(box: Box, slot: Slot) -> Markup:
+def _draw_box(box: Box, cell: Cell) -> Markup:
     label, *details = _lines(box)
-    middle, y = slot.width / 2, _PADDING / 2 + _LINE * 0.75
+    middle, y = cell.width / 2, _PADDING / 2 + _LINE * 0.75
     texts = [element("text", label, x=middle, y=y, class_="label")]
     texts += [element("text", line, x=middle, y=y + _LINE * number) for number, line in enumerate(details, start=1)]
     whole = element("title", "\n".join((box.label, *box.detail)))
-    frame = element("rect", width=slot.width, height=slot.height, rx=6)
-    return element("g", whole, frame, *texts, class_=f"box {box.kind}", transform=f"translate({slot.x:g} {slot.y:g})")
+    frame = element("rect", width=cell.width, height=cell.height, rx=6)
+    return element("g", whole, frame, *texts, class_=f"box {box.kind}", transform=f"translate({cell.x:g} {cell.y:g})")
 
 
-def _curve(path: Sequence[Slot]) -> str:
-    """From the right side of the first slot to the left side of the last, straight through the columns between."""
+def _curve(path: Sequence[Cell]) -> str:
+    """From the right side of the first cell to the left side of the last, straight through the columns between."""
     source, target = path[0], path[-1]
     x, y = source.x + source.width, source.middle
     commands = [f"M{x:.1f} {y:.1f}"]
-    for slot in path[1:]:
-        end = slot.x - 1 if slot is target else slot.x
+    for cell in path[1:]:
+        end = cell.x - 1 if cell is target else cell.x
         bend = max(abs(end - x) / 2, 18.0)
-        commands.append(f"C{x + bend:.1f} {y:.1f} {end - bend:.1f} {slot.middle:.1f} {end:.1f} {slot.middle:.1f}")
-        x, y = slot.x + slot.width, slot.middle
-        if slot is not target:
+        commands.append(f"C{x + bend:.1f} {y:.1f} {end - bend:.1f} {cell.middle:.1f} {end:.1f} {cell.middle:.1f}")
+        x, y = cell.x + cell.width, cell.middle
+        if cell is not target:
             commands.append(f"H{x:.1f}")
     return "".join(commands)
 
 
 def arrow_head() -> Markup:
-    """The definition that all drawings refer to."""
+    """The arrow head, which all drawings share."""
     head = element("path", d="M0 0 8 4 0 8z", class_="arrow")
     return element(
         "marker", head, id="arrow", orient="auto", viewBox="0 0 8 8", refX=8, refY=4, markerWidth=7, markerHeight=7

@@ -1,7 +1,7 @@
-"""The report as one page: script, style and drawings are in it, and it loads nothing.
+"""The report as one self-contained page, with its script, style and drawings.
 
-The page's content security policy allows its own script and style and nothing else, so that text from a model (names
-of modules, reasons) could not run even if it were not escaped, which :mod:`kvcompile.report.markup` makes sure of.
+:mod:`kvcompile.report.markup` escapes all text that comes from a model, such as names of modules and reasons. The
+content security policy of the page is a second guard: it allows the page's own script and style, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from importlib import resources
 
 from kvcompile.passes.notes.surroundings import Neighbourhood, SiteView
 from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.report.data import Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
 from kvcompile.report.drawing import arrow_head, describe, draw
 from kvcompile.report.markup import Markup, element, join
-from kvcompile.report.report import Outcome, Report, enumerate_modules, modules_by_reason, outcome
 
-_TITLE = "What kvquant made of the KV caches"
+_TITLE = "KV caches under kvquant"
 _OUTCOMES: dict[Outcome, str] = {"rewritten": "✓", "refused": "✕", "left alone": "○"}
 _REASONS_IN_SIGHT = 6
 _COLUMNS = ("Layer", "Module", "Outcome", "Attention", "Keys", "Values", "Written by", "Bytes", "")
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """A complete HTML document."""
     drawings = _Drawings()
     sites = [element("tbody", *_graph_rows(report, number, drawings), role="rowgroup") for number in _numbers(report)]
@@ -58,14 +58,14 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _numbers(report: Report) -> range:
+def _numbers(report: ReportData) -> range:
     return range(1, len(report.graphs) + 1)
 
 
-# What happened, in short
+# The summary
 
 
-def _summary(report: Report) -> Markup:
+def _summary(report: ReportData) -> Markup:
     if not report.graphs:
         return element("p", "kvquant has compiled no graph with attention.")
     totals = report.totals
@@ -114,7 +114,7 @@ def _memory_row(name: str, shares: Sequence[tuple[str, int]], count: int, whole:
 
 
 def _bar(shares: Sequence[tuple[str, int]], whole: int) -> Markup:
-    """A bar of which each (kind, count) fills its share; the numbers stand beside it as text."""
+    """A bar in which each (kind, count) fills its share; the numbers stand beside it as text."""
     start, parts = 0.0, []
     for kind, count in shares:
         width = 100 * count / whole if whole else 0.0
@@ -129,7 +129,7 @@ def _badge(kind: Outcome) -> Markup:
 
 
 def _name(text: str) -> Markup:
-    """A name, which may go on in a new line after a dot or an underscore."""
+    """A name that may break into a new line after a dot or an underscore."""
     parts = re.split(r"(?<=[._])", text)
     return element("span", *(piece for part in parts for piece in (part, element("wbr"))), class_="name")
 
@@ -138,8 +138,8 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _reasons(report: Report) -> Markup:
-    """Every reason once, with the modules that it holds for; the first few in sight."""
+def _reasons(report: ReportData) -> Markup:
+    """Every reason once, with its modules; the first few are unfolded."""
     items = []
     for kind in ("refused", "left alone"):
         sites = [site for site in report.sites if outcome(site) == kind]
@@ -151,20 +151,20 @@ def _reasons(report: Report) -> Markup:
     if rest := items[_REASONS_IN_SIGHT:]:
         more = element("summary", f"{_plural(len(rest), 'more reason')}")
         lists.append(element("details", more, element("ul", *rest, class_="reasons")))
-    return element("section", element("h2", "Why some stay as they are"), *lists)
+    return element("section", element("h2", "Why some sites are not packed"), *lists)
 
 
-def _notes(report: Report) -> Markup:
+def _notes(report: ReportData) -> Markup:
     if not report.notes:
         return Markup()
     items = [element("li", note) for note in report.notes]
-    return element("section", element("h2", "What happened at run time"), element("ul", *items, class_="reasons"))
+    return element("section", element("h2", "Notes of the run"), element("ul", *items, class_="reasons"))
 
 
 # The table of sites
 
 
-def _filters(report: Report) -> Markup:
+def _filters(report: ReportData) -> Markup:
     layers = sorted({site.layer for site in report.sites if site.layer is not None})
     controls = [_choice("layer", "Layer", "all layers", layers)]
     if len(report.graphs) > 1:
@@ -198,7 +198,7 @@ def _unseen(text: str) -> Markup:
     return element("span", text, class_="unseen")
 
 
-def _graph_rows(report: Report, number: int, drawings: _Drawings) -> Iterator[Markup]:
+def _graph_rows(report: ReportData, number: int, drawings: _Drawings) -> Iterator[Markup]:
     graph = report.graphs[number - 1]
     if len(report.graphs) > 1:
         title = element("th", f"Graph {number}", colspan=len(_COLUMNS), scope="rowgroup", role="rowheader")
@@ -269,7 +269,7 @@ def _cache(cache: CacheSummary) -> Markup:
 
 
 class _Drawings:
-    """All drawings of a page, equal ones once: most layers of a model look the same."""
+    """All drawings of a page. Equal drawings are stored once, because most layers of a model look the same."""
 
     def __init__(self) -> None:
         self._known: dict[Neighbourhood, tuple[str, float, float]] = {}
@@ -277,7 +277,7 @@ class _Drawings:
         self._texts: list[Markup] = []
 
     def figure(self, name: str, neighbourhood: Neighbourhood) -> Markup:
-        """A place that shows the drawing of ``neighbourhood``."""
+        """A figure with the drawing of ``neighbourhood``."""
         key, width, height = self._drawn(neighbourhood)
         picture = element(
             "svg",
@@ -293,7 +293,7 @@ class _Drawings:
         return element("figure", element("figcaption", name), scrolled)
 
     def definitions(self) -> Markup:
-        """What the figures refer to; it is not seen itself."""
+        """The hidden symbols that the figures refer to."""
         if not self._symbols:
             return Markup()
         symbols = element("svg", element("defs", arrow_head()), *self._symbols, class_="unseen", aria_hidden="true")

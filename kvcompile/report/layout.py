@@ -1,7 +1,7 @@
-"""Where the boxes of a small graph go: columns from left to right, short edges, nothing on top of anything.
+"""Places for the boxes of a small graph: columns from left to right, short edges, no overlaps.
 
-The layered drawing of Sugiyama, Tagawa and Toda (1981): rank the boxes, let long edges pass through the ranks between,
-order every rank by the mean of its neighbours, then move boxes to the height of their neighbours.
+This is the layered drawing of Sugiyama, Tagawa and Toda (1981). It ranks the boxes, lets long edges pass through the
+ranks between, orders every rank by the mean of its neighbours, and moves boxes to the height of their neighbours.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _SWEEPS = 8
 
 
 @dataclass
-class Slot:
-    """The place of a box, or of an edge that passes a rank: its left upper corner and its size."""
+class Cell:
+    """The place of a box, or of an edge that passes a rank: the left upper corner and the size."""
 
     box: int | None
     width: float
@@ -31,10 +31,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all boxes, and for every edge the slots that it goes through, from box to box."""
+    """Places of all boxes, and for every edge the places that it goes through, from box to box."""
 
-    boxes: tuple[Slot, ...]
-    edges: tuple[tuple[Slot, ...], ...]
+    boxes: tuple[Cell, ...]
+    edges: tuple[tuple[Cell, ...], ...]
     width: float
     height: float
 
@@ -43,29 +43,29 @@ def lay_out(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
     """Lay out boxes of the given (width, height).
 
     Args:
-        sizes: of the boxes, which are in an order that most edges follow.
-        edges: pairs of positions in ``sizes``; those against the order are drawn, but do not count for the layout.
+        sizes: the sizes of the boxes, in an order that most edges follow.
+        edges: pairs of positions in ``sizes``. Edges against the order are drawn but do not affect the layout.
     """
-    boxes = [Slot(index, *size) for index, size in enumerate(sizes)]
+    boxes = [Cell(index, *size) for index, size in enumerate(sizes)]
     ranks = _ranks(len(sizes), [edge for edge in edges if edge[0] < edge[1]])
-    columns: list[list[Slot]] = [[] for _ in range(max(ranks, default=-1) + 1)]
-    for slot, rank in zip(boxes, ranks, strict=True):
-        columns[rank].append(slot)
+    columns: list[list[Cell]] = [[] for _ in range(max(ranks, default=-1) + 1)]
+    for cell, rank in zip(boxes, ranks, strict=True):
+        columns[rank].append(cell)
     paths = []
     for source, target in edges:
-        passed = [Slot(None, 0.0, 0.0) for _ in range(ranks[source] + 1, ranks[target])]
-        for rank, slot in enumerate(passed, start=ranks[source] + 1):
-            columns[rank].append(slot)
+        passed = [Cell(None, 0.0, 0.0) for _ in range(ranks[source] + 1, ranks[target])]
+        for rank, cell in enumerate(passed, start=ranks[source] + 1):
+            columns[rank].append(cell)
         paths.append((boxes[source], *passed, boxes[target]))
     _order(columns, paths)
     _place(columns, paths)
-    width = max((slot.x + slot.width for slot in boxes), default=0.0)
-    height = max((slot.y + slot.height for column in columns for slot in column), default=0.0)
+    width = max((cell.x + cell.width for cell in boxes), default=0.0)
+    height = max((cell.y + cell.height for column in columns for cell in column), default=0.0)
     return Layout(tuple(boxes), tuple(paths), width, height)
 
 
 def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The column of every box: behind all it uses; what uses nothing right before its first user."""
+    """The column of every box: behind all boxes that it uses, or right before its first user if it uses none."""
     ranks = [0] * count
     for source, target in sorted(edges):
         ranks[target] = max(ranks[target], ranks[source] + 1)
@@ -77,8 +77,8 @@ def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     return ranks
 
 
-def _neighbours(paths: Sequence[tuple[Slot, ...]]) -> dict[int, list[Slot]]:
-    neighbours: dict[int, list[Slot]] = {}
+def _neighbours(paths: Sequence[tuple[Cell, ...]]) -> dict[int, list[Cell]]:
+    neighbours: dict[int, list[Cell]] = {}
     for path in paths:
         for one, other in itertools.pairwise(path):
             neighbours.setdefault(id(one), []).append(other)
@@ -86,65 +86,65 @@ def _neighbours(paths: Sequence[tuple[Slot, ...]]) -> dict[int, list[Slot]]:
     return neighbours
 
 
-def _order(columns: list[list[Slot]], paths: Sequence[tuple[Slot, ...]]) -> None:
-    """Sort every column by the mean place of what its slots are connected to, to and fro."""
+def _order(columns: list[list[Cell]], paths: Sequence[tuple[Cell, ...]]) -> None:
+    """Sort every column by the mean place of its neighbours, sweeping forth and back."""
     neighbours = _neighbours(paths)
-    places = {id(slot): (place + 0.5) / len(column) for column in columns for place, slot in enumerate(column)}
+    places = {id(cell): (place + 0.5) / len(column) for column in columns for place, cell in enumerate(column)}
     for sweep in range(_SWEEPS):
         for column in columns if sweep % 2 == 0 else reversed(columns):
             means = {}
-            for slot in column:
-                near = [places[id(other)] for other in neighbours.get(id(slot), ()) if other not in column]
-                means[id(slot)] = sum(near) / len(near) if near else places[id(slot)]
-            column.sort(key=lambda slot: means[id(slot)])
-            for place, slot in enumerate(column):
-                places[id(slot)] = (place + 0.5) / len(column)
+            for cell in column:
+                near = [places[id(other)] for other in neighbours.get(id(cell), ()) if other not in column]
+                means[id(cell)] = sum(near) / len(near) if near else places[id(cell)]
+            column.sort(key=lambda cell: means[id(cell)])
+            for place, cell in enumerate(column):
+                places[id(cell)] = (place + 0.5) / len(column)
 
 
-def _place(columns: list[list[Slot]], paths: Sequence[tuple[Slot, ...]]) -> None:
+def _place(columns: list[list[Cell]], paths: Sequence[tuple[Cell, ...]]) -> None:
     x = 0.0
     for column in columns:
-        width = max(slot.width for slot in column)
-        for slot in column:
-            if slot.box is None:
-                slot.width = width
-            slot.x = x + (width - slot.width) / 2
+        width = max(cell.width for cell in column)
+        for cell in column:
+            if cell.box is None:
+                cell.width = width
+            cell.x = x + (width - cell.width) / 2
         x += width + GAP_X
         _stack(column, [0.0] * len(column))
     neighbours = _neighbours(paths)
     for sweep in range(_SWEEPS):
         for column in columns if sweep % 2 == 0 else reversed(columns):
             wanted = []
-            for slot in column:
-                near = [other.middle for other in neighbours.get(id(slot), ())]
-                wanted.append((sum(near) / len(near) if near else slot.middle) - slot.height / 2)
+            for cell in column:
+                near = [other.middle for other in neighbours.get(id(cell), ())]
+                wanted.append((sum(near) / len(near) if near else cell.middle) - cell.height / 2)
             _stack(column, wanted)
-    top = min((slot.y for column in columns for slot in column), default=0.0)
+    top = min((cell.y for column in columns for cell in column), default=0.0)
     for column in columns:
-        for slot in column:
-            slot.y -= top
+        for cell in column:
+            cell.y -= top
 
 
-def _stack(column: list[Slot], wanted: Sequence[float]) -> None:
-    """Put the slots of a column one under the other, in their order, as near to where they want to be as that allows.
+def _stack(column: list[Cell], wanted: Sequence[float]) -> None:
+    """Put the boxes of a column one under the other, in their order, as near to their wanted heights as possible.
 
-    Slots that would overlap form a block, which goes to the mean of what its slots want.
+    Boxes that would overlap form a group, which goes to the mean of the wanted heights.
     """
-    blocks: list[list[float]] = []  # sum of wanted tops of the block itself, number of slots, height
-    for slot, top in zip(column, wanted, strict=True):
-        blocks.append([top, 1.0, slot.height + GAP_Y])
+    blocks: list[list[float]] = []  # sum of the wanted tops, number of boxes, height
+    for cell, top in zip(column, wanted, strict=True):
+        blocks.append([top, 1.0, cell.height + GAP_Y])
         while len(blocks) > 1 and _top(blocks[-2]) + blocks[-2][2] > _top(blocks[-1]):
             total, number, height = blocks.pop()
             blocks[-1][0] += total - number * blocks[-1][2]
             blocks[-1][1] += number
             blocks[-1][2] += height
-    slots = iter(column)
+    cells = iter(column)
     for block in blocks:
         y = _top(block)
         for _ in range(int(block[1])):
-            slot = next(slots)
-            slot.y = y
-            y += slot.height + GAP_Y
+            cell = next(cells)
+            cell.y = y
+            y += cell.height + GAP_Y
 
 
 def _top(block: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""HTML and SVG that cannot go wrong: text and attributes are always escaped, and only elements are markup."""
+"""Safe HTML and SVG: text and attributes are always escaped, and only elements are markup."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class Markup(str):
-    """Text that is HTML already; only :func:`element`, :func:`join` and a page's own script and style make it."""
+    """Text that is HTML already. Only :func:`element`, :func:`join` and a page's own script and style make it."""
 
     __slots__ = ()
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """The parts one after the other, those escaped that are no markup."""
+    """The parts one after the other; plain text is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
 
 
@@ -24,10 +24,10 @@ def element(name: str, /, *children: str, **attributes: str | int | float | bool
     """``<name attribute="...">children</name>``.
 
     Args:
-        name: of the element.
-        children: markup as it is, other text escaped.
-        attributes: ``class_`` and ``for_`` lose their underscore, other underscores become hyphens; True gives a bare
-            attribute, None and False none.
+        name: the name of the element.
+        children: markup is inserted unchanged, other text is escaped.
+        attributes: ``class_`` and ``for_`` lose their underscore, other underscores become hyphens. True gives a bare
+            attribute; None and False give no attribute.
     """
     given = []
     for key, value in attributes.items():

@@ -1,4 +1,4 @@
-"""How a report looks in a terminal: plain ASCII, at most 100 columns."""
+"""The text of a report for a terminal: plain ASCII, at most 100 columns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile.passes.site import Site
-from kvcompile.report.report import Report, Totals, enumerate_modules, modules_by_reason, outcome
-
-WIDTH = 100
+from kvcompile.report.data import ReportData, Totals, enumerate_modules, modules_by_reason, outcome
+from kvcompile.tables import WIDTH
 
 Row = tuple[str, str, str, str, str]
 
 
-def render(report: Report) -> str:
-    """One table a graph, the reasons for what was not rewritten, the totals."""
+def render(report: ReportData) -> str:
+    """One table for each graph, the reasons of sites that were not rewritten, and the totals."""
     if not report.graphs:
         return "\n".join(["kvquant has compiled no graph yet", *(f"note: {note}" for note in report.notes)])
     text = io.StringIO()
@@ -68,7 +67,7 @@ def _row(site: Site) -> Row:
 
 
 def _joined(halves: Iterable[str], separator: str = " / ") -> str:
-    """What is said of the key and of the value: once if it is the same."""
+    """The texts for the key and the value; one text if both are the same."""
     return separator.join(dict.fromkeys(halves))
 
 

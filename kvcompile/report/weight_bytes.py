@@ -1,4 +1,4 @@
-"""How much room the weights of a graph take, beside its caches: quantized ones are tensor subclasses."""
+"""The bytes of a graph's weights. Quantized weights are tensor subclasses that hold codes and scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WeightBytes:
     """The bytes of one weight.
 
     Attributes:
-        identity: what graphs that share the weight know it by.
+        identity: the same number in all graphs that share the weight.
         plain: bytes of its elements in its own dtype.
         stored: bytes of the tensors that hold it: codes and scales, if it is quantized.
     """
@@ -28,7 +28,7 @@ class WeightBytes:
 
 
 def weight_bytes(inputs: Iterable[Any]) -> tuple[WeightBytes, ...]:
-    """The parameters among the inputs of a graph. Of one that is distributed, the part that this process holds."""
+    """The parameters among the inputs of a graph. A distributed parameter counts with this process's part only."""
     weights = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
     return tuple(WeightBytes(id(weight), _nbytes(_local(weight)), _stored(weight)) for weight in weights)
 
@@ -41,7 +41,7 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def _local(x: Tensor) -> Tensor:
-    """``x`` without subclasses that only say whose part it is: they hold one tensor of the same dtype."""
+    """``x`` without subclasses that only describe a distribution: they hold one tensor of the same dtype."""
     parts = _parts(x)
     return _local(parts[0]) if len(parts) == 1 and parts[0].dtype == x.dtype else x
 

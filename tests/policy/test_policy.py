@@ -179,14 +179,14 @@ def test_a_format_may_be_described_by_its_elements_and_what_shares_a_scale(half:
     ("half", "message"),
     [
         ({"dtype": "int8", "group_size": 64}, "group_size needs a granularity"),
-        ({"dtype": "int4", "granularity": "per_channel", "group_size": 32}, "a group is the 64 tokens of a block"),
+        ({"dtype": "int4", "granularity": "per_channel", "group_size": 32}, "a group is a block of 64 tokens"),
         ({"dtype": "int4", "granularity": "per_group"}, "granularity per_group needs a group_size (32, 64, 128)"),
         ({"dtype": "int4", "granularity": "per_group", "group_size": 48}, "there is no format int4 per_group of 48"),
         ({"dtype": "int4", "granularity": "per_token_head", "group_size": 64}, "there are no groups; drop it"),
         ({"dtype": "int3", "granularity": "per_channel"}, "there is no format int3 per_channel (per_channel: "),
         ({"dtype": "auto", "granularity": "per_channel"}, "there is no format auto per_channel"),
-        ({"dtype": "fp8_e4m3", "granularity": "per_tensor"}, "per_tensor and scales belong together"),
-        ({"dtype": "fp8_e4m3", "scales": 1}, "per_tensor and scales belong together"),
+        ({"dtype": "fp8_e4m3", "granularity": "per_tensor"}, "per_tensor and scales go together"),
+        ({"dtype": "fp8_e4m3", "scales": 1}, "per_tensor and scales go together"),
         (
             {"dtype": "int8", "granularity": "per_tensor", "scales": 1},
             "there is no format int8 per_tensor (per_tensor: ",
@@ -357,7 +357,7 @@ on_unsupported: raise
             f"{path}: rule 2: key: group_size needs a granularity: per_group, or per_channel",
             f"{path}: rule 3: match.module: 're:(' is not a regular expression: missing ), unterminated subpattern at "
             "position 0",
-            f"{path}: rule 4: match: give layers or module; what shall hold everywhere belongs in default",
+            f"{path}: rule 4: match: give layers or module; formats for all layers belong in default",
             f"{path}: on_unsupported: input should be 'error', 'warn' or 'ignore', got 'raise'",
         ]
     )

@@ -123,8 +123,8 @@ def test_a_policy_keeps_the_scales_that_it_was_loaded_with(tmp_path: Path) -> No
     [
         (None, "scales.json cannot be read"),
         ("{", "scales.json"),
-        ('{"version": 2, "largest": {}}', "scales.json is no calibration: version: "),
-        ('{"largest": {"m": {"key": -1}}}', "is no calibration: largest.m.key: "),
+        ('{"version": 2, "largest": {}}', "scales.json is not a calibration: version: "),
+        ('{"largest": {"m": {"key": -1}}}', "is not a calibration: largest.m.key: "),
         ('{"largest": {"m": {"keys": 1}}}', "`python -m kvcompile calibrate` writes one"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_scale_that_cannot_be_one_is_an_error(scale: float, tmp_path: Path) ->
 
 def test_the_scales_of_a_checkpoint_are_for_e4m3(tmp_path: Path) -> None:
     save_file({f"layers.0.attn.{name}_scale": torch.tensor(1.0) for name in "kv"}, tmp_path / "s.safetensors")
-    with pytest.raises(PolicyError, match="are for fp8_e4m3 and not for fp8_e5m2_unit"):
+    with pytest.raises(PolicyError, match="has scales for fp8_e4m3 and not for fp8_e5m2_unit"):
         policy(str(tmp_path / "s.safetensors"), "fp8_e5m2").formats_for("layers.0.attn", 0, 1)
 
 
@@ -212,7 +212,7 @@ def test_calibrate_measures_what_attention_reads(tmp_path: Path, monkeypatch: py
         assert found[module] == pytest.approx(expected, rel=1e-5)
     result = CliRunner().invoke(app, shlex.split(command.replace("32", str(CONTEXT))))
     assert result.exit_code == 2
-    assert f"the model reads {CONTEXT} at most" in result.output
+    assert f"the model reads at most {CONTEXT}" in result.output
     assert json.loads((tmp_path / "scales.json").read_text())["largest"] == found
 
 

@@ -143,7 +143,7 @@ def test_stages_say_what_becomes_of_each_site_and_why(dump: Dump) -> None:
     for stage in ("3_aten", "4_rewritten"):
         head = dump.read(f"graph_1/{stage}.py").partition("# inputs:")[0]
         assert "#   layers.0: is packed" in head
-        assert f"#   layers.1: stays as it is: {refused.reason}\n" in head
+        assert f"#   layers.1: is not packed: {refused.reason}\n" in head
     assert "key int8_per_token_head, value int8_per_token_head" in head
 
 

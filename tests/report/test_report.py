@@ -20,7 +20,8 @@ import kvcompile
 from kvcompile.errors import UnsupportedSiteError
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report.report import GraphReport, Report, collect_reports, last_report, note, ran, record
+from kvcompile.report.data import GraphReport
+from kvcompile.report.report import Report, collect_reports, last_report, note, ran, record
 
 
 def cache(role: str, format: str = "int8_per_token_head", source: str = "keys", after: int = 132) -> CacheSummary:

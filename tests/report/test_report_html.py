@@ -16,7 +16,8 @@ from headless_chromium import Chromium, chromium, find_chromium
 from kvcompile.passes.notes.surroundings import Box, Neighbourhood, SiteView
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
-from kvcompile.report.report import GraphReport, Report
+from kvcompile.report.data import GraphReport
+from kvcompile.report.report import Report
 
 ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 32
@@ -188,7 +189,7 @@ def choose(browser: Chromium, control: str, value: str) -> None:
 
 def test_it_renders_and_logs_nothing(browser: Chromium, page: Path) -> None:
     browser.open(page)
-    assert browser.run("document.querySelector('h1').textContent") == "What kvquant made of the KV caches"
+    assert browser.run("document.querySelector('h1').textContent") == "KV caches under kvquant"
     assert len(shown(browser)) == 2 * NUM_LAYERS
     assert browser.run("document.getElementById('shown').textContent") == "64 of 64 sites"
     assert browser.run("[...document.querySelectorAll('tr.details')].every((row) => row.offsetParent === null)")

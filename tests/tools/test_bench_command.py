@@ -99,8 +99,8 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
         ("--heads 4/3", "--heads: '4/3': give query heads and KV heads that divide them"),
         ("--heads four", "--heads: 'four': give query heads"),
         ("--policies int9", "unknown dtype 'int9'"),
-        ("--policies auto", "'auto' leaves the cache as it is"),
-        ("--contexts 2kb", "--contexts: '2kb' is no context"),
+        ("--policies auto", "'auto' leaves the cache unpacked"),
+        ("--contexts 2kb", "--contexts: '2kb' is not a valid context"),
     ],
 )
 def test_mistakes_are_plain_lines(arguments: str, message: str) -> None:

@@ -232,8 +232,8 @@ def test_shapes_are_read_as_they_are_printed():
     [
         (Shape.parse, "2,4", "is not batch,heads/kv_heads,head_dim,context"),
         (workloads.parse_formats, "int9", "unknown dtype 'int9'"),
-        (workloads.parse_formats, "auto", "leaves the cache as it is"),
-        (workloads.parse_fully_packed, "int4", "keeps recent tokens as they are"),
+        (workloads.parse_formats, "auto", "leaves the cache unpacked"),
+        (workloads.parse_fully_packed, "int4", "keeps recent tokens exact"),
     ],
 )
 def test_arguments_that_are_wrong_say_why(parse, text, message):
@@ -269,7 +269,7 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
     rows = Results.read(tmp_path / f"{script}-test-nothing-inc.json").rows
     formats, fully_packed = {"bfloat16", *kvcompile.preset_names()}, len(workloads.fully_packed_formats())
     if script == "store":
-        formats.remove("int4")  # it keeps recent tokens as they are
+        formats.remove("int4")  # it keeps recent tokens exact
     ours = [row for row in rows if row["format"] in formats]
     assert {row["format"] for row in ours} == formats
     assert len(ours) == {"decode": 2 * len(formats) + 2 * fully_packed, "store": 2 * 2 * 2 * fully_packed}[script]

@@ -198,10 +198,13 @@ def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest
         ("--policies int9", "policy 'int9' is neither a preset nor a file"),
         ("--decode 9 --chunk 4", "--decode 9 is not a multiple of --chunk 4"),
         ("--data nowhere.txt --prefill 8 --decode 8", "nowhere.txt: No such file or directory"),
-        ("--data config.json --prefill 8 --decode 2000", f"make 2008 tokens, and the model reads {CONTEXT} at most"),
-        ("--data short.txt --prefill 8 --decode 8", "short.txt: 3 tokens, and a window takes 17; give more text"),
+        ("--data config.json --prefill 8 --decode 2000", f"make 2008 tokens, but the model reads at most {CONTEXT}"),
+        ("--data short.txt --prefill 8 --decode 8", "short.txt: 3 tokens, but a window takes 17; give more text"),
         ("--device nonsense", "--device nonsense: "),
-        ("--dtype float31", "--dtype: 'float31' is none of float32, bfloat16, float16; did you mean 'float32'?"),
+        (
+            "--dtype float31",
+            "--dtype: 'float31' is not a valid dtype; did you mean 'float32'? (write one of float32, bfloat16, ",
+        ),
         ("--plot quality.txt", "--plot quality.txt: the name must end in .png, .svg, .pdf"),
         ("--plot nowhere/quality.png", "nowhere/quality.png: its folder does not exist"),
         ("--output .", ".: Is a directory"),
@@ -224,7 +227,7 @@ def test_a_folder_without_a_model_is_a_mistake_in_one_line(tmp_path: Path) -> No
 
 
 def test_other_models_need_a_text(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="give a text with --data FILE"):
+    with pytest.raises(EvaluationError, match="give one with --data FILE"):
         read_text(small_model(vocab_size=300), str(tmp_path), None, Schedule(8, 8), 1)
     with pytest.raises(EvaluationError, match=r"there is no .*val.bin; give a text with --data FILE"):
         read_text(small_model(), str(tmp_path), None, Schedule(8, 8), 1)

@@ -93,7 +93,7 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
         ("--model nowhere/config.json --layers 1", "--model nowhere/config.json: no such file"),
         ("--model config.json --layers 9", "--layers 9: the model has 2"),
         ("--model . --policy nix", "'nix' is neither a preset nor a file"),
-        ("--model . --tokens 300", "--tokens 300, and 4 before them, are more than --context 256"),
+        ("--model . --tokens 300", "--tokens 300, and 4 tokens before them, exceed --context 256"),
         ("--model . --html .", ".: Is a directory"),
     ],
 )

@@ -220,7 +220,7 @@ def test_the_budget_is_what_weights_and_reserve_leave() -> None:
     assert users(plan) == [[296, 74, 18, 4]]
     counted = plan_of(LLAMA_3_1_8B, "bf16", memory=80 * GIB, reserve=2 * GIB)
     assert counted.budget.nbytes == 78 * GIB - 2 * 8_030_261_248
-    with pytest.raises(NoRoomError, match=r"of 16\.00 GiB, the weights \(bf16\) take 14\.96 GiB"):
+    with pytest.raises(NoRoomError, match=r"in 16\.00 GiB: the weights \(bf16\) take 14\.96 GiB"):
         plan_of(LLAMA_3_1_8B, "bf16", memory=16 * GIB, reserve=2 * GIB)
 
 
@@ -236,8 +236,8 @@ def test_weights_in_fewer_bits_are_smaller(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "weights", "reason"),
     [
-        (LLAMA_3_1_8B, "int5", "'int5' is no format; did you mean 'int"),
-        (LLAMA_3_1_8B, "5G", "'5G' is no size"),
+        (LLAMA_3_1_8B, "int5", "'int5' is not a known format; did you mean 'int"),
+        (LLAMA_3_1_8B, "5G", "'5G' is not a valid size"),
         ({**LLAMA_3_1_8B, "model_type": "novel"}, "int4", "cannot count the parameters of model_type 'novel'"),
         (GEMMA_3_4B, "int4", "describes parts outside text_config"),
         ({**LLAMA_3_1_8B, "quantization_config": {"bits": 4}}, None, "give the format or the size of these weights"),
@@ -267,7 +267,7 @@ def test_efficiency_counts_by_what_is_read() -> None:
     )  # fmt: skip
     assert plan.policies[0].seconds[8192] == pytest.approx(0.02 + 131072 * 8192 / 0.9e12)
     assert plan.policies[1].seconds[8192] == pytest.approx(0.02 + 67584 * 8192 / 0.8e12)
-    assert "nothing here is read as 'fp8_e4m3'" in error_of(
+    assert "no policy reads 'fp8_e4m3'" in error_of(
         plan_of, LLAMA_3_1_8B, "bf16", bandwidth=Bandwidth(1, ""), efficiency={"fp8_e4m3": Fraction(1)}
     )
 
@@ -359,7 +359,7 @@ def test_contexts_count_in_1024(text: str, tokens: int) -> None:
 @pytest.mark.parametrize("text", ["", "80", "80G", "80gib", "GiB", "-1GiB", "1e3GB", "80 Gb", "nan"])
 def test_a_size_that_is_none_is_an_error_that_quotes_it_and_says_how_to_write_one(text: str) -> None:
     error = error_of(parse_size, text, "--memory")
-    assert error.startswith(f"--memory: {text!r} is no size")
+    assert error.startswith(f"--memory: {text!r} is not a valid size")
     assert "80GiB (2**30 bytes), 80GB (10**9 bytes)" in error
 
 
@@ -369,12 +369,12 @@ def test_a_unit_in_the_wrong_case_is_corrected() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "k", "2kb", "1.0001k", "-5", "2 000"])
 def test_a_context_that_is_none_is_an_error_that_quotes_it(text: str) -> None:
-    assert f"--contexts: {text!r} is no context" in error_of(parse_context, text, "--contexts")
+    assert f"--contexts: {text!r} is not a valid context" in error_of(parse_context, text, "--contexts")
 
 
 @pytest.mark.parametrize("text", ["4.35TB", "TB/s", "0TB/s", "4.35Tb/s"])
 def test_a_bandwidth_that_is_none_is_an_error(text: str) -> None:
-    assert "is no bandwidth" in error_of(parse_rate, text, "--bandwidth")
+    assert "is not a valid bandwidth" in error_of(parse_rate, text, "--bandwidth")
 
 
 def test_sizes_are_written_in_binary_units() -> None:

@@ -155,16 +155,16 @@ def test_an_unknown_model_type_is_read_by_its_fields_and_noted() -> None:
         ({"num_key_value_heads": "8"}, "num_key_value_heads: expected an integer from 1, got '8'"),
         ({"num_key_value_heads": 0}, "num_key_value_heads: expected an integer from 1, got 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers: expected an integer from 1, got True"),
-        ({"num_attention_heads": 7}, "head_dim: is missing, and 4096 channels do not divide into 7 heads"),
+        ({"num_attention_heads": 7}, "head_dim: is missing, and 7 heads do not divide 4096 channels"),
         ({"sliding_window": 4096}, "no field layer_types"),
         ({"layer_types": ["full_attention"]}, "layer_types: expected a list of 32 names"),
         ({"layer_types": ["sparse_attention"] * 32}, "does not know what a layer 'sparse_attention' keeps"),
         ({"layer_types": ["sliding_attention"] * 32}, "no field sliding_window"),
         ({"layer_types": ["linear_attention"] * 32}, "no layer of this model keeps keys and values"),
         ({"kv_lora_rank": 512}, "no field qk_rope_head_dim"),
-        ({"model_type": "novel", "mamba_d_state": 16}, "mamba_d_state: says that its layers do not all keep"),
-        ({"model_type": "novel", "index_topk": 2048}, "index_topk: says that its layers do not all keep"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is none that a cache can have"),
+        ({"model_type": "novel", "mamba_d_state": 16}, "mamba_d_state: says that some layers do not keep plain"),
+        ({"model_type": "novel", "index_topk": 2048}, "index_topk: says that some layers do not keep plain"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not a dtype of caches"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model; give the encoder's tokens with --source-tokens"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_config_that_does_not_say_what_is_needed_is_an_error_that_names_the_fi
     assert "config.json" in error or "dtype" in error
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "line 1 is no JSON"), ("[]", "expected a JSON object")])
+@pytest.mark.parametrize(("text", "reason"), [("{", "line 1 is not valid JSON"), ("[]", "expected a JSON object")])
 def test_a_file_that_is_no_config_is_an_error_that_names_it(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)

@@ -129,9 +129,9 @@ def test_mistakes_are_named() -> None:
         kvcompile.tune(model, tokens, 4, formats=["int9"])
     with pytest.raises(EvaluationError, match="no format to choose from"):
         kvcompile.tune(model, tokens, 4, formats=[])
-    with pytest.raises(EvaluationError, match="a budget of nan bits: give a number above 0"):
+    with pytest.raises(EvaluationError, match="a budget of nan bits is not valid: give a number above 0"):
         kvcompile.tune(model, tokens, float("nan"))
-    with pytest.raises(EvaluationError, match=r"no choice of formats fits a budget of 2 bits: the smallest takes 2\.5"):
+    with pytest.raises(EvaluationError, match=r"fits a budget of 2 bits: the smallest choice takes 2\.5"):
         kvcompile.tune(model, tokens, 2, formats=["turboquant_2bit"], decode=1)
 
 

@@ -1,0 +1,253 @@
+"""A report as data: the outcome of every attention site of every compiled graph, the calls, and the sums over both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvcompile.errors import UnsupportedSiteError
+from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.refusal import Reason
+from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.policy.policy import OnUnsupported
+from kvcompile.report.weight_bytes import WeightBytes
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["rewritten", "refused", "left alone"]
+
+NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
+"""Reasons without a fault: the policy leaves the cache alone, or the site has no cache."""
+
+
+def outcome(site: Site) -> Outcome:
+    """``rewritten``; ``left alone`` if the policy says so or there is no cache; otherwise ``refused``."""
+    if site.rewritten:
+        return "rewritten"
+    return "left alone" if site.reason_code in NOT_REFUSED else "refused"
+
+
+def modules_by_reason(sites: Iterable[Site]) -> dict[str, list[str]]:
+    """The modules of sites that were not rewritten, each once, under each distinct reason."""
+    modules: dict[str, dict[str, None]] = {}
+    for site in sites:
+        if site.reason is not None:
+            modules.setdefault(site.reason, {})[site.module or "top level"] = None
+    return {reason: list(names) for reason, names in modules.items()}
+
+
+def enumerate_modules(modules: list[str]) -> str:
+    """``a, b, c and 29 more``."""
+    return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """The outcome of one compiled graph: its attention sites, in the order of the graph.
+
+    Attributes:
+        sites: the attention sites and their outcomes.
+        views: the graph around each site, for a drawing; empty if the graph was not analysed.
+        weights: the parameters among the inputs of the graph.
+        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order.
+    """
+
+    sites: tuple[Site, ...]
+    views: tuple[SiteView, ...] = ()
+    weights: tuple[WeightBytes, ...] = ()
+    passes: Mapping[str, float] = field(default_factory=dict)
+
+    def enforce(self, on_unsupported: OnUnsupported) -> None:
+        """Raise on or warn of the refused sites; one warning for every reason.
+
+        Raises:
+            UnsupportedSiteError: ``on_unsupported`` is ``error`` and a site was refused.
+        """
+        refused = [site for site in self.sites if outcome(site) == "refused"]
+        if on_unsupported == "error" and refused:
+            site = refused[0]
+            raise UnsupportedSiteError(site.module, str(site.reason), str(site.remedy))
+        if on_unsupported == "warn":
+            for reason, modules in modules_by_reason(refused).items():
+                log.warning("kvquant leaves %s to plain Inductor: %s", enumerate_modules(modules), reason)
+
+
+@dataclass
+class Runs:
+    """How often a graph with packed caches was called while a report was open.
+
+    Attributes:
+        graph: the graph.
+        packed: the number of calls that ran on packed caches.
+        plain: the number of calls that ran as plain Inductor would, by reason.
+    """
+
+    graph: GraphReport
+    packed: int = 0
+    plain: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_plain(self) -> int:
+        return sum(self.plain.values())
+
+    @property
+    def num_calls(self) -> int:
+        return self.packed + self.num_plain
+
+    def __str__(self) -> str:
+        return f"{self.num_plain} of {self.num_calls} calls ran as plain Inductor would: {'; '.join(self.plain)}"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a report.
+
+    Attributes:
+        graphs, sites, rewritten, refused, left_alone: counts.
+        calls: how often graphs with packed caches were called.
+        plain_calls: how many of these calls ran as plain Inductor would.
+        bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
+            caches of a graph do not count if all its calls ran as plain Inductor would.
+        bytes_per_token_after: the same caches packed, metadata included.
+        residual_bytes: bytes per sequence and KV head of the recent and first tokens that caches keep exact.
+        weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.
+        weight_bytes_after: bytes of the same parameters as stored; fewer if a library such as torchao has quantized
+            them.
+    """
+
+    graphs: int
+    sites: int
+    rewritten: int
+    refused: int
+    left_alone: int
+    calls: int
+    plain_calls: int
+    bytes_per_token_before: int
+    bytes_per_token_after: int
+    residual_bytes: int
+    weight_bytes_before: int
+    weight_bytes_after: int
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller long caches are when packed; None without packed caches."""
+        return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
+
+    @property
+    def weight_ratio(self) -> float | None:
+        """How many times smaller the weights are than in their own dtypes; None if they are not smaller."""
+        is_smaller = self.weight_bytes_after < self.weight_bytes_before
+        return self.weight_bytes_before / self.weight_bytes_after if is_smaller else None
+
+
+@dataclass
+class ReportData:
+    """The outcomes of compiled graphs, and the calls of those graphs.
+
+    Attributes:
+        graphs: in the order of their compilation.
+        remarks: events of the run, one line each, e.g. that keys have outlier channels.
+        runs: the calls of every graph with packed caches, by ``id`` of the graph. Graphs that were compiled before the
+            report was opened are included.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: dict[int, Runs] = field(default_factory=dict, compare=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """The remarks, and a line for every graph that had calls that ran as plain Inductor would."""
+        numbers = {id(graph): f"graph {number}" for number, graph in enumerate(self.graphs, start=1)}
+        plain = {graph: runs for graph, runs in self.runs.items() if runs.plain}
+        earlier = "a graph that was compiled before"
+        return [*self.remarks, *(f"{numbers.get(graph, earlier)}: {runs}" for graph, runs in plain.items())]
+
+    @property
+    def calls(self) -> int:
+        """How often graphs with packed caches were called."""
+        return sum(runs.num_calls for runs in self.runs.values())
+
+    def count_call(self, graph: GraphReport, plain_because: str | None) -> None:
+        """Count a call of a graph with packed caches.
+
+        Args:
+            graph: the graph.
+            plain_because: why the call ran as plain Inductor would; None if it ran on packed caches.
+        """
+        runs = self.runs.setdefault(id(graph), Runs(graph))
+        if plain_because is None:
+            runs.packed += 1
+        else:
+            runs.plain[plain_because] += 1
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of all graphs; a module that is compiled twice (prefill, decode) has a site in each."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def totals(self) -> Totals:
+        outcomes = Counter(outcome(site) for site in self.sites)
+        caches = self._caches()
+        weights = {weight.identity: weight for graph in self.graphs for weight in graph.weights}.values()
+        return Totals(
+            graphs=len(self.graphs),
+            sites=len(self.sites),
+            rewritten=outcomes["rewritten"],
+            refused=outcomes["refused"],
+            left_alone=outcomes["left alone"],
+            calls=self.calls,
+            plain_calls=sum(runs.num_plain for runs in self.runs.values()),
+            bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
+            bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
+            residual_bytes=sum(cache.residual_bytes for cache in caches),
+            weight_bytes_before=sum(weight.plain for weight in weights),
+            weight_bytes_after=sum(weight.stored for weight in weights),
+        )
+
+    def _caches(self) -> list[CacheSummary]:
+        """Every packed cache once, although each graph that uses it reports it.
+
+        Caches are skipped in graphs whose calls all ran as plain Inductor would. Within a graph, a cache is identified
+        by its source. Another graph may give it another source (made there, passed here), so across graphs it is
+        identified by its module, its role, and its place among the caches with the same module and role.
+        """
+        caches: dict[tuple[str, str, int], CacheSummary] = {}
+        for graph in self.graphs:
+            runs = self.runs.get(id(graph), Runs(graph))
+            if runs.plain and not runs.packed:
+                continue
+            places: Counter[tuple[str, str]] = Counter()
+            seen: set[tuple[str, str]] = set()
+            for site in graph.sites:
+                for cache in site.caches:
+                    if (cache.role, cache.source) in seen:
+                        continue
+                    seen.add((cache.role, cache.source))
+                    caches[site.module, cache.role, places[site.module, cache.role]] = cache
+                    places[site.module, cache.role] += 1
+        return list(caches.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "calls": 3, ...}, ...], "notes": [...]}``."""
+        totals = {
+            **dataclasses.asdict(self.totals),
+            "ratio": self.totals.ratio,
+            "weight_ratio": self.totals.weight_ratio,
+        }
+        return {"totals": totals, "graphs": [self._graph_dict(graph) for graph in self.graphs], "notes": self.notes}
+
+    def _graph_dict(self, graph: GraphReport) -> dict[str, Any]:
+        runs = self.runs.get(id(graph), Runs(graph))
+        sites = [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]
+        return {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain, "passes": dict(graph.passes)}
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
