@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcompile.backend import ConfiguredBackend as ConfiguredBackend
+    from kvcompile.backend import kvquant as kvquant
     from kvcompile.caches.file import load_cache as load_cache
     from kvcompile.caches.file import save_cache as save_cache
     from kvcompile.caches.static import static_cache as static_cache
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CacheFileError": "errors",
     "Comparison": "evaluation.comparison",
+    "ConfiguredBackend": "backend",
     "KVCompileError": "errors",
     "OptionsError": "errors",
     "PackedPool": "packed.pool",
@@ -51,6 +54,7 @@ _HOME = {
     "compare": "evaluation.compare",
     "debug": "debugging.debug",
     "explain": "explaining",
+    "kvquant": "backend",
     "last_report": "report.report",
     "load_cache": "caches.file",
     "preset_names": "policy.presets",

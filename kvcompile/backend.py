@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch._functorch.config
@@ -17,6 +17,7 @@ from kvcompile.call.inputs import graph_inputs, mismatch, source_name
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.debugging.stages import GraphStages, Stage
+from kvcompile.errors import OptionsError
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import in_dynamo_order
@@ -29,6 +30,8 @@ from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.refusal import GiveUp, Reason, Refusal
 from kvcompile.passes.rewrite.caches import is_mutated
 from kvcompile.passes.site import Site, num_layers
+from kvcompile.policy.choice import Choice
+from kvcompile.policy.policy import OnUnsupported, Policy, PolicySpec
 from kvcompile.report import report
 from kvcompile.report.weight_bytes import weight_bytes
 
@@ -37,23 +40,62 @@ class _NothingRewritten(GiveUp):
     """Leaves AOTAutograd when no site can be packed: the untouched graph is then compiled as plain Inductor does."""
 
 
+@overload
 def kvquant(
-    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]: ...
+
+
+@overload
+def kvquant(
+    *,
+    policy: PolicySpec = None,
+    on_unsupported: OnUnsupported | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **inductor_options: Any,
+) -> ConfiguredBackend: ...
+
+
+def kvquant(
+    gm: GraphModule | None = None,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **more_options: Any,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with its KV caches quantized; the function that ``torch.compile`` calls.
+    """The backend of ``torch.compile``; called with keywords only, a backend that has these options.
+
+    ``torch.compile(model, backend="kvquant", options={"policy": "int4"})`` finds it by its name. PyTorch takes either a
+    ``mode`` or ``options``, and shows a wrong option as ``BackendCompilerFailed`` when it first compiles. With
+    keywords, mode and options go together, and are checked at once::
+
+        torch.compile(model, backend=kvcompile.kvquant(policy="int4"), mode="reduce-overhead")
 
     Args:
-        gm: Dynamo's graph.
-        example_inputs: its inputs, real tensors and symbolic integers.
-        mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...); not together with options.
+        gm: Dynamo's graph, which ``torch.compile`` passes.
+        example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
+        mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
         options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``)
-            and Inductor configuration keys.
+            and Inductor configuration keys, which override the settings of the mode.
+        more_options: the same as keywords; they override ``options``.
+
+    Returns:
+        The compiled graph; or, without ``gm``, a :class:`ConfiguredBackend`.
 
     Raises:
         OptionsError: an unknown mode or option.
         PolicyError: an unknown preset, format or field of a policy.
         UnsupportedSiteError: under ``on_unsupported="error"``, for a cached attention that cannot be packed.
     """
+    given = {name: value for name, value in more_options.items() if value is not None}
+    if gm is None:
+        return ConfiguredBackend(mode, {**(options or {}), **given})
+    if not isinstance(gm, GraphModule) or example_inputs is None or given:
+        raise OptionsError(
+            "kvquant takes a graph and its inputs from torch.compile, or keywords only, such as kvquant(policy='int4')"
+        )
     parsed = BackendOptions.parse(mode, options)
     compiler = _GraphCompiler(gm, list(example_inputs), parsed)
     try:
@@ -61,6 +103,58 @@ def kvquant(
             return compiler.compile()
     finally:
         compiler.release()
+
+
+class ConfiguredBackend:
+    """The backend with options of its own; what ``kvquant(policy=...)`` returns.
+
+    Backends with equal options are equal, so that code which one of them compiled is not compiled again for another.
+    A ``mode`` or ``options`` of ``torch.compile`` override the same settings.
+
+    Attributes:
+        options: the checked options.
+    """
+
+    # Dynamo asks for the name: for backends that are registered by name it drops what it knows of the tensors that it
+    # traced, and only then can a plain cache be replaced by a packed one.
+    __name__ = "kvquant"
+
+    def __init__(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        """``mode`` and ``options`` as for :func:`kvquant`."""
+        self.options = BackendOptions.parse(mode, options)
+        self._mode = mode
+        self._given = {**(options or {}), "policy": self.options.policy}  # a policy file is read once
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        return kvquant(gm, example_inputs, mode=mode or self._mode, options={**self._given, **(options or {})})
+
+    def with_mode(self, mode: str) -> ConfiguredBackend:
+        """This backend with the mode ``mode`` if it has none; its options override the settings of the mode."""
+        return ConfiguredBackend(self._mode or mode, self._given)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfiguredBackend) and self.options == other.options
+
+    def __hash__(self) -> int:
+        return hash((self.options.policy.fingerprint(), self.options.on_unsupported))
+
+    def __repr__(self) -> str:
+        policy = self.options.policy
+        name = policy.default.dtype
+        if name is None or policy != Policy(default=Choice(dtype=name)):
+            name = f"Policy {policy.fingerprint()}"
+        given = {**self._given, "policy": name} | ({"mode": self._mode} if self._mode is not None else {})
+        keywords = {option: value for option, value in given.items() if option.isidentifier()}
+        if others := {option: value for option, value in given.items() if option not in keywords}:
+            keywords = {"options": others, **keywords}
+        return f"kvquant({', '.join(f'{option}={value!r}' for option, value in keywords.items())})"
 
 
 class _GraphCompiler:

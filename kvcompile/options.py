@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="kvquant", mode=..., options=...)`` hands to the backend, checked."""
+"""The options of the backend: ``mode`` and ``options`` of ``torch.compile``, and keywords of ``kvquant``; checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BackendOptions:
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
-        """Check ``mode`` and ``options``, which exclude each other as they do for Inductor.
+        """Check ``mode`` and ``options``; an option overrides the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which wins over the policy's own)
         and any key of Inductor's configuration, with ``-`` for ``_`` if you like.
@@ -43,14 +43,13 @@ class BackendOptions:
             PolicyError: the policy is wrong.
         """
         options = dict(options or {})
-        if mode is not None and options:
-            raise OptionsError("mode and options cannot be given together; put the mode's settings into options")
         policy = Policy.load(options.pop("policy", None))
         on_unsupported = options.pop("on_unsupported", policy.on_unsupported)
         known = typing.get_args(OnUnsupported)
         if on_unsupported not in known:
             raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {on_unsupported!r}")
-        return cls(policy, on_unsupported, _mode_settings(mode) if mode is not None else _inductor_settings(options))
+        settings = _mode_settings(mode) if mode is not None else {}
+        return cls(policy, on_unsupported, settings | _inductor_settings(options))
 
 
 def _mode_settings(mode: str) -> dict[str, Any]:

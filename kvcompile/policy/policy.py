@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import (
@@ -57,6 +57,9 @@ OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
 Tokens = Annotated[int, Field(ge=0, strict=True)]
 """A number of tokens."""
+
+PolicySpec: TypeAlias = "str | Path | Mapping[str, Any] | Policy | None"
+"""What :meth:`Policy.load` takes."""
 
 
 class Match(Strict):
@@ -162,7 +165,7 @@ class Policy(Strict):
     strict: bool = False
 
     @classmethod
-    def load(cls, spec: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+    def load(cls, spec: PolicySpec = None) -> Policy:
         """A policy from a preset's name, a YAML or JSON file, a dict, or a policy.
 
         None stands for the environment variable ``KVQUANT_POLICY``; without the variable, for ``int8_per_token_head``.

@@ -45,8 +45,9 @@ def test_every_mode_of_torch_compile_becomes_its_inductor_settings(mode: str) ->
     assert BackendOptions.parse(mode).inductor_config == list_mode_options(mode)
 
 
-def test_mode_and_options_exclude_each_other() -> None:
-    assert error_of("max-autotune", {"policy": "fp8_e4m3"}).startswith("mode and options cannot be given together")
+def test_an_option_overrides_the_same_setting_of_the_mode() -> None:
+    parsed = BackendOptions.parse("reduce-overhead", {"policy": "fp8_e4m3", "triton.cudagraphs": False})
+    assert parsed == BackendOptions(Policy.load("fp8_e4m3"), "warn", {"triton.cudagraphs": False})
 
 
 def test_an_unknown_mode_is_an_error_that_lists_the_modes() -> None:
