@@ -23,7 +23,7 @@ from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 -
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - define their ops beside those below
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend
-from kvcompile.kernels.spec.packing import write_tokens_
+from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.kernels.tiles.visible_range import visible_range, with_four_dimensions
 
@@ -41,6 +41,10 @@ _library.define(
     "attention(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
     "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) "
     "-> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "dequantize(Tensor data, SymInt num_tokens, ScalarType dtype, str format, str role, SymInt head_dim) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
@@ -242,6 +246,23 @@ def _attention_fake(
     return query.new_empty((*query.shape[:3], v_head_dim))
 
 
+def _dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, role: str, head_dim: int) -> Tensor:
+    layout = PackedLayout.parse(format, cast(Role, role), head_dim)
+    _check_data("dequantize", "data", data.dtype, data.shape, data.stride(), layout)
+    capacity = layout.token_blocks(data) * BLOCK_TOKENS
+    if not 0 <= num_tokens <= capacity:
+        raise ValueError(f"kvcompile::dequantize: num_tokens {num_tokens} is not within the {capacity} of the cache")
+    if data.is_cuda and layout.format.has_levels:
+        return launch.dequantize(data, num_tokens, dtype, format, cast(Role, role), head_dim)
+    return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype).contiguous()
+
+
+def _dequantize_fake(
+    data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, role: str, head_dim: int
+) -> Tensor:
+    return data.new_empty((data.shape[1], data.shape[2], num_tokens, head_dim), dtype=dtype)
+
+
 def _visible_range(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     mask = with_four_dimensions(mask, q_len, kv_len)
     if mask.is_cuda:
@@ -257,8 +278,10 @@ for _device in ("CPU", "CUDA"):
     _library.impl("store", _store, _device)
     _library.impl("store_pair", _store_pair, _device)
     _library.impl("attention", _attention, _device)
+    _library.impl("dequantize", _dequantize, _device)
     _library.impl("visible_range", _visible_range, _device)
 torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
 torch.library.register_fake("kvcompile::store_pair", _store_pair_fake, lib=_library)
 torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
+torch.library.register_fake("kvcompile::dequantize", _dequantize_fake, lib=_library)
 torch.library.register_fake("kvcompile::visible_range", _visible_range_fake, lib=_library)

@@ -1,12 +1,12 @@
-"""Dequantize packed tokens in Triton, as plain vectors that attention of long queries reads many times.
+"""Dequantize packed tokens in Triton: for whoever reads a cache, and for attention of long queries.
 
-Unpacking costs more than reading: a query of some hundred positions would unpack every token once for each of its
-tiles. It is cheaper to do it once.
+Unpacking costs more than reading. A query of some hundred positions would unpack every token once for each of its
+tiles, so that attention dequantizes the tokens once and reads plain vectors.
 """
 
 from __future__ import annotations
 
-from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
 from kvcompile.kernels.tiles.packed import load_packed, unpack
@@ -17,6 +17,7 @@ from kvcompile.kernels.tiles.rotation import hadamard_rows, random_signs, rotati
 def dequantize_kernel(
     data_ptr, bounds_ptr, out_ptr, data_strides, first_pair, num_kv_heads, num_tokens, num_blocks, blocks_per_program,
     static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
 
@@ -24,7 +25,8 @@ def dequantize_kernel(
         data_ptr: packed data, strides (block, batch, head), bytes.
         bounds_ptr: with HAS_BOUNDS int32 [batch, 2]: of each sequence, only the tiles of TILE tokens with a token in
             this range are written.
-        out_ptr: [pairs, num_blocks * block_tokens, padded_head_dim], any float dtype; 0 from ``num_tokens`` on.
+        out_ptr: any float dtype. With PADDED [pairs, num_blocks * block_tokens, padded_head_dim], 0 from ``num_tokens``
+            on; otherwise [pairs, num_tokens, head_dim].
         static_scale: of the format.
         first_pair: pair of the first program, ``batch * num_kv_heads + kv_head``.
     """
@@ -33,7 +35,9 @@ def dequantize_kernel(
     head = (pair % num_kv_heads).to(tl.int64)
     header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
     BLOCK: tl.constexpr = OPERAND.block_tokens
-    out_ptr += tl.program_id(0).to(tl.int64) * num_blocks * BLOCK * OPERAND.padded_head_dim
+    ROW: tl.constexpr = _row_width(OPERAND, PADDED)
+    rows = num_blocks * BLOCK if PADDED else num_tokens
+    out_ptr += tl.program_id(0).to(tl.int64) * rows * ROW
     begin, end = 0, num_blocks * BLOCK
     if HAS_BOUNDS:
         begin = tl.load(bounds_ptr + batch * 2) // TILE * TILE
@@ -43,17 +47,23 @@ def dequantize_kernel(
         block = tl.program_id(1) * blocks_per_program + i
         if (block * BLOCK >= begin) & (block * BLOCK < end):
             tokens_left = num_tokens - block * BLOCK
-            row_ptr = out_ptr + block.to(tl.int64) * BLOCK * OPERAND.padded_head_dim
+            row_ptr = out_ptr + block.to(tl.int64) * BLOCK * ROW
             exact = block < 0
             if OPERAND.num_entries > 0:
                 exact = (tokens_left > 0) & is_exact(header_ptr, block, OPERAND)
             if exact:
-                _copy_exact(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND)
+                _copy_exact(row_ptr, header_ptr, data_strides[0], block, tokens_left, OPERAND, PADDED)
             else:
                 _dequantize_block(
                     row_ptr, header_ptr, data_strides[0], block, tokens_left, rotation, static_scale, OPERAND,
-                    PRECISION,
+                    PRECISION, PADDED,
                 )  # fmt: skip
+
+
+@constexpr_function
+def _row_width(operand, padded):
+    """Elements of a row of the output."""
+    return operand.padded_head_dim if padded else operand.head_dim
 
 
 @jit
@@ -70,17 +80,17 @@ def _rotation_of_planes(OPERAND: tl.constexpr):
 
 
 @jit
-def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr):
+def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr, PADDED: tl.constexpr):
     """The tokens of a block that a slot keeps as they are."""
     if OPERAND.num_entries > 0:
         x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
-        _store_rows(out_ptr, x, tokens_left, OPERAND.padded_head_dim, OPERAND)
+        _store_rows(out_ptr, x, tokens_left, _row_width(OPERAND, PADDED), OPERAND, PADDED)
 
 
 @jit
 def _dequantize_block(
     out_ptr, header_ptr, stride_block, block, tokens_left, rotation, static_scale, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
@@ -89,7 +99,7 @@ def _dequantize_block(
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
         x = _rotate_levels(levels, scale, zero, rotation, OPERAND, PRECISION)
-        _store_rows(out_ptr, x * static_scale, tokens_left, OPERAND.padded_head_dim, OPERAND)
+        _store_rows(out_ptr, x * static_scale, tokens_left, _row_width(OPERAND, PADDED), OPERAND, PADDED)
     else:
         for plane in tl.static_range(NUM_PLANES):
             x = levels[plane].to(tl.float32)
@@ -101,7 +111,7 @@ def _dequantize_block(
                     x = x + _of_codes(zero, plane, OPERAND)
             if OPERAND.column_major:
                 x = tl.trans(x)
-            _store_rows(out_ptr + plane * OPERAND.width, x * static_scale, tokens_left, OPERAND.width, OPERAND)
+            _store_rows(out_ptr + plane * OPERAND.width, x * static_scale, tokens_left, OPERAND.width, OPERAND, PADDED)
 
 
 @jit
@@ -146,15 +156,20 @@ def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @jit
-def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
-    """Store the first WIDTH columns of [tokens, columns] of a block; 0 from ``tokens_left`` on."""
+def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.constexpr, PADDED: tl.constexpr):
+    """Store the first WIDTH columns of [tokens, columns] of a block.
+
+    Rows from ``tokens_left`` on are 0 with PADDED; without, there are no such rows.
+    """
     token = tl.arange(0, OPERAND.block_tokens)[:, None]
     column = tl.arange(0, x.shape[1])[None, :]
     x = tl.where(token < tokens_left, x.to(tl.float32), 0.0)
     if out_ptr.dtype.element_ty == tl.float16:
         x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # what is finite stays so
-    ptrs = out_ptr + token * OPERAND.padded_head_dim + column
-    if x.shape[1] == WIDTH:
+    ptrs = out_ptr + token * _row_width(OPERAND, PADDED) + column
+    if not PADDED:
+        tl.store(ptrs, x, mask=(token < tokens_left) & (column < WIDTH))
+    elif x.shape[1] == WIDTH:
         tl.store(ptrs, x)
     else:
         tl.store(ptrs, x, mask=column < WIDTH)

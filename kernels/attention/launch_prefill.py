@@ -116,7 +116,7 @@ def _dequantize(
         (data, data if bounds is None else bounds, out),
         (strides_of(data),),
         (first_pair, num_kv_heads, call.kv_len, num_blocks, at_once, static_scale),
-        (operand, bounds is not None, config.tokens, precision(data.device)),
+        (operand, bounds is not None, config.tokens, precision(data.device), True),
         {"num_warps": 4},
     )
     return out

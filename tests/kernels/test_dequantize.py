@@ -1,0 +1,77 @@
+"""The dequantize kernel reads the values that the specification reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from formats_of_every_kind import KINDS, SHAPES
+from packed_bytes import empty_packed
+
+from kvcompile.kernels import launch
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+WINDOW = "[recent=1,sinks=1,float32]"
+
+
+def packed_cache(spec, head_dim, num_tokens, capacity, role="key", batch=2, heads=3):
+    """Packed data of ``capacity`` tokens on the CPU, of which the first ``num_tokens`` are random."""
+    layout = PackedLayout.parse(spec, role, head_dim)
+    data = empty_packed(layout, capacity, batch, heads, torch.device("cpu"))
+    write_tokens_(data, layout, torch.randn(batch, heads, num_tokens, head_dim), torch.arange(num_tokens))
+    return layout, data
+
+
+def assert_reads_like_the_specification(layout, data, num_tokens, dtype, device, view=lambda data: data):
+    expected = to_cache_dtype(read_tokens(view(data), layout, num_tokens), dtype)
+    actual = launch.dequantize(
+        view(data.to(device)), num_tokens, dtype, layout.spec, layout.role, layout.head_dim
+    ).cpu()
+    assert actual.is_contiguous()
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("format_name", [name if "channel" not in name else name + WINDOW for name in KINDS])
+def test_every_format_is_read(format_name, device):
+    layout, data = packed_cache(format_name, 64, 100, 130)
+    assert_reads_like_the_specification(layout, data, 100, torch.float32, device)
+
+
+@pytest.mark.parametrize(("format_name", "head_dim"), SHAPES)
+def test_every_head_dim_is_read_without_padding(format_name, head_dim, device):
+    layout, data = packed_cache(format_name, head_dim, 70, 70, "value")
+    assert_reads_like_the_specification(layout, data, 70, torch.float32, device)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 128])
+@pytest.mark.parametrize("format_name", ["int8_per_token_head", "int4_per_token_head" + WINDOW])
+def test_every_number_of_tokens_is_read(format_name, num_tokens, device):
+    layout, data = packed_cache(format_name, 64, num_tokens, 200)
+    assert_reads_like_the_specification(layout, data, num_tokens, torch.float32, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("format_name", ["turboquant_4bit", "int8_per_token_head"])
+def test_values_are_rounded_to_the_dtype_of_the_cache(format_name, dtype, device):
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter does not round to nearest")
+    layout, data = packed_cache(format_name, 64, 65, 65)
+    assert_reads_like_the_specification(layout, data, 65, dtype, device)
+
+
+def test_finite_values_stay_finite_in_float16(device):
+    layout = PackedLayout.parse("int8_per_token_head", "key", 64)
+    data = empty_packed(layout, 3, 1, 1, torch.device("cpu"))
+    write_tokens_(data, layout, torch.full((1, 1, 3, 64), 65504.0), torch.arange(3))
+    assert_reads_like_the_specification(layout, data, 3, torch.float16, device)
+
+
+def test_views_of_sequences_and_heads_are_read(device):
+    layout, data = packed_cache("int4_per_token_head", 64, 100, 100)
+    assert_reads_like_the_specification(layout, data, 100, torch.float32, device, lambda data: data[:, 1:, ::2])
