@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
-from kvcompile.packed.writes import coordinates_of, encoded, put, put_along, read, stored
+from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, put, put_along, read, stored
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     size[dim] = index.shape[0]
     if axis != "t":
         return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
-    values = read(cache, coordinates_of(cache, "t", index))
+    values = read(cache, coordinates_of(cache, "t", not_from_end(index, cache.num_tokens)))
     blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
     result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)
     put(result, result.packed, coordinates_of(result), values)

@@ -48,6 +48,27 @@ _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a packed tensor lies in the cache that it is a view of.
+
+    Attributes:
+        root: the cache, which is no view itself; None for the cache.
+        offset: elements before the first one of the view in the memory that a plain cache would have.
+        ends_cache: whether no token of the cache follows the last one of the view; False if unknown.
+        is_known: whether the code that runs or is traced now made the cache. A graph knows only this tensor of a cache
+            that it is given.
+    """
+
+    root: PackedTensor | None = None
+    offset: int = 0
+    ends_cache: bool = True
+    is_known: bool = True
+
+
+_UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
+
+
+@dataclass(frozen=True)
 class CacheMeta:
     """What the bytes of a PackedTensor mean, apart from its shape; its flatten context, so Dynamo guards on it.
 
@@ -88,11 +109,14 @@ class PackedTensor(PackedSubclass):
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
+        place: Place = _UNKNOWN_PLACE,
     ) -> PackedTensor:
         """A tensor of logical ``size`` and ``stride`` (contiguous by default) over ``packed``.
 
-        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer.
+        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer; ``place`` says
+        which part of a cache it is.
         """
+        # No storage offset: fake tensors that stand for a subclass cannot have one.
         return torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
         )
@@ -104,8 +128,10 @@ class PackedTensor(PackedSubclass):
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
+        place: Place = _UNKNOWN_PLACE,
     ) -> None:
         self.cache_meta = cache_meta
+        self.place = place
         self._packed = packed
         self._lineage = lineage
         self._packed_from = lineage.buffer if lineage is not None else None
@@ -205,18 +231,35 @@ class PackedTensor(PackedSubclass):
         """As :meth:`over`, for any ``cache_meta``."""
         can_be_buffer = not is_traced(data) and data.is_contiguous() and data.storage_offset() == 0
         if not cache_meta.growing or not can_be_buffer or "t" not in cache_meta.axes:
-            return cls(data, cache_meta, size)
+            return cls(data, cache_meta, size, place=Place())
         end = cache_meta.start + size[cache_meta.axes.index("t")]
         layout = cache_meta.layout
         lineage = Lineage(GrowingBuffer(data, end, layout.header_blocks), end)
-        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage)
+        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage, place=Place())
 
     def view_as_part(
-        self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        packed: Tensor | None = None,
+        *,
+        skipped: int = 0,
+        ends_cache: bool = True,
+        **changes: Any,
     ) -> PackedTensor:
-        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``."""
+        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``.
+
+        It begins ``skipped`` elements of plain memory behind this one; ``ends_cache``: with the last token of this one.
+        """
         cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
-        return PackedTensor(self.packed if packed is None else packed, cache_meta, size, stride, self._lineage)
+        packed = self.packed if packed is None else packed
+        place = Place(
+            root=self if self.place.root is None else self.place.root,
+            offset=self.place.offset + skipped,
+            ends_cache=not is_traced(packed) and self.place.ends_cache and ends_cache,
+            is_known=self.place.is_known,
+        )
+        return PackedTensor(packed, cache_meta, size, stride, self._lineage, place)
 
     def of_size(self, size: Sequence[Any]) -> PackedTensor:
         """This cache with the symbols in ``size`` for its sizes, if there are any.
@@ -253,7 +296,7 @@ class PackedTensor(PackedSubclass):
         """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
         if self._lineage is not None:
             self._lineage.make_exclusive()
-        elif self.growing and is_traced(self._packed):
+        elif self.growing and is_traced(self._packed) and not self.place.is_known:
             raise NotImplementedError(
                 "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
                 "may share; append with torch.cat, or use a cache of fixed size"
@@ -334,11 +377,13 @@ class PackedTensor(PackedSubclass):
         if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
-            return PackedTensor(data, cache_meta, size)
+            return PackedTensor(data, cache_meta, size, place=Place())
         own = self._claimed(num_new)
         buffer, first_block = own or (GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks), 0)
         packed = buffer.storage[first_block : first_block + self.packed_layout.growing_blocks(end)]
-        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end))
+        return PackedTensor(
+            packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end), place=Place()
+        )
 
     def _claimed(self, num_new: int) -> tuple[GrowingBuffer, int] | None:
         """Its growing buffer, now with room for ``num_new`` tokens behind it, and where in that this cache begins; None

@@ -56,9 +56,9 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     size, stride = list(cache.shape), list(cache.stride())
     size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
     if axis == "t":
-        return _token_range(cache, start, length, size, stride)
+        return _token_range(cache, start, length, size, stride, skipped=start * cache.stride(dim))
     packed = aten.slice.Tensor(cache.packed, PACKED_DIM[axis], start, end, step)
-    return cache.view_as_part(size, stride, packed)
+    return cache.view_as_part(size, stride, packed, skipped=start * cache.stride(dim))
 
 
 def _clamp(index: int, extent: int) -> int:
@@ -76,12 +76,19 @@ def _token_range(
     """
     layout = cache.packed_layout
     begin = cache.start + start
-    skipped = begin // BLOCK_TOKENS if layout.residual is None else 0
+    first = begin // BLOCK_TOKENS if layout.residual is None else 0
     last = num_blocks(begin + length)
     if cache.growing:
-        last = torch.sym_max(last, skipped + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
-    packed = cache.packed[skipped : layout.header_blocks + last]
-    return cache.view_as_part(size, stride, packed, start=begin - skipped * BLOCK_TOKENS, **changes)
+        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
+    packed = cache.packed[first : layout.header_blocks + last]
+    return cache.view_as_part(
+        size,
+        stride,
+        packed,
+        start=begin - first * BLOCK_TOKENS,
+        ends_cache=start + length == cache.num_tokens,
+        **changes,
+    )
 
 
 @handles(aten.select.int)
@@ -98,6 +105,7 @@ def _select(cache: PackedTensor, dim: int, index: int) -> Any:
         "size": [cache.shape[other] for other in keep],
         "stride": [cache.stride(other) for other in keep],
         "axes": cache.axes[:dim] + cache.axes[dim + 1 :],
+        "skipped": index * cache.stride(dim),
     }
     if axis == "t":
         return _token_range(cache, index, 1, **geometry)

@@ -149,14 +149,21 @@ def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
 
 
 def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
-    """Copies blocks as they are; of the last one, which may have tokens that are not of ``cache``, what differs."""
-    data, blocks = cache.packed_for_write(), cache.num_tokens // BLOCK_TOKENS
-    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device))
-    begin = blocks * BLOCK_TOKENS
+    """Copies blocks byte by byte, and the vectors that differ of a last block which has tokens outside of ``cache``.
+
+    Everything is read before the first byte is written: both may be views of one cache.
+    """
+    data = cache.packed_for_write()
+    ends_together = cache.place.ends_cache and source.place.ends_cache
+    blocks = num_blocks(cache.num_tokens) if ends_together else cache.num_tokens // BLOCK_TOKENS
+    begin = min(blocks * BLOCK_TOKENS, cache.num_tokens)
     tail, new = (part.narrow(part.token_dim, begin, part.num_tokens - begin) for part in (cache, source))
     assert isinstance(tail, PackedTensor)
     coordinates, values = coordinates_of(tail), stored(tail, new)
-    put(tail, data, coordinates, values, valid=(values != read(tail, coordinates)).any(-1))
+    differs = (values != read(tail, coordinates)).any(-1)
+    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device, copy=True))
+    if begin < cache.num_tokens:
+        put(tail, data, coordinates, values, valid=differs)
 
 
 @handles(aten.fill_.Scalar, aten.fill_.Tensor)
@@ -190,6 +197,11 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
     return cache
 
 
+def not_from_end(index: Tensor, extent: int) -> Tensor:
+    """``index`` for operators that know no negative indices: they are out of range afterwards."""
+    return torch.where(index < 0, extent, index)
+
+
 @handles(aten.index_copy_.default)
 def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
@@ -202,7 +214,8 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
             f"{tuple(expected)}"
         )
     values = stored(cache, source)
-    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), values)
+    index = not_from_end(index.reshape(-1), cache.shape[dim])
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index, values)
     return cache
 
 
@@ -270,7 +283,7 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
         )
     coordinates = [c.narrow(n, 0, position.shape[n]) for n, c in enumerate(coordinates_of(cache))]
     along = "bht".index(cache.axes[dim])
-    coordinates[along] = coordinates_of(cache)[along].reshape(-1)[position]
+    coordinates[along] = coordinates_of(cache)[along].reshape(-1)[not_from_end(position, cache.shape[dim])]
     if isinstance(source, Tensor):
         source = cache.to_stored_axes(plain(source))[tuple(slice(extent) for extent in index.shape)]
         values = encoded(cache, source)
