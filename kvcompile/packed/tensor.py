@@ -4,7 +4,8 @@
 :mod:`kvcompile.kernels.layout.packed_layout`). It has one meaning, in eager code and in traced code: **quantize on
 write, dequantize on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and
 transposes are views of the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy
-bytes; everything else reads dequantized values. :mod:`kvcompile.packed.dispatch` says what each operator does.
+bytes; everything else reads dequantized values. :mod:`kvcompile.packed` lists the
+modules that say what each operator does.
 
 A write that cannot be carried out raises; none is lost silently, with one exception that no subclass can see: code that
 takes the address of the tensor (``data_ptr()`` is 0) instead of calling an operator. Outside of ``no_grad``, gradients
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
@@ -34,6 +34,7 @@ from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
+from kvcompile.packed.view_geometry import stride_of_clone
 
 WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
 """The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
@@ -293,7 +294,13 @@ class PackedTensor(PackedSubclass):
         return packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
+        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other.
+
+        The version of the cache that this is a view of counts the write, as that of a plain tensor does.
+        """
+        root = self.place.root
+        if root is not None and not self.data_is_traced and not self._is_view() and not root.is_inference():
+            torch.autograd.graph.increment_version(root)
         if self._lineage is not None:
             self._lineage.make_exclusive()
         elif self.growing and is_traced(self._packed) and not self.place.is_known:
@@ -344,11 +351,21 @@ class PackedTensor(PackedSubclass):
     def format_name(self) -> str:
         return self.packed_layout.format_name
 
+    @property
+    def data_is_traced(self) -> bool:
+        return is_traced(self._packed)
+
     def dequantize(self) -> Tensor:
-        """The values, a plain tensor of this shape and dtype."""
+        """The values, a plain tensor of this shape and dtype with the strides of a clone of the plain view.
+
+        These are the strides of this tensor, except that gaps between its elements are closed.
+        """
         x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
-        x = self.from_stored_axes(to_cache_dtype(x, self.dtype).contiguous())
-        return x.contiguous() if self.is_contiguous() else x
+        x = to_cache_dtype(x, self.dtype)
+        if self.data_is_traced:
+            x = self.from_stored_axes(x.contiguous())
+            return x.contiguous() if self.is_contiguous() else x
+        return x.new_empty_strided(self.shape, stride_of_clone(self)).copy_(self.from_stored_axes(x))
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
@@ -414,13 +431,6 @@ class PackedTensor(PackedSubclass):
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
-    @classmethod
-    @_disable_dynamo
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from kvcompile.packed.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
-
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
 
@@ -466,7 +476,7 @@ torch.serialization.add_safe_globals([rebuild_packed_tensor])
 def _code_digest() -> str:
     """Hash of this package's code: a cached graph holds what dispatch traced into it."""
     digest = hashlib.sha256()
-    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+    for folder, _, names in sorted(os.walk(Path(__file__).parents[1], followlinks=True)):
         for name in sorted(name for name in names if name.endswith(".py")):
             digest.update(Path(folder, name).read_bytes())
     return digest.hexdigest()

@@ -25,6 +25,7 @@ from kvcompile.kernels.spec.packing import (
 )
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.packed.op_table import handles
+from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
 from kvcompile.packed.tracing import ends_functional_graph, is_traced
 
@@ -114,20 +115,20 @@ def _blocks_of(positions: Tensor) -> Tensor | None:
 
 
 def plain(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, PackedTensor) else x
+    return x.dequantize() if isinstance(x, PackedSubclass) else x
 
 
-@handles(aten.detach_.default)
+@handles(PackedTensor, aten.detach_.default)
 def _detach_(cache: PackedTensor) -> PackedTensor:
     return cache
 
 
-@handles(aten.record_stream.default)
+@handles(PackedTensor, aten.record_stream.default)
 def _record_stream(cache: PackedTensor, stream: Any) -> None:
     cache.packed.record_stream(stream)
 
 
-@handles(aten.copy_.default)
+@handles(PackedTensor, aten.copy_.default)
 def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
@@ -166,7 +167,7 @@ def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
         put(tail, data, coordinates, values, valid=differs)
 
 
-@handles(aten.fill_.Scalar, aten.fill_.Tensor)
+@handles(PackedTensor, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(cache: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
@@ -180,7 +181,7 @@ def _constant(cache: PackedTensor, value: Any) -> Tensor:
     return encoded(cache, vector.fill_(plain(value)))
 
 
-@handles(aten.zero_.default)
+@handles(PackedTensor, aten.zero_.default)
 def _zero_(cache: PackedTensor) -> PackedTensor:
     """All-zero bytes decode to zeros. Blocks that hold no other tokens are cleared whole."""
     begin, end = cache.start, cache.start + cache.num_tokens
@@ -202,7 +203,7 @@ def not_from_end(index: Tensor, extent: int) -> Tensor:
     return torch.where(index < 0, extent, index)
 
 
-@handles(aten.index_copy_.default)
+@handles(PackedTensor, aten.index_copy_.default)
 def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -219,7 +220,7 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     return cache
 
 
-@handles(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+@handles(PackedTensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -227,7 +228,7 @@ def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return cache
 
 
-@handles(aten.index_put_.default, aten._index_put_impl_.default)
+@handles(PackedTensor, aten.index_put_.default, aten._index_put_impl_.default)
 def _index_put_(
     cache: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
@@ -265,7 +266,7 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
     return dims
 
 
-@handles(aten.scatter_.src, aten.scatter_.value)
+@handles(PackedTensor, aten.scatter_.src, aten.scatter_.value)
 def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
     """A scatter whose index is the same for all channels: expanded along head_dim, or repeated, which must be read."""
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
