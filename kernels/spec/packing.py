@@ -66,7 +66,7 @@ def write_tokens_(
     valid: Tensor | None = None,
     blocks: Tensor | None = None,
 ) -> None:
-    """In-place :func:`write_tokens`.
+    """In-place :func:`write_tokens`; without tokens it does nothing.
 
     With a residual a write of many tokens goes through all blocks of the cache. A caller who knows which blocks the
     positions lie in may pass them as ``blocks``, int64 [k], distinct.
@@ -108,9 +108,16 @@ def write_vectors_(
     """Writes single vectors to a cache with a residual.
 
     ``vectors`` are [*N, head_dim]; the coordinates (int64), and ``valid`` (bool) if given, broadcast to [*N]. Otherwise
-    as :func:`write_tokens_`.
+    as :func:`write_tokens_`. Without vectors it does nothing.
     """
+    if _is_zero(vectors.numel()) or _is_zero(layout.token_blocks(data)):
+        return
     _apply(data, layout, vector_update(data, layout, vectors, sequence, head, position, valid, blocks), blocks)
+
+
+def _is_zero(extent: int) -> bool:
+    """Whether a size is known to be 0; one that is known only at run time is not."""
+    return isinstance(extent, int) and extent == 0
 
 
 def _apply(data: Tensor, layout: PackedLayout, update: Update, blocks: Tensor | None) -> None:

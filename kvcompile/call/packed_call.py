@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
-from kvcompile.call.changes import store_changes
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.shared_memory import check_distinct
@@ -32,6 +31,7 @@ from kvcompile.call.sizes import SizeReader
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.layout.references import References
+from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.stack import PackedParts, PackedStack, stacked
 from kvcompile.packed.subclass import PackedSubclass

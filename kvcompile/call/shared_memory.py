@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
+from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.pool import slots_of
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
@@ -45,6 +46,8 @@ def _parts_of(cache: Tensor) -> Sequence[Tensor]:
     """The packed caches, and the plain tensors, that an input is made of."""
     if isinstance(cache, PackedTensor):
         return (cache,)
+    if isinstance(cache, LiveView):
+        return _parts_of(cache.source)
     return [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]
 
 

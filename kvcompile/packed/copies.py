@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
-from kvcompile.packed.writes import coordinates_of, encoded, put, put_along, read, stored
+from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_along, read, stored
 
 aten = torch.ops.aten
 
@@ -23,12 +23,12 @@ def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], start: int | 
     return PackedTensor.owning(data, meta, size)
 
 
-@handles(aten.clone.default)
+@handles(PackedTensor, aten.clone.default)
 def _clone(cache: PackedTensor, *, memory_format: torch.memory_format | None = None) -> PackedTensor:
     return _fresh(cache, cache.packed.clone(memory_format=torch.contiguous_format), cache.shape)
 
 
-@handles(aten._to_copy.default)
+@handles(PackedTensor, aten._to_copy.default)
 def _to_copy(
     cache: PackedTensor,
     *,
@@ -44,7 +44,7 @@ def _to_copy(
     return _fresh(cache, data, cache.shape)
 
 
-@handles(aten.index_select.default)
+@handles(PackedTensor, aten.index_select.default)
 def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     """Copies bytes: beams are reordered, tokens are evicted without another quantization.
 
@@ -60,14 +60,14 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     size[dim] = index.shape[0]
     if axis != "t":
         return _fresh(cache, cache.packed.index_select(PACKED_DIM[axis], index), size)
-    values = read(cache, coordinates_of(cache, "t", index))
+    values = read(cache, coordinates_of(cache, "t", not_from_end(index, cache.num_tokens)))
     blocks = growing_blocks(index.shape[0]) if cache.growing else num_blocks(index.shape[0])
     result = _fresh(cache, cache.packed.new_zeros((blocks, *cache.packed.shape[1:])), size, start=0)
     put(result, result.packed, coordinates_of(result), values)
     return result
 
 
-@handles(aten.index.Tensor)
+@handles(PackedTensor, aten.index.Tensor)
 def _index(cache: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """One index of one dimension selects along it; more is a read."""
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
@@ -80,7 +80,7 @@ def _index(cache: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _index_select(cache, indexed[0], selected)
 
 
-@handles(aten.roll.default)
+@handles(PackedTensor, aten.roll.default)
 def _roll(cache: PackedTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if len(shifts) != 1 or len(dims) != 1:
         return NotImplemented
@@ -88,7 +88,7 @@ def _roll(cache: PackedTensor, shifts: Sequence[int], dims: Sequence[int] = ()) 
     return _index_select(cache, dims[0], (torch.arange(extent, device=cache.device) - shifts[0]) % extent)
 
 
-@handles(aten.where.self)
+@handles(PackedTensor, aten.where.self)
 def _where(condition: Tensor, chosen: Tensor, otherwise: Tensor) -> Any:
     """A masked update: ``where(mask, new, cache)`` or ``where(mask, cache, new)`` with one mask value per vector."""
     cache, new, keep = (
@@ -102,12 +102,12 @@ def _where(condition: Tensor, chosen: Tensor, otherwise: Tensor) -> Any:
         return NotImplemented
     result = _clone(cache)
     keep = cache.to_stored_axes(keep[..., :1].expand(*cache.shape[:-1], 1))
-    written = encoded(cache, cache.to_stored_axes(new.expand(cache.shape)))
+    written = encoded(cache, cache.to_stored_axes(plain(new).expand(cache.shape)))
     put(result, result.packed, coordinates_of(result), written, valid=~keep[..., 0])
     return result
 
 
-@handles(aten.cat.default)
+@handles(PackedTensor, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Along tokens: appends to the first tensor, a packed cache. Along sequences or heads: joins packed caches."""
     cache, *others = tensors

@@ -1,4 +1,4 @@
-"""The table of operators that have a handler for packed caches, and what an operator's schema says about aliasing."""
+"""Handlers of operators, the general rules for all others, and what an operator's schema says about aliasing."""
 
 from __future__ import annotations
 
@@ -11,38 +11,28 @@ import torch
 Handler = Callable[..., Any]
 _H = TypeVar("_H", bound=Handler)
 
-HANDLERS: dict[Any, Handler] = {}
-"""For packed caches."""
-
-STACK_HANDLERS: dict[Any, Handler] = {}
-"""For stacks of packed caches."""
-
-POOL_HANDLERS: dict[Any, Handler] = {}
-"""For packed pools of blocks."""
+GENERAL_RULES: list[Handler] = []
+"""Rules ``rule(func, args, kwargs)`` for operators without a handler; a rule may return ``NotImplemented``."""
 
 
-def handles(*ops: Any, table: dict[Any, Handler] = HANDLERS) -> Callable[[_H], _H]:
-    """Registers a handler for operators (overloads).
+def handles(packed_type: Any, *ops: Any) -> Callable[[_H], _H]:
+    """Registers a handler for operators (overloads) in the table of a class of packed tensors.
 
-    It is called as the operator is, for calls with a packed cache somewhere among the arguments, and returns
+    The handler is called as the operator is, for calls whose first packed argument is of that class. It returns
     ``NotImplemented`` for forms that it leaves to the general rules.
     """
 
     def register(handler: _H) -> _H:
-        table.update(dict.fromkeys(ops, handler))
+        packed_type.handlers.update(dict.fromkeys(ops, handler))
         return handler
 
     return register
 
 
-def handles_stack(*ops: Any) -> Callable[[_H], _H]:
-    """As :func:`handles`, for calls with a stack of packed caches among the arguments."""
-    return handles(*ops, table=STACK_HANDLERS)
-
-
-def handles_pool(*ops: Any) -> Callable[[_H], _H]:
-    """As :func:`handles`, for calls with a packed pool among the arguments."""
-    return handles(*ops, table=POOL_HANDLERS)
+def general_rule(rule: _H) -> _H:
+    """Adds a rule to :data:`GENERAL_RULES`. No two rules apply to one operator, so their order has no meaning."""
+    GENERAL_RULES.append(rule)
+    return rule
 
 
 def is_view_op(func: Any) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -77,6 +76,10 @@ class PackedPool(PackedSubclass):
         num_blocks, block_size, num_kv_heads, head_dim = exchanged(size) if self.heads_first else size
         return PackedPool(self.slots.of_size((num_blocks * block_size, num_kv_heads, head_dim)), size, self.heads_first)
 
+    @property
+    def data_is_traced(self) -> bool:
+        return self.slots.data_is_traced
+
     def dequantize(self) -> Tensor:
         if self.heads_first:
             return self.exchanged().dequantize().transpose(1, 2).contiguous()
@@ -96,13 +99,6 @@ class PackedPool(PackedSubclass):
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
         return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
-
-    @classmethod
-    @_disable_dynamo
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from kvcompile.packed.pool_ops import dispatch_pool
-
-        return dispatch_pool(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
         order = ", heads_first=True" if self.heads_first else ""

@@ -1,42 +1,27 @@
 """What each PyTorch operator does to a packed pool of blocks: what it does to the slots that it names.
 
-Views as slots or as other blocks, and views of some blocks, share the bytes. An operator that would write in another
-way than those here raises; any other reads dequantized values.
+Views as slots or as other blocks, and views of some blocks, share the bytes. Other operators follow the general rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcompile.packed.dispatch import run
-from kvcompile.packed.op_table import POOL_HANDLERS, handles_pool
+from kvcompile.kernels.layout.axes import SLOT_AXES
+from kvcompile.packed.op_table import handles
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.tensor import PackedTensor
-from kvcompile.packed.views import pool_or_slots
+from kvcompile.packed.views import alias
 
 aten = torch.ops.aten
 
-_REFUSAL = (
-    "{func} would change a packed pool of KV blocks in place, but only whole token vectors can be written to it "
-    "(index_put_ or an assignment to blocks and slots, index_copy_ to pool.view(-1, num_kv_heads, head_dim), copy_, "
-    "fill_, zero_); or work on pool.dequantize()"
-)
 
-
-def dispatch_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs operator ``func``; at least one argument is, or a list among the arguments holds, a PackedPool.
-
-    Raises:
-        NotImplementedError: the operator would write to a pool and is not a write of whole token vectors.
-    """
-    return run(func, args, kwargs, PackedPool, POOL_HANDLERS, _REFUSAL)
-
-
-@handles_pool(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@handles(PackedPool, aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(pool: PackedPool) -> PackedPool:
     return _with_slots(pool, aten.alias.default(pool.slots))
 
@@ -51,30 +36,56 @@ def _slots_of(x: Any) -> PackedTensor:
     return x
 
 
-@handles_pool(aten.detach_.default)
+@handles(PackedPool, aten.detach_.default)
 def _detach_(pool: PackedPool) -> PackedPool:
     return pool
 
 
-@handles_pool(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+_SHAPE_OPS = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+
+
+@handles(PackedTensor, *_SHAPE_OPS)
+def _view_cache(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
+    if cache.axes == SLOT_AXES:
+        return _pool_or_slots(cache, size, cache.shape)
+    same = len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
+    return alias(cache) if same else NotImplemented
+
+
+def _pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int]) -> Any:
+    """A pool of slots and of ``shape``, seen in ``size``: as its slots, as blocks of them, or else not packed."""
+    if not slots.is_contiguous():
+        return NotImplemented
+    if len(size) == len(shape):
+        size = [old if new == -1 else new for new, old in zip(size, shape, strict=True)]
+    elif -1 in size:
+        numel = math.prod(shape)
+        size = [new if new != -1 else numel // -math.prod(size) for new in size]
+    if len(size) not in (3, 4) or list(size[-2:]) != list(slots.shape[1:]) or math.prod(size) != math.prod(shape):
+        return NotImplemented
+    own = alias(slots)
+    return own if len(size) == 3 else PackedPool(own, size)
+
+
+@handles(PackedPool, *_SHAPE_OPS)
 def _view(pool: PackedPool, size: Sequence[int], **kwargs: Any) -> Any:
     if not pool.heads_first:
-        return pool_or_slots(pool.slots, size, pool.shape)
+        return _pool_or_slots(pool.slots, size, pool.shape)
     same = len(size) == 4 and all(new in (-1, old) for new, old in zip(size, pool.shape, strict=True))
     return _alias(pool) if same else NotImplemented
 
 
-@handles_pool(aten.transpose.int)
+@handles(PackedPool, aten.transpose.int)
 def _transpose(pool: PackedPool, dim0: int, dim1: int) -> Any:
     return _alias(pool).exchanged() if {dim0 % 4, dim1 % 4} == {1, 2} else NotImplemented
 
 
-@handles_pool(aten.permute.default)
+@handles(PackedPool, aten.permute.default)
 def _permute(pool: PackedPool, dims: Sequence[int]) -> Any:
     return _alias(pool).exchanged() if [dim % 4 for dim in dims] == [0, 2, 1, 3] else NotImplemented
 
 
-@handles_pool(aten.slice.Tensor)
+@handles(PackedPool, aten.slice.Tensor)
 def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Blocks one behind the other are a view; so is all of a dimension, which an index slices if its size is a
     symbol."""
@@ -85,7 +96,7 @@ def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | 
     return _blocks(pool, first, max(last - first, 0))
 
 
-@handles_pool(aten.select.int)
+@handles(PackedPool, aten.select.int)
 def _select(pool: PackedPool, dim: int, index: int) -> Any:
     """One block, [block_size, num_kv_heads, head_dim] or with heads first."""
     if dim % pool.dim() != 0:
@@ -101,12 +112,12 @@ def _blocks(pool: PackedPool, first: int, count: int) -> PackedPool:
     return PackedPool(_slots_of(slots), (count, *pool.shape[1:]), pool.heads_first)
 
 
-@handles_pool(aten.clone.default)
+@handles(PackedPool, aten.clone.default)
 def _clone(pool: PackedPool, *, memory_format: torch.memory_format | None = None) -> PackedPool:
     return _with_slots(pool, pool.slots.clone())
 
 
-@handles_pool(aten._to_copy.default)
+@handles(PackedPool, aten._to_copy.default)
 def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Stays packed on another device; another dtype is a read."""
     if dtype is not None and dtype != pool.dtype:
@@ -114,7 +125,7 @@ def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: An
     return _with_slots(pool, aten._to_copy.default(pool.slots, **kwargs))
 
 
-@handles_pool(aten.copy_.default)
+@handles(PackedPool, aten.copy_.default)
 def _copy_(pool: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(pool, PackedPool):
         return NotImplemented
@@ -128,13 +139,13 @@ def _copy_(pool: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     return pool
 
 
-@handles_pool(aten.zero_.default)
+@handles(PackedPool, aten.zero_.default)
 def _zero_(pool: PackedPool) -> PackedPool:
     pool.slots.zero_()
     return pool
 
 
-@handles_pool(aten.fill_.Scalar, aten.fill_.Tensor)
+@handles(PackedPool, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(pool: Tensor, value: Any) -> Any:
     if not isinstance(pool, PackedPool):
         return NotImplemented
@@ -142,7 +153,7 @@ def _fill_(pool: Tensor, value: Any) -> Any:
     return pool
 
 
-@handles_pool(aten.index_copy_.default)
+@handles(PackedPool, aten.index_copy_.default)
 def _index_copy_(pool: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     """Whole blocks."""
     if not isinstance(pool, PackedPool) or dim % pool.dim() != 0:
@@ -153,7 +164,7 @@ def _index_copy_(pool: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     return _index_put_(pool, [index.reshape(-1)], source)
 
 
-@handles_pool(aten.index_put_.default, aten._index_put_impl_.default)
+@handles(PackedPool, aten.index_put_.default, aten._index_put_impl_.default)
 def _index_put_(
     pool: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
@@ -186,6 +197,6 @@ def _indices_of_slots(pool: PackedPool, indices: Sequence[Tensor | None]) -> lis
     return [blocks, slots] if blocks is not None and heads is None and channels is None else None
 
 
-@handles_pool(aten.record_stream.default)
+@handles(PackedPool, aten.record_stream.default)
 def _record_stream(pool: PackedPool, stream: Any) -> None:
     pool.slots.record_stream(stream)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -24,6 +23,7 @@ from kvcompile.packed.dimension_marks import mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.pool import PackedPool, packed_of, slots_of
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.tracing import is_traced
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, str]]
 """The parts of a stack that are packed: how, and the order of their dimensions.
@@ -102,6 +102,10 @@ class PackedStack(PackedSubclass):
         """Where each part is, and the part itself, not a view of it."""
         return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
 
+    @property
+    def data_is_traced(self) -> bool:
+        return any(part.data_is_traced if isinstance(part, PackedSubclass) else is_traced(part) for part in self.parts)
+
     def dequantize(self) -> Tensor:
         values = [part.dequantize() if isinstance(part, PackedSubclass) else part for part in self.parts]
         return stacked(values, self.stack_shape, self.stacked_dims)
@@ -129,13 +133,6 @@ class PackedStack(PackedSubclass):
             for part in self.parts
         ]
         return str((self.stack_shape, self.stacked_dims, self.dtype, self.device, parts))
-
-    @classmethod
-    @_disable_dynamo
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from kvcompile.packed.stack_ops import dispatch_stack
-
-        return dispatch_stack(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
         parts = "\n".join(f"  {name}: {part!r}" for name, part in zip(self._names, self.parts, strict=True))

@@ -1,7 +1,6 @@
 """What each PyTorch operator does to a stack of packed caches: the same to each part, where that has the same meaning.
 
-A selection of parts is a view of them. An operator that would write to several parts in another way than those here
-raises; any other reads dequantized values.
+A selection of parts is a view of them. Other operators follow the general rules.
 """
 
 from __future__ import annotations
@@ -13,25 +12,11 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout.axes import stacked_dims_of_source
-from kvcompile.packed.dispatch import run
-from kvcompile.packed.op_table import HANDLERS, STACK_HANDLERS, handles_stack
+from kvcompile.packed.op_table import handles
 from kvcompile.packed.stack import PackedStack, unstacked
+from kvcompile.packed.views import split, split_with_sizes, unbind
 
 aten = torch.ops.aten
-
-_REFUSAL = (
-    "{func} would change a stack of packed KV caches in place; write to one cache of it (kv[0], cache[layer, 1]), in a "
-    "way in which a packed cache can be written, or work on stack.dequantize()"
-)
-
-
-def dispatch_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs operator ``func``; at least one argument is, or a list among the arguments holds, a PackedStack.
-
-    Raises:
-        NotImplementedError: the operator would write to a stack in a way that is not that of its parts.
-    """
-    return run(func, args, kwargs, PackedStack, STACK_HANDLERS, _REFUSAL)
 
 
 def _each(
@@ -56,23 +41,23 @@ def _parts_of(x: Tensor, stacked_dims: Sequence[int]) -> Sequence[Tensor]:
     return unstacked(x, stacked_dims)
 
 
-@handles_stack(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@handles(PackedStack, aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(stack: PackedStack) -> PackedStack:
     return _each(stack, aten.alias.default)
 
 
-@handles_stack(aten.detach_.default)
+@handles(PackedStack, aten.detach_.default)
 def _detach_(stack: PackedStack) -> PackedStack:
     return stack
 
 
-@handles_stack(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+@handles(PackedStack, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 def _view(stack: PackedStack, size: Sequence[int], **kwargs: Any) -> Any:
     same = len(size) == stack.dim() and all(new in (-1, old) for new, old in zip(size, stack.shape, strict=True))
     return _alias(stack) if same else NotImplemented
 
 
-@handles_stack(aten.select.int)
+@handles(PackedStack, aten.select.int)
 def _select(stack: PackedStack, dim: int, index: int) -> Tensor:
     dim = dim % stack.dim()
     if dim in stack.stacked_dims:
@@ -81,7 +66,7 @@ def _select(stack: PackedStack, dim: int, index: int) -> Tensor:
     return _each(stack, lambda part: aten.select.int(part, stack.dim_of_part(dim), index), moved)
 
 
-@handles_stack(aten.slice.Tensor)
+@handles(PackedStack, aten.slice.Tensor)
 def _slice(stack: PackedStack, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> PackedStack:
     dim = dim % stack.dim()
     if dim in stack.stacked_dims:
@@ -106,7 +91,7 @@ def _chosen(stack: PackedStack, at: int, index: int | slice) -> Any:
     return PackedStack.of_parts(parts, shape, dims) if dims else parts[0]
 
 
-@handles_stack(aten.permute.default)
+@handles(PackedStack, aten.permute.default)
 def _permute(stack: PackedStack, dims: Sequence[int]) -> PackedStack:
     order = [dim % stack.dim() for dim in dims]
     own = [stack.stacked_dims.index(dim) for dim in order if dim in stack.stacked_dims]
@@ -120,22 +105,24 @@ def _permute(stack: PackedStack, dims: Sequence[int]) -> PackedStack:
     )
 
 
-@handles_stack(aten.transpose.int)
+@handles(PackedStack, aten.transpose.int)
 def _transpose(stack: PackedStack, dim0: int, dim1: int) -> PackedStack:
     order = list(range(stack.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(stack, order)
 
 
-STACK_HANDLERS.update({op: HANDLERS[op] for op in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)})
+handles(PackedStack, aten.split.Tensor)(split)
+handles(PackedStack, aten.split_with_sizes.default)(split_with_sizes)
+handles(PackedStack, aten.unbind.int)(unbind)
 
 
-@handles_stack(aten.clone.default)
+@handles(PackedStack, aten.clone.default)
 def _clone(stack: PackedStack, *, memory_format: torch.memory_format | None = None) -> PackedStack:
     return _each(stack, lambda part: part.clone(memory_format=torch.contiguous_format))
 
 
-@handles_stack(aten._to_copy.default)
+@handles(PackedStack, aten._to_copy.default)
 def _to_copy(stack: PackedStack, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Stays packed on another device; another dtype is a read."""
     if dtype is not None and dtype != stack.dtype:
@@ -143,7 +130,7 @@ def _to_copy(stack: PackedStack, *, dtype: torch.dtype | None = None, **kwargs: 
     return _each(stack, lambda part: aten._to_copy.default(part, **kwargs))
 
 
-@handles_stack(aten.index_select.default)
+@handles(PackedStack, aten.index_select.default)
 def _index_select(stack: Tensor, dim: int, index: Tensor) -> Any:
     """Reorders sequences (or heads, or tokens) of every part."""
     if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
@@ -152,7 +139,7 @@ def _index_select(stack: Tensor, dim: int, index: Tensor) -> Any:
     return _each(stack, lambda part: part.index_select(of_part, index))
 
 
-@handles_stack(aten.index.Tensor)
+@handles(PackedStack, aten.index.Tensor)
 def _index(stack: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """An index of dimensions of the parts; one of the stack's own is a read."""
     if not isinstance(stack, PackedStack):
@@ -171,7 +158,7 @@ def _indexed(stack: PackedStack, indices: Sequence[Tensor | None]) -> dict[int, 
     return {} if masks or not given.keys().isdisjoint(stack.stacked_dims) else given
 
 
-@handles_stack(aten.copy_.default)
+@handles(PackedStack, aten.copy_.default)
 def _copy_(stack: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(stack, PackedStack):
         return NotImplemented
@@ -180,14 +167,14 @@ def _copy_(stack: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     return stack
 
 
-@handles_stack(aten.zero_.default)
+@handles(PackedStack, aten.zero_.default)
 def _zero_(stack: PackedStack) -> PackedStack:
     for part in stack.parts:
         part.zero_()
     return stack
 
 
-@handles_stack(aten.fill_.Scalar, aten.fill_.Tensor)
+@handles(PackedStack, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(stack: Tensor, value: Any) -> Any:
     if not isinstance(stack, PackedStack):
         return NotImplemented
@@ -196,7 +183,7 @@ def _fill_(stack: Tensor, value: Any) -> Any:
     return stack
 
 
-@handles_stack(aten.index_copy_.default)
+@handles(PackedStack, aten.index_copy_.default)
 def _index_copy_(stack: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
         return NotImplemented
@@ -210,7 +197,7 @@ def _index_copy_(stack: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     return stack
 
 
-@handles_stack(aten.index_put_.default, aten._index_put_impl_.default)
+@handles(PackedStack, aten.index_put_.default, aten._index_put_impl_.default)
 def _index_put_(
     stack: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
@@ -230,7 +217,7 @@ def _index_put_(
     return stack
 
 
-@handles_stack(aten.cat.default)
+@handles(PackedStack, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Along a dimension of the parts: what is appended to each."""
     stack, *others = tensors
@@ -244,7 +231,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return PackedStack.of_parts(parts, stack.stack_shape, stack.stacked_dims)
 
 
-@handles_stack(aten.record_stream.default)
+@handles(PackedStack, aten.record_stream.default)
 def _record_stream(stack: PackedStack, stream: Any) -> None:
     for part in stack.parts:
         part.record_stream(stream)

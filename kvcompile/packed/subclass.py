@@ -1,15 +1,23 @@
-"""What all packed tensors do alike: they look like the plain tensor that they replace, and have no plain memory."""
+"""What all packed tensors do alike: they look like the plain tensor that they replace, and have no plain memory.
+
+The dispatch tries, in this order: the handler of the operator; its decomposition, if it is composite; the general rules
+(a view becomes a live view, a write reads, computes and stores); the operator itself on dequantized values. Everything
+in eager and traced code goes this way, so sizes may be symbolic, and where data is traced nothing reads its values.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map_only
+
+from kvcompile.packed.op_table import GENERAL_RULES, Handler, views_of_normal_tensors
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -33,7 +41,37 @@ def _untracked(take_slice: Callable[..., Tensor]) -> Any:
 
 
 class PackedSubclass(torch.Tensor):
-    """A tensor whose values exist only when they are read. Subclasses implement ``dequantize`` and dispatch."""
+    """A tensor whose values exist only when they are read.
+
+    Attributes:
+        handlers: what operators do, by overload; every class has a table of its own.
+    """
+
+    handlers: ClassVar[dict[Any, Handler]]
+
+    def __init_subclass__(cls) -> None:
+        cls.handlers = {}
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        with views_of_normal_tensors(func, args):
+            handler = cls.handlers.get(func)
+            if handler is not None and (result := handler(*args, **kwargs)) is not NotImplemented:
+                return result
+            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
+            for rule in GENERAL_RULES:
+                if (result := rule(func, args, kwargs)) is not NotImplemented:
+                    return result
+            args, kwargs = tree_map_only(PackedSubclass, _values_of, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @property
+    def data_is_traced(self) -> bool:
+        """Whether this tensor belongs to a graph that is being traced, where nothing may read a value."""
+        raise NotImplementedError
 
     def dequantize(self) -> Tensor:
         """The values, a plain tensor of this shape and dtype."""
@@ -70,3 +108,7 @@ class PackedSubclass(torch.Tensor):
                 if name not in result.__dict__:
                     result.__dict__[name] = copy.deepcopy(value, memo)
         return memo[id(self)]
+
+
+def _values_of(x: PackedSubclass) -> Tensor:
+    return x.dequantize()

@@ -4,7 +4,8 @@
 :mod:`kvcompile.kernels.layout.packed_layout`). It has one meaning, in eager code and in traced code: **quantize on
 write, dequantize on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and
 transposes are views of the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy
-bytes; everything else reads dequantized values. :mod:`kvcompile.packed.dispatch` says what each operator does.
+bytes; everything else reads dequantized values. :mod:`kvcompile.packed` lists the
+modules that say what each operator does.
 
 A write that cannot be carried out raises; none is lost silently, with one exception that no subclass can see: code that
 takes the address of the tensor (``data_ptr()`` is 0) instead of calling an operator. Outside of ``no_grad``, gradients
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
@@ -34,6 +34,7 @@ from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
+from kvcompile.packed.view_geometry import stride_of_clone
 
 WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
 """The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
@@ -45,6 +46,27 @@ PACKED_DIM = {"b": 1, "h": 2}
 """Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
 
 _CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a packed tensor lies in the cache that it is a view of.
+
+    Attributes:
+        root: the cache, which is no view itself; None for the cache.
+        offset: elements before the first one of the view in the memory that a plain cache would have.
+        ends_cache: whether no token of the cache follows the last one of the view; False if unknown.
+        is_known: whether the code that runs or is traced now made the cache. A graph knows only this tensor of a cache
+            that it is given.
+    """
+
+    root: PackedTensor | None = None
+    offset: int = 0
+    ends_cache: bool = True
+    is_known: bool = True
+
+
+_UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
 
 
 @dataclass(frozen=True)
@@ -88,11 +110,14 @@ class PackedTensor(PackedSubclass):
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
+        place: Place = _UNKNOWN_PLACE,
     ) -> PackedTensor:
         """A tensor of logical ``size`` and ``stride`` (contiguous by default) over ``packed``.
 
-        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer.
+        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer; ``place`` says
+        which part of a cache it is.
         """
+        # No storage offset: fake tensors that stand for a subclass cannot have one.
         return torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
         )
@@ -104,8 +129,10 @@ class PackedTensor(PackedSubclass):
         size: Sequence[int],
         stride: Sequence[int] | None = None,
         lineage: Lineage | None = None,
+        place: Place = _UNKNOWN_PLACE,
     ) -> None:
         self.cache_meta = cache_meta
+        self.place = place
         self._packed = packed
         self._lineage = lineage
         self._packed_from = lineage.buffer if lineage is not None else None
@@ -205,18 +232,35 @@ class PackedTensor(PackedSubclass):
         """As :meth:`over`, for any ``cache_meta``."""
         can_be_buffer = not is_traced(data) and data.is_contiguous() and data.storage_offset() == 0
         if not cache_meta.growing or not can_be_buffer or "t" not in cache_meta.axes:
-            return cls(data, cache_meta, size)
+            return cls(data, cache_meta, size, place=Place())
         end = cache_meta.start + size[cache_meta.axes.index("t")]
         layout = cache_meta.layout
         lineage = Lineage(GrowingBuffer(data, end, layout.header_blocks), end)
-        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage)
+        return cls(data[: layout.growing_blocks(end)], cache_meta, size, lineage=lineage, place=Place())
 
     def view_as_part(
-        self, size: Sequence[int], stride: Sequence[int], packed: Tensor | None = None, **changes: Any
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        packed: Tensor | None = None,
+        *,
+        skipped: int = 0,
+        ends_cache: bool = True,
+        **changes: Any,
     ) -> PackedTensor:
-        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``."""
+        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``.
+
+        It begins ``skipped`` elements of plain memory behind this one; ``ends_cache``: with the last token of this one.
+        """
         cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
-        return PackedTensor(self.packed if packed is None else packed, cache_meta, size, stride, self._lineage)
+        packed = self.packed if packed is None else packed
+        place = Place(
+            root=self if self.place.root is None else self.place.root,
+            offset=self.place.offset + skipped,
+            ends_cache=not is_traced(packed) and self.place.ends_cache and ends_cache,
+            is_known=self.place.is_known,
+        )
+        return PackedTensor(packed, cache_meta, size, stride, self._lineage, place)
 
     def of_size(self, size: Sequence[Any]) -> PackedTensor:
         """This cache with the symbols in ``size`` for its sizes, if there are any.
@@ -250,10 +294,16 @@ class PackedTensor(PackedSubclass):
         return packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other."""
+        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other.
+
+        The version of the cache that this is a view of counts the write, as that of a plain tensor does.
+        """
+        root = self.place.root
+        if root is not None and not self.data_is_traced and not self._is_view() and not root.is_inference():
+            torch.autograd.graph.increment_version(root)
         if self._lineage is not None:
             self._lineage.make_exclusive()
-        elif self.growing and is_traced(self._packed):
+        elif self.growing and is_traced(self._packed) and not self.place.is_known:
             raise NotImplementedError(
                 "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
                 "may share; append with torch.cat, or use a cache of fixed size"
@@ -301,11 +351,21 @@ class PackedTensor(PackedSubclass):
     def format_name(self) -> str:
         return self.packed_layout.format_name
 
+    @property
+    def data_is_traced(self) -> bool:
+        return is_traced(self._packed)
+
     def dequantize(self) -> Tensor:
-        """The values, a plain tensor of this shape and dtype."""
+        """The values, a plain tensor of this shape and dtype with the strides of a clone of the plain view.
+
+        These are the strides of this tensor, except that gaps between its elements are closed.
+        """
         x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
-        x = self.from_stored_axes(to_cache_dtype(x, self.dtype).contiguous())
-        return x.contiguous() if self.is_contiguous() else x
+        x = to_cache_dtype(x, self.dtype)
+        if self.data_is_traced:
+            x = self.from_stored_axes(x.contiguous())
+            return x.contiguous() if self.is_contiguous() else x
+        return x.new_empty_strided(self.shape, stride_of_clone(self)).copy_(self.from_stored_axes(x))
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
@@ -334,11 +394,13 @@ class PackedTensor(PackedSubclass):
         if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
-            return PackedTensor(data, cache_meta, size)
+            return PackedTensor(data, cache_meta, size, place=Place())
         own = self._claimed(num_new)
         buffer, first_block = own or (GrowingBuffer.copy_of(self.packed, end, self.packed_layout.header_blocks), 0)
         packed = buffer.storage[first_block : first_block + self.packed_layout.growing_blocks(end)]
-        return PackedTensor(packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end))
+        return PackedTensor(
+            packed, cache_meta, size, lineage=Lineage(buffer, first_block * BLOCK_TOKENS + end), place=Place()
+        )
 
     def _claimed(self, num_new: int) -> tuple[GrowingBuffer, int] | None:
         """Its growing buffer, now with room for ``num_new`` tokens behind it, and where in that this cache begins; None
@@ -368,13 +430,6 @@ class PackedTensor(PackedSubclass):
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
-
-    @classmethod
-    @_disable_dynamo
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from kvcompile.packed.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
@@ -421,7 +476,7 @@ torch.serialization.add_safe_globals([rebuild_packed_tensor])
 def _code_digest() -> str:
     """Hash of this package's code: a cached graph holds what dispatch traced into it."""
     digest = hashlib.sha256()
-    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+    for folder, _, names in sorted(os.walk(Path(__file__).parents[1], followlinks=True)):
         for name in sorted(name for name in names if name.endswith(".py")):
             digest.update(Path(folder, name).read_bytes())
     return digest.hexdigest()

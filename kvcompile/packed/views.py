@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,55 +9,33 @@ import torch
 
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
+from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
 
 aten = torch.ops.aten
 
 
-@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def _alias(cache: PackedTensor) -> PackedTensor:
+@handles(PackedTensor, aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def alias(cache: PackedTensor) -> PackedTensor:
     return cache.view_as_part(cache.shape, cache.stride())
 
 
-@handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
-def _view(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
-    if cache.axes == "thd":
-        return pool_or_slots(cache, size, cache.shape)
-    same = len(size) == cache.dim() and all(new in (-1, old) for new, old in zip(size, cache.shape, strict=True))
-    return _alias(cache) if same else NotImplemented
-
-
-def pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int]) -> Any:
-    """A pool of slots and of ``shape``, seen in ``size``: as its slots, as blocks of them, or else not packed."""
-    from kvcompile.packed.pool import PackedPool  # which is made of what is here
-
-    if len(size) == len(shape):
-        size = [old if new == -1 else new for new, old in zip(size, shape, strict=True)]
-    elif -1 in size:
-        numel = math.prod(shape)
-        size = [new if new != -1 else numel // -math.prod(size) for new in size]
-    if len(size) not in (3, 4) or list(size[-2:]) != list(slots.shape[1:]) or math.prod(size) != math.prod(shape):
-        return NotImplemented
-    own = _alias(slots)
-    return own if len(size) == 3 else PackedPool(own, size)
-
-
-@handles(aten.slice.Tensor)
+@handles(PackedTensor, aten.slice.Tensor)
 def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     dim = dim % cache.dim()
     axis, extent = cache.axes[dim], cache.shape[dim]
     start, end = _clamp(0 if start is None else start, extent), _clamp(extent if end is None else end, extent)
     length = max(end - start, 0) if isinstance(end - start, int) else torch.sym_max(end - start, 0)
     if axis == "d":
-        return _alias(cache) if start == 0 and length == extent and step == 1 else NotImplemented
+        return alias(cache) if start == 0 and length == extent and step == 1 else NotImplemented
     if axis == "t" and step != 1:
         return NotImplemented
     size, stride = list(cache.shape), list(cache.stride())
     size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
     if axis == "t":
-        return _token_range(cache, start, length, size, stride)
+        return _token_range(cache, start, length, size, stride, skipped=start * cache.stride(dim))
     packed = aten.slice.Tensor(cache.packed, PACKED_DIM[axis], start, end, step)
-    return cache.view_as_part(size, stride, packed)
+    return cache.view_as_part(size, stride, packed, skipped=start * cache.stride(dim))
 
 
 def _clamp(index: int, extent: int) -> int:
@@ -76,15 +53,22 @@ def _token_range(
     """
     layout = cache.packed_layout
     begin = cache.start + start
-    skipped = begin // BLOCK_TOKENS if layout.residual is None else 0
+    first = begin // BLOCK_TOKENS if layout.residual is None else 0
     last = num_blocks(begin + length)
     if cache.growing:
-        last = torch.sym_max(last, skipped + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
-    packed = cache.packed[skipped : layout.header_blocks + last]
-    return cache.view_as_part(size, stride, packed, start=begin - skipped * BLOCK_TOKENS, **changes)
+        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
+    packed = cache.packed[first : layout.header_blocks + last]
+    return cache.view_as_part(
+        size,
+        stride,
+        packed,
+        start=begin - first * BLOCK_TOKENS,
+        ends_cache=start + length == cache.num_tokens,
+        **changes,
+    )
 
 
-@handles(aten.select.int)
+@handles(PackedTensor, aten.select.int)
 def _select(cache: PackedTensor, dim: int, index: int) -> Any:
     dim = dim % cache.dim()
     axis = cache.axes[dim]
@@ -98,13 +82,14 @@ def _select(cache: PackedTensor, dim: int, index: int) -> Any:
         "size": [cache.shape[other] for other in keep],
         "stride": [cache.stride(other) for other in keep],
         "axes": cache.axes[:dim] + cache.axes[dim + 1 :],
+        "skipped": index * cache.stride(dim),
     }
     if axis == "t":
         return _token_range(cache, index, 1, **geometry)
     return cache.view_as_part(packed=cache.packed.narrow(PACKED_DIM[axis], index, 1), **geometry)
 
 
-@handles(aten.permute.default)
+@handles(PackedTensor, aten.permute.default)
 def _permute(cache: PackedTensor, dims: Sequence[int]) -> PackedTensor:
     order = [dim % cache.dim() for dim in dims]
     return cache.view_as_part(
@@ -114,21 +99,21 @@ def _permute(cache: PackedTensor, dims: Sequence[int]) -> PackedTensor:
     )
 
 
-@handles(aten.transpose.int)
+@handles(PackedTensor, aten.transpose.int)
 def _transpose(cache: PackedTensor, dim0: int, dim1: int) -> PackedTensor:
     order = list(range(cache.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(cache, order)
 
 
-@handles(aten.split.Tensor)
-def _split(cache: PackedTensor, split_size: int, dim: int = 0) -> Any:
+@handles(PackedTensor, aten.split.Tensor)
+def split(cache: PackedSubclass, split_size: int, dim: int = 0) -> Any:
     begins = range(0, cache.shape[dim], split_size) if cache.shape[dim] else (0,)
     return [aten.slice.Tensor(cache, dim, begin, begin + split_size) for begin in begins]
 
 
-@handles(aten.split_with_sizes.default)
-def _split_with_sizes(cache: PackedTensor, split_sizes: Sequence[int], dim: int = 0) -> Any:
+@handles(PackedTensor, aten.split_with_sizes.default)
+def split_with_sizes(cache: PackedSubclass, split_sizes: Sequence[int], dim: int = 0) -> Any:
     parts, begin = [], 0
     for size in split_sizes:
         parts.append(aten.slice.Tensor(cache, dim, begin, begin + size))
@@ -136,6 +121,6 @@ def _split_with_sizes(cache: PackedTensor, split_sizes: Sequence[int], dim: int 
     return parts
 
 
-@handles(aten.unbind.int)
-def _unbind(cache: PackedTensor, dim: int = 0) -> Any:
+@handles(PackedTensor, aten.unbind.int)
+def unbind(cache: PackedSubclass, dim: int = 0) -> Any:
     return [aten.select.int(cache, dim, index) for index in range(cache.shape[dim])]

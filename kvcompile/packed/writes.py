@@ -25,6 +25,7 @@ from kvcompile.kernels.spec.packing import (
 )
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.packed.op_table import handles
+from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
 from kvcompile.packed.tracing import ends_functional_graph, is_traced
 
@@ -114,20 +115,20 @@ def _blocks_of(positions: Tensor) -> Tensor | None:
 
 
 def plain(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, PackedTensor) else x
+    return x.dequantize() if isinstance(x, PackedSubclass) else x
 
 
-@handles(aten.detach_.default)
+@handles(PackedTensor, aten.detach_.default)
 def _detach_(cache: PackedTensor) -> PackedTensor:
     return cache
 
 
-@handles(aten.record_stream.default)
+@handles(PackedTensor, aten.record_stream.default)
 def _record_stream(cache: PackedTensor, stream: Any) -> None:
     cache.packed.record_stream(stream)
 
 
-@handles(aten.copy_.default)
+@handles(PackedTensor, aten.copy_.default)
 def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
@@ -149,17 +150,24 @@ def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
 
 
 def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
-    """Copies blocks as they are; of the last one, which may have tokens that are not of ``cache``, what differs."""
-    data, blocks = cache.packed_for_write(), cache.num_tokens // BLOCK_TOKENS
-    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device))
-    begin = blocks * BLOCK_TOKENS
+    """Copies blocks byte by byte, and the vectors that differ of a last block which has tokens outside of ``cache``.
+
+    Everything is read before the first byte is written: both may be views of one cache.
+    """
+    data = cache.packed_for_write()
+    ends_together = cache.place.ends_cache and source.place.ends_cache
+    blocks = num_blocks(cache.num_tokens) if ends_together else cache.num_tokens // BLOCK_TOKENS
+    begin = min(blocks * BLOCK_TOKENS, cache.num_tokens)
     tail, new = (part.narrow(part.token_dim, begin, part.num_tokens - begin) for part in (cache, source))
     assert isinstance(tail, PackedTensor)
     coordinates, values = coordinates_of(tail), stored(tail, new)
-    put(tail, data, coordinates, values, valid=(values != read(tail, coordinates)).any(-1))
+    differs = (values != read(tail, coordinates)).any(-1)
+    replace_blocks_(data, cache.packed_layout, 0, blocks, source.packed.to(data.device, copy=True))
+    if begin < cache.num_tokens:
+        put(tail, data, coordinates, values, valid=differs)
 
 
-@handles(aten.fill_.Scalar, aten.fill_.Tensor)
+@handles(PackedTensor, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(cache: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
@@ -173,7 +181,7 @@ def _constant(cache: PackedTensor, value: Any) -> Tensor:
     return encoded(cache, vector.fill_(plain(value)))
 
 
-@handles(aten.zero_.default)
+@handles(PackedTensor, aten.zero_.default)
 def _zero_(cache: PackedTensor) -> PackedTensor:
     """All-zero bytes decode to zeros. Blocks that hold no other tokens are cleared whole."""
     begin, end = cache.start, cache.start + cache.num_tokens
@@ -190,7 +198,12 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
     return cache
 
 
-@handles(aten.index_copy_.default)
+def not_from_end(index: Tensor, extent: int) -> Tensor:
+    """``index`` for operators that know no negative indices: they are out of range afterwards."""
+    return torch.where(index < 0, extent, index)
+
+
+@handles(PackedTensor, aten.index_copy_.default)
 def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -202,11 +215,12 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
             f"{tuple(expected)}"
         )
     values = stored(cache, source)
-    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), values)
+    index = not_from_end(index.reshape(-1), cache.shape[dim])
+    put_along(cache, cache.packed_for_write(), cache.axes[dim], index, values)
     return cache
 
 
-@handles(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+@handles(PackedTensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -214,7 +228,7 @@ def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return cache
 
 
-@handles(aten.index_put_.default, aten._index_put_impl_.default)
+@handles(PackedTensor, aten.index_put_.default, aten._index_put_impl_.default)
 def _index_put_(
     cache: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
@@ -252,7 +266,7 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
     return dims
 
 
-@handles(aten.scatter_.src, aten.scatter_.value)
+@handles(PackedTensor, aten.scatter_.src, aten.scatter_.value)
 def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
     """A scatter whose index is the same for all channels: expanded along head_dim, or repeated, which must be read."""
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
@@ -270,7 +284,7 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
         )
     coordinates = [c.narrow(n, 0, position.shape[n]) for n, c in enumerate(coordinates_of(cache))]
     along = "bht".index(cache.axes[dim])
-    coordinates[along] = coordinates_of(cache)[along].reshape(-1)[position]
+    coordinates[along] = coordinates_of(cache)[along].reshape(-1)[not_from_end(position, cache.shape[dim])]
     if isinstance(source, Tensor):
         source = cache.to_stored_axes(plain(source))[tuple(slice(extent) for extent in index.shape)]
         values = encoded(cache, source)

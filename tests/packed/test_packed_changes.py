@@ -13,8 +13,8 @@ from formats_of_every_kind import BY_TOKEN
 from torch import Tensor
 
 from kvcompile import last_report
-from kvcompile.call.changes import store_changes
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor

@@ -108,31 +108,39 @@ def test_a_write_of_vectors_quantizes_them(
     assert torch.equal(pool.dequantize(), quantized(plain, INT8))
 
 
-def test_any_other_write_to_a_pool_with_heads_first_raises_and_loses_nothing() -> None:
-    pool, plain = pair_with_heads_first()
-    index = torch.tensor([1])
-    writes = [
-        lambda: pool[:, 1].zero_(),
-        lambda: pool.__setitem__((index, index), plain[1:2, 1]),
-        lambda: pool.__setitem__((slice(None), slice(None), index), plain[:, :, :1]),
-        lambda: pool.flatten(0, 1).zero_(),
-    ]
-    for write in writes:
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"packed|read"):
-            write()
-    assert torch.equal(pool.dequantize(), plain)
-    with pytest.raises(IndexError):
-        pool[index, :, torch.tensor([5])] = plain[:1, :, 0]
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda pool: pool.mul_(2),
+    "channels": lambda pool: pool[..., 0].zero_(),
+    "a slot of all blocks": lambda pool: pool[:, 1].zero_(),
+    "one vector": lambda pool: pool.__setitem__((torch.tensor([1]), torch.tensor([1])), 1.0),
+    "the middle": lambda pool: pool.__setitem__((slice(None), slice(None), torch.tensor([2])), 1.0),
+    "a flat view": lambda pool: pool.flatten(0, 1)[7].zero_(),
+    "exchanged": lambda pool: pool.transpose(1, 2).add_(1),
+    "a strided view": lambda pool: pool.as_strided((7, 16), (16, 1), 32).zero_(),
+    "blocks of an exchanged view": lambda pool: pool.transpose(1, 2)[3, :2].mul_(2),
+}
 
 
-def test_any_other_write_raises_and_loses_nothing() -> None:
-    pool, plain = pair()
-    for write in (lambda: pool.mul_(2), lambda: pool[..., 0].zero_(), lambda: pool[:, 1].zero_()):
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"packed|read"):
-            write()
-    assert torch.equal(pool.dequantize(), plain)
+@pytest.mark.parametrize("make", [pair, pair_with_heads_first])
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_any_other_write_reads_computes_and_stores(
+    make: Callable[..., tuple[PackedPool, Tensor]], write: Callable[[Tensor], Any]
+) -> None:
+    _, x = make()
+    lossless = PackedLayout("float32", "key", INT8.head_dim)
+    pool = PackedPool.from_dense(x, lossless, heads_first=make is pair_with_heads_first)
+    view, expected = pool.flatten(1, 2)[..., 3], x.flatten(1, 2)[..., 3]
+    write(pool), write(x)
+    assert torch.equal(pool.dequantize(), x)
+    assert torch.equal(view.clone(), expected)
+
+
+@pytest.mark.parametrize("make", [pair, pair_with_heads_first])
+def test_indices_outside_of_a_pool_are_rejected(make: Callable[..., tuple[PackedPool, Tensor]]) -> None:
+    pool, plain = make()
     with pytest.raises(IndexError):
-        pool[torch.tensor([9]), torch.tensor([0])] = plain[0, :1]
+        pool[torch.tensor([9])] = plain[:1]
+    assert torch.equal(pool.dequantize(), plain)
 
 
 @pytest.mark.parametrize("pool_and_plain", [pair, pair_with_heads_first])

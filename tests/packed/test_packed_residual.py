@@ -8,14 +8,14 @@ import io
 import pytest
 import torch
 from packed_caches import HEAD_DIM, assert_same, every_order, shape_of, values
-from test_packed_tensor import COPIES, READS, REFUSED, WRITES, random_step
+from test_packed_tensor import COPIES, IN_PLACE, READS, WRITES, random_step
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual
 from kvcompile.packed.growing_buffer import capacity_blocks
+from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.memory import cache_nbytes
-from kvcompile.packed.read_only_view import ReadOnlyView
 from kvcompile.packed.tensor import PackedTensor
 
 FP32 = torch.float32
@@ -77,11 +77,12 @@ def test_every_write_means_what_it_means_for_a_plain_cache(layout, write):
     assert_same(cache, plain)
 
 
-@pytest.mark.parametrize("write", REFUSED.values(), ids=REFUSED.keys())
-def test_any_other_in_place_operator_raises_and_changes_nothing(write):
-    cache, plain = pair(LOSSLESS[0], tokens=70)
-    with pytest.raises(NotImplementedError, match="packed KV cache"):
-        write(cache)
+@every_lossless
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_any_other_in_place_operator_means_what_it_means_for_a_plain_cache(layout, write):
+    cache, plain = pair(layout, tokens=70)
+    write(cache)
+    write(plain)
     assert_same(cache, plain)
 
 
@@ -89,7 +90,7 @@ def test_any_other_in_place_operator_raises_and_changes_nothing(write):
 def test_any_other_operator_reads_values(read):
     cache, plain = pair(LOSSLESS[0], tokens=70)
     result = read(cache)
-    torch.testing.assert_close(result.clone() if isinstance(result, ReadOnlyView) else result, read(plain))
+    torch.testing.assert_close(result.clone() if isinstance(result, LiveView) else result, read(plain))
 
 
 @every_lossless

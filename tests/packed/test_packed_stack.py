@@ -16,6 +16,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile import cache_nbytes
 from kvcompile.call.adoption import AdoptionError, adopt_stack
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.stack import PackedStack
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
@@ -123,13 +124,25 @@ def test_a_write_to_a_stack_is_one_to_its_parts(role_dim: int, write: Callable[[
     torch.testing.assert_close(stack.dequantize(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("write", [lambda c: c.mul_(2), lambda c: c[0].add_(c[1]), lambda c: c.view(-1).zero_()])
-def test_a_write_that_would_be_lost_raises_and_changes_nothing(write: Callable[[Tensor], Any]) -> None:
-    stack, _ = small_stack()
-    before = stack.dequantize()
-    with pytest.raises(NotImplementedError, match="packed KV cache"):
-        write(stack)
-    assert torch.equal(stack.dequantize(), before)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c: c.mul_(2),
+        lambda c: c[0].add_(c[1]),
+        lambda c: c.view(-1)[5:].zero_(),
+        lambda c: c[..., 3].add_(1),
+        lambda c: c[:, 1].mul_(2),
+    ],
+)
+@behind_layers_or_sequences
+def test_any_other_write_reads_computes_and_stores(role_dim: int, write: Callable[[Tensor], Any]) -> None:
+    _, x = small_stack(role_dim)
+    lossless = PackedLayout("float32", "value", INT8.head_dim)
+    stack = PackedStack.from_dense(x, {(layer, 1): (lossless, "bhtd") for layer in range(3)}, (0, role_dim))
+    view, expected = stack.flatten(0, 1)[..., 3], x.flatten(0, 1)[..., 3]
+    write(stack), write(x)
+    assert torch.equal(stack.dequantize(), x)
+    assert torch.equal(view.clone(), expected)
 
 
 SAVE_AND_LOAD = {"torch.save": (torch.save, torch.load), "save_cache": (kvcompile.save_cache, kvcompile.load_cache)}

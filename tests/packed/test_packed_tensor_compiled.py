@@ -78,6 +78,16 @@ PROGRAMS = {
     "narrow": (lambda c: (c.narrow(2, 5, 2).copy_(X), c.narrow(2, 4, 2).sum())[1], fixed),
     "matmul": (lambda c: X @ c.transpose(2, 3), fixed),
     "another dtype": (lambda c: c.to(torch.float16), fixed),
+    "arithmetic in place": (lambda c: (c.mul_(0.5), c.sum())[1], fixed),
+    "arithmetic on a copy": (lambda c: c.repeat_interleave(2, 1).mul_(0.25) + 0, fixed),
+    "arithmetic on a clone": (lambda c: c.clone().add_(1) + 0, growing),
+    "arithmetic on reordered beams": (lambda c: c.index_select(0, torch.tensor([1, 1, 0])).add_(1) + 0, growing),
+    "arithmetic behind cat": (lambda c: torch.cat([c, X], 2).mul_(0.25) + 0, growing),
+    "a write to a view without packed form": (lambda c: (c.view(-1, HEAD_DIM)[3:5].zero_(), c.sum())[1], fixed),
+    "channels": (lambda c: (c[..., :4].add_(1), c.sum())[1], fixed),
+    "a view that is read after a write": (lambda c: (c.flatten(0, 1), c.zero_())[0] + 1, fixed),
+    "repeated heads": (lambda c: c[:, :, None].expand(2, 3, 2, 70, HEAD_DIM).reshape(2, 6, 70, HEAD_DIM), fixed),
+    "a live view as input": (lambda c: (c.add_(1), c.sum())[1], lambda: fixed().flatten(0, 1)),
 }
 
 
@@ -136,8 +146,7 @@ def test_a_growing_cache_is_compiled_once_for_all_lengths(backend):
 
 
 REFUSED = {
-    "an unknown in-place operator": (lambda c: c.add_(1), fixed, "would change a packed KV cache in place"),
-    "a write to a dequantized view": (lambda c: c.view(-1).zero_(), fixed, "the write would be lost"),
+    "another shape": (lambda c: c.unsqueeze_(0), fixed, "would change the shape or the storage"),
     "a write to a growing cache": (lambda c: c.zero_(), growing, "writes in place to a growing packed cache"),
 }
 

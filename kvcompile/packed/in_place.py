@@ -1,0 +1,143 @@
+"""Writes that are not writes of whole token vectors: read the values, compute, store the vectors that changed.
+
+A vector changed if any bit of it did. Other vectors keep their bytes: quantized once more at every write, the values of
+tokens that nobody wrote would drift away from what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kvcompile.packed.live_view import LiveView
+from kvcompile.packed.op_table import general_rule, written_arguments
+from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.stack import PackedStack, unstacked
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.writes import coordinates_of, encoded, put
+
+aten = torch.ops.aten
+
+_CHANGES_STORAGE = frozenset(
+    (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Tensor, aten.set_.default)
+)
+
+
+@general_rule
+def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that writes packed tensors on plain copies of all packed arguments.
+
+    Views of one packed tensor share one copy, as plain views share memory. If the operator raises, nothing is stored.
+
+    Raises:
+        NotImplementedError: the operator would change the shape or the storage of a packed tensor, or writes several
+            that share memory without being views of one object.
+    """
+    written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, PackedSubclass)]
+    if not written:
+        return NotImplemented
+    if torch.Tag.inplace_view in func.tags or func in _CHANGES_STORAGE:
+        raise NotImplementedError(
+            f"{func} would change the shape or the storage of a packed KV cache; make a view or a clone() instead"
+        )
+    packed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PackedSubclass)]
+    sources = {id(source): source for source in map(_source_of, packed)}
+    written_sources = {id(source): source for source in map(_source_of, written)}
+    if len(written_sources) > 1:
+        _refuse_shared_memory(func, written_sources.values(), sources.values())
+    copies = {key: source.dequantize() for key, source in sources.items()}
+    plain = {id(x): _view_of_copy(x, copies) for x in packed}
+    plain_args, plain_kwargs = tree_map_only(PackedSubclass, lambda x: plain[id(x)], (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for x in written:
+        if plain[id(x)].shape != x.shape:
+            raise NotImplementedError(
+                f"{func} would resize a packed KV cache of shape {tuple(x.shape)} to {tuple(plain[id(x)].shape)}; give "
+                "it an out= of the right shape"
+            )
+    for key, source in written_sources.items():
+        store_changes(source, copies[key])
+    for x in written:
+        _count_write(x)
+    originals = {id(plain[id(x)]): x for x in written}
+    return tree_map_only(Tensor, lambda x: originals.get(id(x), x), result)
+
+
+def _count_write(x: PackedSubclass) -> None:
+    """Counts a write to a live view in the version of its source, where PyTorch does not share the version."""
+    if isinstance(x, LiveView) and not x.data_is_traced and not x._is_view() and not x.source.is_inference():
+        torch.autograd.graph.increment_version(x.source)
+
+
+def _source_of(x: PackedSubclass) -> PackedSubclass:
+    return x.source if isinstance(x, LiveView) else x
+
+
+def _view_of_copy(x: PackedSubclass, copies: dict[int, Tensor]) -> Tensor:
+    return x.of(copies[id(x.source)]) if isinstance(x, LiveView) else copies[id(x)]
+
+
+def _refuse_shared_memory(func: Any, written: Iterable[PackedSubclass], all_sources: Iterable[PackedSubclass]) -> None:
+    others = [(source, _storages(source)) for source in all_sources]
+    for one in written:
+        own = _storages(one)
+        if any(other is not one and not own.isdisjoint(storages) for other, storages in others):
+            raise NotImplementedError(
+                f"{func} would write several views of one packed KV cache at once; call it for one view after the other"
+            )
+
+
+def _storages(cache: Tensor) -> set[int]:
+    """The storages of the bytes of a cache."""
+    if isinstance(cache, PackedStack):
+        return {storage for part in cache.parts for storage in _storages(part)}
+    if isinstance(cache, PackedPool):
+        return _storages(cache.slots)
+    return {(cache.packed if isinstance(cache, PackedTensor) else cache).untyped_storage()._cdata}
+
+
+def store_changes(cache: Tensor, values: Tensor) -> None:
+    """Stores the vectors of ``values`` that differ from those of ``cache``, and leaves the bytes of the others alone.
+
+    The present values are dequantized anew for the comparison: the same bytes give the same bits, and of several caches
+    only one at a time exists twice.
+
+    Args:
+        cache: any packed tensor, unchanged since its values were handed out, or a plain part of a stack.
+        values: these values, which may have been changed since; of the shape of ``cache``.
+    """
+    if isinstance(cache, LiveView):
+        copy = cache.source.dequantize()
+        cache.of(copy).copy_(values)
+        store_changes(cache.source, copy)
+    elif isinstance(cache, PackedStack):
+        for part, own in zip(cache.parts, unstacked(values, cache.stacked_dims), strict=True):
+            store_changes(part, own)
+    elif isinstance(cache, PackedPool):
+        store_changes(cache.slots, (values.transpose(1, 2) if cache.heads_first else values).flatten(0, 1))
+    elif isinstance(cache, PackedTensor):
+        _store_changed_vectors(cache, values)
+    else:
+        cache.copy_(values)
+
+
+def _store_changed_vectors(cache: PackedTensor, values: Tensor) -> None:
+    old, new = (cache.to_stored_axes(x) for x in (cache.dequantize(), values))
+    changed = (_bits(new) != _bits(old)).any(-1)
+    if cache.data_is_traced:  # which vectors changed is only known at run time: all are stored, under a mask
+        put(cache, cache.packed_for_write(), coordinates_of(cache), encoded(cache, new), valid=changed)
+        return
+    sequence, head, token = changed.nonzero(as_tuple=True)
+    if token.numel():
+        vectors = encoded(cache, new[sequence, head, token])
+        put(cache, cache.packed_for_write(), (sequence, head, cache.start + token), vectors)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """``x`` as integers: a NaN is equal to itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -1,0 +1,194 @@
+"""Views of packed caches that have no packed form: ``unsqueeze``, ``flatten``, a slice of channels, every second token.
+
+A live view keeps the cache and the view operators, and no values. A read dequantizes the cache and applies the
+operators, so it always sees the present values. A write reads, computes and stores (:mod:`kvcompile.packed.in_place`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.packed.flex import let_flex_attention_read
+from kvcompile.packed.op_table import general_rule, handles, is_view_op
+from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.tracing import ends_functional_graph, is_functionalized
+from kvcompile.packed.view_geometry import ViewStep, frozen, geometry_of
+
+aten = torch.ops.aten
+
+
+class LiveView(PackedSubclass):
+    """A view of a packed cache, or of a packed view of one.
+
+    Attributes:
+        source: the packed tensor that it views.
+        steps: the view operators that lead from the source to it.
+        offset: elements of plain memory between the first elements of source and view; None if unknown.
+    """
+
+    source: PackedSubclass
+
+    @staticmethod
+    def __new__(
+        cls, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
+    ) -> LiveView:
+        """The view has the shape, strides and dtype of ``like``."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=source.device
+        )
+
+    def __init__(
+        self, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
+    ) -> None:
+        self.source = source
+        self.steps = steps
+        self.offset = offset
+
+    @property
+    def data_is_traced(self) -> bool:
+        return self.source.data_is_traced
+
+    def dequantize(self) -> Tensor:
+        return self.of(self.source.dequantize())
+
+    def of(self, values: Tensor) -> Tensor:
+        """This view of plain ``values`` of the source."""
+        for step in self.steps:
+            values = step.of(values)
+        return values
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if any(step.is_symbolic for step in self.steps) and _is_functionalized(self.source):
+            # AOTAutograd would keep the symbols of this trace and use them for every later call.
+            raise NotImplementedError(
+                "a compiled graph returns a view of a packed cache whose size is only known at run time; return the "
+                "cache and view it outside, or return a clone() of the view"
+            )
+        return ["source"], (self.steps, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> LiveView:
+        steps, dtype = context
+        return LiveView(inner["source"], steps, torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        source: Any = self.source
+        return str((tuple(self.shape), self.stride(), self.dtype, self.steps, source._stable_hash_for_caching()))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        source = f"view of a {type(self.source).__name__} {tuple(self.source.shape)}"
+        if self.data_is_traced:
+            return f"LiveView(shape={tuple(self.shape)}, {source})"
+        return f"LiveView({self.dequantize()!r}, {source})"
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _is_functionalized(cache: PackedSubclass) -> bool:
+    if isinstance(cache, PackedTensor):
+        return is_functionalized(cache.packed)
+    parts = cache.parts if isinstance(cache, PackedStack) else [cache.slots] if isinstance(cache, PackedPool) else []
+    return any(isinstance(part, PackedSubclass) and _is_functionalized(part) for part in parts)
+
+
+let_flex_attention_read(LiveView, LiveView.dequantize)
+
+
+@general_rule
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a packed tensor without a packed form is a live view; PyTorch's own checks refuse what is no view."""
+    if not is_view_op(func) or not isinstance(args[0], PackedSubclass):
+        return NotImplemented
+    viewed, *others = args
+    # Operators on the meta device would become part of a graph that is traced; operators on values fall away there.
+    like = viewed.dequantize() if viewed.data_is_traced else geometry_of(viewed)
+    result = func(like, *others, **kwargs)
+    step = (func, frozen(others), tuple((name, frozen(value)) for name, value in kwargs.items()))
+    if isinstance(result, Tensor):
+        return _viewed(viewed, ViewStep(*step), result)
+    return [_viewed(viewed, ViewStep(*step, place), one) for place, one in enumerate(result)]
+
+
+def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
+    source, steps, begin = (
+        (viewed.source, viewed.steps, viewed.offset) if isinstance(viewed, LiveView) else (viewed, (), 0)
+    )
+    same_units = begin is not None and not viewed.data_is_traced and like.dtype == source.dtype
+    return LiveView(source, (*steps, step), like, begin + int(like.storage_offset()) if same_units else None)
+
+
+@handles(PackedTensor, aten.as_strided.default)
+@handles(PackedPool, aten.as_strided.default)
+@handles(PackedStack, aten.as_strided.default)
+@handles(LiveView, aten.as_strided.default)
+def _as_strided(
+    viewed: PackedSubclass, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> LiveView:
+    """Elements of the memory that a plain cache would have; it begins with the first element of the cache."""
+    root, begin = _root_and_offset(viewed)
+    if root is None or begin is None or (storage_offset is not None and begin != 0):
+        raise NotImplementedError(
+            "as_strided of this view of a packed KV cache: packed views report no storage offset, so the first element "
+            "is not known; call as_strided on the cache itself, or on a clone() of the view"
+        )
+    begin = begin if storage_offset is None else storage_offset
+    if not root.data_is_traced and math.prod(size):
+        last = begin + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+        if last >= root.numel():
+            raise RuntimeError(
+                f"as_strided({list(size)}, {list(stride)}, {begin}) reaches beyond a cache of {root.numel()} elements"
+            )
+    step = ViewStep(aten.as_strided.default, (frozen(size), frozen(stride), begin))
+    like = root.dequantize() if root.data_is_traced else geometry_of(root)
+    return LiveView(root, (step,), step.of(like), None if root.data_is_traced else begin)
+
+
+def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
+    """The cache that ``viewed`` is a view of, and the place of its first element there; None for what is unknown."""
+    if isinstance(viewed, LiveView):
+        root, begin = _root_and_offset(viewed.source)
+        return root, None if begin is None or viewed.offset is None else begin + viewed.offset
+    if isinstance(viewed, PackedTensor):
+        root = viewed if viewed.place.root is None else viewed.place.root
+        is_known = viewed.place.is_known or not viewed.data_is_traced
+        return (root, viewed.place.offset) if is_known and root.is_contiguous() else (None, None)
+    if isinstance(viewed, PackedPool) and (whole := viewed.slots.place.root) is not None:
+        return (viewed, 0) if viewed.slots.shape == whole.shape and viewed.is_contiguous() else (None, None)
+    return (viewed, 0) if viewed.is_contiguous() else (None, None)
+
+
+@handles(LiveView, aten.detach_.default)
+def _detach_(view: LiveView) -> LiveView:
+    return view
+
+
+@handles(LiveView, aten.record_stream.default)
+def _record_stream(view: LiveView, stream: Any) -> None:
+    view.source.record_stream(stream)
+
+
+@handles(LiveView, aten.copy_.default)
+def _copy_(view: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """AOTAutograd's copy of new contents into an input that a graph wrote; all else follows the general rule."""
+    if not isinstance(view, LiveView) or not isinstance(source, LiveView) or not isinstance(view.source, PackedTensor):
+        return NotImplemented
+    if not ends_functional_graph(view.source.packed):
+        return NotImplemented
+    view.source.copy_(source.source)
+    return view

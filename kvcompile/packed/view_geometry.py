@@ -1,0 +1,53 @@
+"""Shapes and strides of views, found by applying view operators to tensors without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """A view operator and its arguments behind the tensor that it views.
+
+    Attributes:
+        func: the operator (overload).
+        args: its other arguments; lists are tuples.
+        kwargs: names and values.
+        place: which result it is, of an operator that returns several.
+    """
+
+    func: Any
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    place: int | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """This view of ``x``."""
+        result = self.func(x, *self.args, **dict(self.kwargs))
+        return result if self.place is None else result[self.place]
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether an argument is a size that is known only at run time."""
+        values = [*self.args, *(value for _, value in self.kwargs)]
+        flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+        return any(isinstance(item, torch.SymInt) for item in flat)
+
+
+def frozen(value: Any) -> Any:
+    """``value`` with tuples for lists, as :class:`ViewStep` has them."""
+    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def geometry_of(x: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape, strides and dtype of ``x`` and a storage offset of 0."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def stride_of_clone(x: Tensor) -> tuple[int, ...]:
+    """The strides of a clone of a plain tensor with the shape and strides of ``x`` (``torch.preserve_format``)."""
+    return torch.empty_like(geometry_of(x)).stride()
