@@ -1,7 +1,7 @@
-"""Launch the Triton kernels: grids, and the translation of tensors to kernel arguments.
+"""Launch the Triton kernels: choose grids, and turn tensors into kernel arguments.
 
-These functions are called for every layer of every decode step: whatever depends only on formats, dtypes and the device
-is computed once and cached.
+Every layer of every decode step calls these functions. Everything that depends only on formats, dtypes and the device
+is therefore computed once and cached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcompile.kernels.tiles.visible_range import visible_range_kernel, with_fou
 _layout = PackedLayout.parse
 
 RANGES_AT_ONCE = 16
-"""Query positions of a sequence whose ranges are read for the merge of splits."""
+"""The most query positions of a sequence for which the merge of splits reads their visible ranges."""
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
@@ -61,10 +61,22 @@ def attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    """:func:`kvcompile.kernels.spec.attention.attend` on a GPU; the output is contiguous.
+    """:func:`kvcompile.kernels.spec.attention.attend` on a GPU.
 
-    Without ``v_data`` one tensor serves as keys and values. ``ranges`` is :func:`visible_range` of a bool mask, where
-    known.
+    Args:
+        query: [batch, num_heads, q_len, head_dim], any float dtype, any strides.
+        k_data, v_data: packed keys and values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], or references to
+            them. Without ``v_data`` the keys also serve as values.
+        mask: bool or float, broadcastable to [batch, num_heads, q_len, kv_len].
+        sinks: [num_heads], any float dtype.
+        kv_len: the number of tokens to attend to.
+        is_causal, scale, softcap: as in ``attend``.
+        k_format, v_format: :attr:`PackedLayout.spec` of keys and values.
+        v_head_dim: channels of a value.
+        ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
+
+    Returns:
+        [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, contiguous.
     """
     batch, num_heads, q_len, head_dim = query.shape
     out = query.new_empty((batch, num_heads, q_len, v_head_dim))
@@ -98,7 +110,7 @@ def attention(
     if isinstance(key, LatentOperand) or is_prefill(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_prefill
         partial, lse, splits = attend(call, out, with_lse=sinks is not None)
-        value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # dequantized: in no rotated basis
+        value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # not rotated: values were dequantized
     else:
         partial, lse, splits, tile_tokens = _attend_decode(call, out, with_lse=sinks is not None)
     if partial is not out:
@@ -116,7 +128,7 @@ def _merge_splits(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Merge the results of :func:`_attend_decode`, or of another way to attend, into ``out``."""
+    """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``."""
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
     rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
@@ -130,12 +142,12 @@ def _merge_splits(
         (),
         (num_rows, splits, num_heads, q_len, tile_tokens),
         (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early)),
-        {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements a thread
+        {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements per thread
     )
 
 
 def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data: Tensor) -> tuple[Any, float]:
-    """What kernels that attend to ``data`` are compiled for, a PackedOperand or LatentOperand, and a static scale."""
+    """The compile-time description of ``data``, a PackedOperand or a LatentOperand, and its static scale."""
     layout = _layout(spec, role, head_dim)
     if not layout.format.has_levels:
         return operand_of(layout, data, float32), 1.0
@@ -144,7 +156,7 @@ def _operand_and_scale(spec: str, role: Role, head_dim: int, float32: bool, data
 
 
 def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
-    """Attention on latents; arguments and results are those of :func:`attend_prefill`."""
+    """Attention on latents; arguments and results are the same as in :func:`attend_prefill`."""
     config = config_of(call)
     rows = call.group_size * call.query.shape[2]
     programs = call.query.shape[0] * call.k_data.shape[2] * ceil_div(rows, config.rows)
@@ -153,9 +165,12 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
 
 
 def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int, int]:
-    """Attention on packed tokens as they are; arguments and results are those of :func:`attend_prefill`, but that the
-    outputs of splits are in the basis in which values are stored, and that the last result is the number of tokens of
-    a tile; 0 if a split without a tile may have blocks that are kept as they are."""
+    """Attention on packed tokens, without dequantizing them first.
+
+    Arguments and results are the same as in :func:`attend_prefill`, with two differences. Outputs of splits are in the
+    stored basis of values. The last result is the number of tokens of a tile, or 0 if there may be exact blocks: splits
+    without a tile may then have results.
+    """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
     device = call.query.device
@@ -213,7 +228,7 @@ def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, rol
 
 
 def visible_range(mask: Tensor) -> Tensor:
-    """:func:`kvcompile.kernels.tiles.visible_range.visible_range` on a GPU."""
+    """:func:`kvcompile.kernels.tiles.visible_range.visible_range` on a GPU, for a mask of four dimensions."""
     batch, num_heads, q_len, kv_len = mask.shape
     out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
     if out.numel():
@@ -229,8 +244,21 @@ def visible_range(mask: Tensor) -> Tensor:
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
-    """:func:`kvcompile.kernels.spec.packing.write_tokens_` on a GPU. A position outside the cache is an assertion
-    there."""
+    """:func:`kvcompile.kernels.spec.packing.write_tokens_` on a GPU.
+
+    A position outside of the cache fails an assertion on the device.
+
+    Args:
+        data: packed data, uint8 [num_blocks, batch, num_kv_heads, block_bytes], or a reference to it; changed in place.
+        x: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, any strides.
+        positions: int64 [num_tokens] or [batch, num_tokens].
+        valid: bool of the shape of ``positions``, False for tokens that are not written; None writes all tokens.
+        spec: :attr:`PackedLayout.spec` of ``data``.
+        role: ``key`` or ``value``.
+
+    Raises:
+        ValueError: the format has scales per channel and the layout has no residual.
+    """
     batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
@@ -243,7 +271,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
         return
     operand, static_scale = operand_and_scale(spec, role, head_dim, True, 0, is_reference(data))
     if operand.granularity == "channel" and operand.residual is None:
-        raise ValueError(f"{spec}: tokens that share scales are written through a residual; the layout has none")
+        raise ValueError(f"{spec}: tokens that share scales can only be written through a residual: use one")
     if operand.residual is None:
         _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
     elif num_tokens <= MAX_FEW_TOKENS:
@@ -252,7 +280,7 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
         _store_blocks(data, x, positions, written, has_valid, operand, static_scale)
 
 
-# Below, ``written`` is what says which tokens are valid if ``has_valid``, and stands in for it otherwise.
+# Below, ``written`` [batch, num_tokens] says which tokens are valid if ``has_valid`` is set, and is not read otherwise.
 
 
 def _store_tokens(
@@ -292,7 +320,10 @@ def store_pair(
     k_spec: str,
     v_spec: str,
 ) -> None:
-    """:func:`store` of keys and of values at the same positions: one kernel, if both are cut into the same tiles."""
+    """:func:`store` of keys and values at the same positions, by one kernel if both have the same tiles.
+
+    Arguments are the same as in :func:`store`, for keys and for values.
+    """
     layouts = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
     cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
     if cut_alike:

@@ -1,11 +1,12 @@
-"""The operators ``kvcompile::*`` that graphs are rewritten to.
+"""The operators ``kvcompile::*``, which rewritten graphs call.
 
-``store`` (``store_pair`` is two) and ``attention`` mean what :func:`kvcompile.kernels.spec.packing.write_tokens_` and
-:func:`kvcompile.kernels.spec.attention.attend` mean: that is their implementation on a CPU, and Triton kernels
-agree with it on a GPU. None of them is differentiable.
+``store`` means :func:`kvcompile.kernels.spec.packing.write_tokens_`, and ``store_pair`` means two stores. ``attention``
+means :func:`kvcompile.kernels.spec.attention.attend`, and ``visible_range``
+:func:`kvcompile.kernels.tiles.visible_range.visible_range`. These functions run on a CPU, and Triton kernels that agree
+with them on a GPU. No operator is differentiable.
 
-``attention`` without ``v_data`` is that of one tensor which serves as keys and values: its layout is that of keys, and
-``v_format`` and ``v_head_dim`` say the same as for keys.
+``attention`` without ``v_data`` takes ``k_data`` as values, too. ``v_format`` and ``v_head_dim`` must then equal the
+format and head_dim of keys.
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import launch
-from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - define their ops beside those below
-from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - define their ops beside those below
+from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines more operators
+from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
@@ -51,7 +52,7 @@ _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tens
 
 
 def _layout_of(op: str, name: str, x: Tensor, format: str, role: str) -> PackedLayout:
-    """The layout that vectors [batch, heads, tokens, head_dim] have in a cache."""
+    """The layout of a cache in ``format`` whose vectors are those of ``x``, [batch, heads, tokens, head_dim]."""
     if x.dim() != 4:
         raise ValueError(
             f"kvcompile::{op}: {name} must be [batch, heads, tokens, head_dim], but has the shape {list(x.shape)}"
@@ -63,7 +64,7 @@ def _layout_of(op: str, name: str, x: Tensor, format: str, role: str) -> PackedL
 def _check_data(
     op: str, name: str, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], layout: PackedLayout
 ) -> None:
-    """Raise ValueError unless a tensor can be packed data of ``layout``: kernels trust it."""
+    """Raise ValueError unless a tensor can be packed data of ``layout``; kernels do not check it again."""
     if dtype != torch.uint8 or len(shape) != 4:
         raise ValueError(
             f"kvcompile::{op}: {name} must be uint8 [num_blocks, batch, num_kv_heads, block_bytes], "
@@ -72,12 +73,12 @@ def _check_data(
     if shape[3] != layout.block_bytes:
         raise ValueError(
             f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.spec} with head_dim "
-            f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim that it was written with"
+            f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim with which it was written"
         )
     if any(stride % BLOCK_TOKENS for stride in strides[:3]) or (strides[3] != 1 and any(strides)):
         raise ValueError(
             f"kvcompile::{op}: {name} has strides {strides}; blocks must be contiguous and start at multiples of "
-            f"{BLOCK_TOKENS} bytes, or the tensor be a reference, of strides 0"
+            f"{BLOCK_TOKENS} bytes, unless the tensor is a reference, whose strides are 0"
         )
 
 
@@ -93,13 +94,13 @@ def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | Non
         )
     if data.shape[1:3] != x.shape[:2]:
         raise ValueError(
-            f"kvcompile::store: data is for batch and KV heads {list(data.shape[1:3])}, x has {[batch, num_kv_heads]}"
+            f"kvcompile::store: data has batch and KV heads {list(data.shape[1:3])}, but x has {[batch, num_kv_heads]}"
         )
     for name, tensor in (("positions", positions), ("valid", valid)):
         if tensor is not None and tensor.shape not in ((num_tokens,), (batch, num_tokens)):
             raise ValueError(
-                f"kvcompile::store: {name} must be [{num_tokens}] or [{batch}, {num_tokens}], the tokens of x, but is "
-                f"{list(tensor.shape)}"
+                f"kvcompile::store: {name} must be [{num_tokens}] or [{batch}, {num_tokens}], one per token of x, but "
+                f"is {list(tensor.shape)}"
             )
 
 
@@ -131,8 +132,8 @@ def _store_pair(
     _check_store(v_data, value, positions, valid, _layout_of("store_pair", "value", value, v_format, "value"))
     if key.shape[:3] != value.shape[:3] or k_data.is_cuda != v_data.is_cuda:
         raise ValueError(
-            f"kvcompile::store_pair: key {list(key.shape)} and value {list(value.shape)} must be of the same batch, KV "
-            f"heads and tokens, and on one device"
+            f"kvcompile::store_pair: key {list(key.shape)} and value {list(value.shape)} must have the same batch, KV "
+            f"heads and tokens, and be on one device"
         )
     if k_data.is_cuda:
         launch.store_pair(k_data, v_data, key, value, positions, valid, k_format, v_format)
@@ -170,11 +171,11 @@ def _check_attention(
     if not same_size or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
         raise ValueError(
             f"kvcompile::attention: query {list(query.shape)}, k_data {list(k_data.shape)} and v_data "
-            f"{list(v_data.shape)} do not match: they need the same batch, k_data and v_data the same blocks and KV "
-            f"heads, and query a multiple of the KV heads"
+            f"{list(v_data.shape)} do not match: all need the same batch, k_data and v_data the same number of blocks "
+            f"and KV heads, and query a multiple of the KV heads"
         )
     if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"kvcompile::attention: sinks must be [{num_heads}], one a head, but is {list(sinks.shape)}")
+        raise ValueError(f"kvcompile::attention: sinks must be [{num_heads}], one per head, but is {list(sinks.shape)}")
     capacity = key.token_blocks(k_data) * BLOCK_TOKENS
     if not 0 <= kv_len <= capacity:
         raise ValueError(f"kvcompile::attention: kv_len {kv_len} is not within the {capacity} tokens of the cache")
@@ -198,12 +199,12 @@ def _attention(
     key = _layout_of("attention", "query", query, k_format, "key")
     if v_data is None:
         if key.format.granularity == "channel":
-            raise ValueError(f"kvcompile::attention: keys in {k_format} cannot serve as values: pass v_data")
+            raise ValueError(f"kvcompile::attention: keys in {k_format} cannot serve as values; pass v_data")
         value = key
         if (v_format, v_head_dim) != (k_format, key.head_dim):
             raise ValueError(
-                f"kvcompile::attention: without v_data values are the keys, {k_format} of head_dim {key.head_dim}, and "
-                f"not {v_format} of head_dim {v_head_dim}"
+                f"kvcompile::attention: without v_data the keys serve as values, so v_format and v_head_dim must be "
+                f"{k_format} and {key.head_dim}, but are {v_format} and {v_head_dim}"
             )
     else:
         value = PackedLayout.parse(v_format, "value", v_head_dim)

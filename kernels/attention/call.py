@@ -1,4 +1,4 @@
-"""The arguments of an attention launch, which the decode, prefill and latent launchers share."""
+"""The arguments of an attention launch, in the form that the decode, prefill and latent launchers share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from kvcompile.kernels.layout.operand import PackedOperand
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of an attention launch: tensors as in :func:`kvcompile.kernels.launch.attention`.
+    """The arguments of an attention launch. Tensors are the same as in :func:`kvcompile.kernels.launch.attention`.
 
     Attributes:
-        mask: the mask as the kernels read it, any tensor without one; ``mask_strides`` are those of
-            [batch, num_heads, q_len, kv_len], ``mask_kind`` is ``none``, ``bool`` or ``float``.
-        ranges: int32 [batch, q_len, 3] of a bool mask, else None.
-        score_scale, softcap: in units of log2.
-        key, value: the formats, and key_scale, value_scale their static scales.
+        mask: the mask as kernels read it; any tensor if there is no mask.
+        mask_strides: strides of the mask, expanded to [batch, num_heads, q_len, kv_len].
+        mask_kind: ``none``, ``bool`` or ``float``.
+        ranges: :func:`~kvcompile.kernels.tiles.visible_range.visible_range` of a bool mask, int32 [batch, q_len, 3];
+            otherwise None.
+        kv_len: the number of tokens to attend to.
+        score_scale: factor of the scores times log2(e).
+        softcap: bound of the scores times log2(e); 0 without a softcap.
+        key, value: compile-time descriptions of keys and values.
+        key_scale, value_scale: static scales of keys and values.
     """
 
     query: Tensor
@@ -38,5 +43,5 @@ class AttentionCall(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.query.shape[1] // self.k_data.shape[2]

@@ -1,7 +1,7 @@
-"""How attention runs on a device: the one table of tuned configurations, by compute capability and format.
+"""Tuned configurations of the attention kernels, by compute capability and format.
 
-What is measured to be fast on one kind of device stands beside a portable default for all others.
-``python benchmarks/decode.py`` measures what they reach.
+Each table has the configurations that were measured to be the fastest on one kind of device, and a portable default for
+all other devices. ``python benchmarks/decode.py`` measures what they reach.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from kvcompile.kernels.layout.operand import PackedOperand
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How to run the attention kernel.
+    """How to run an attention kernel.
 
     Attributes:
-        rows: query rows of a program, a power of two from 4; the rows of a KV head are its query heads times q_len.
-        tokens: tokens of a tile, a power of two from 64 and from 16 * num_warps.
+        rows: query rows of a program, a power of two and at least 4. A KV head has as many query rows as its query
+            heads times q_len.
+        tokens: tokens of a tile, a power of two, at least 64 and at least 16 * num_warps.
         num_warps: warps of a program.
-        num_stages: tiles in flight.
-        max_registers: cap on registers a thread, or None.
-        programs_per_sm: programs that a streaming multiprocessor runs at once; splits aim at this.
+        num_stages: tiles that are loaded ahead.
+        max_registers: most registers of a thread; None leaves the number to the compiler.
+        programs_per_sm: programs that a streaming multiprocessor runs at once; determines the number of splits.
     """
 
     rows: int
@@ -41,10 +42,10 @@ class AttentionConfig:
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
-# Decoding, up to 8 rows: (compute capability, bits of the key in a tile, and of the value) -> configuration. Twelve
-# warps with 168 registers fill a register file, and their tiles in flight fit into shared memory; most formats are
-# faster with eight, two a scheduler. With fewer than 64 tokens for each warp a thread has one 16-bit
-# scale, too little to copy asynchronously.
+# Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
+# Twelve warps with 168 registers fill a register file, and the tiles that they load ahead fit into shared memory. Most
+# formats are faster with eight warps, two per scheduler. With fewer than 64 tokens per warp, a thread would have a
+# single 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
@@ -58,7 +59,7 @@ DECODE = {
     (8, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=2),
     (8, 4, 4): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
 }
-# The same for keys that are multiplied as integers by a query in digits, of up to 4 rows.
+# Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above.
 DECODE_DIGITS = {
     (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
@@ -72,12 +73,20 @@ FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 def attention_config(
     capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
 ) -> AttentionConfig:
-    """The configuration for a device of compute capability ``capability`` (major) and ``rows`` query rows a KV head."""
+    """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`.
+
+    Args:
+        capability: the major compute capability; 0 for other devices.
+        key, value: compile-time descriptions of keys and values.
+        rows: query rows per KV head.
+        mask_per_row: whether there is a mask that differs between the rows of a KV head.
+        float32: whether products are computed in float32.
+    """
     if float32:
         return FLOAT32
     padded_head_dim = max(key.padded_head_dim, value.padded_head_dim)
     if rows > 8:
-        # Tensor core products of 16 rows and more hold a whole unpacked tile in registers on Hopper.
+        # On Hopper, tensor core products of 16 and more rows hold a whole unpacked tile in registers.
         most = 32 if mask_per_row or padded_head_dim > 128 else 64
         return AttentionConfig(min(triton.next_power_of_2(rows), most), 64)
     config = PORTABLE
@@ -87,28 +96,33 @@ def attention_config(
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)
     if key.granularity == "channel" and config.tokens not in (key.block_tokens, key.block_tokens * config.num_warps):
-        config = PORTABLE  # a tile has one block for every warp, or is a block
-    # With 4 rows Triton's loop for a cache that is not packed has a sixth more instructions than with 8.
+        config = PORTABLE  # a tile must be one block, or have one block per warp
+    # For 16-bit keys Triton's loop has a sixth more instructions with 4 rows than with 8.
     return replace(config, rows=4) if rows <= 4 and key.tile_bits < 16 else config
 
 
-# Latents, by compute capability and query rows of a program: 64 are what the tensor cores of Hopper take at least, and
-# their outputs half of a register file; programs of 16 have time for them while tokens are read.
+# Latents, by (compute capability, query rows of a program). A product of warpgroups on Hopper has at least 64 rows,
+# whose outputs fill half of a register file. A program of 16 rows uses smaller products, and finishes them while tokens
+# are loaded.
 LATENTS = {
     (9, 16): AttentionConfig(16, 32, num_stages=3, programs_per_sm=2),
     (9, 64): AttentionConfig(64, 64, num_warps=8, num_stages=2, programs_per_sm=1),
 }
 PORTABLE_LATENTS = AttentionConfig(16, 32, num_stages=1)
-# The kernel in Gluon, which has its own warps beyond four: a multiprocessor has room for one program.
+# The kernel in Gluon adds warps to the four that are launched: a multiprocessor has room for one program.
 WARP_SPECIALIZED_LATENTS = AttentionConfig(64, 64, programs_per_sm=1)
 FLOAT32_LATENTS = AttentionConfig(16, 16, num_stages=1, programs_per_sm=1)
 
 
 @functools.cache
 def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) -> AttentionConfig:
-    """The configuration of attention to latents for ``rows`` query rows a sequence.
+    """The configuration of attention on latents.
 
-    ``has_gluon`` says whether :mod:`kvcompile.kernels.latent.hopper` can be compiled.
+    Args:
+        capability: the major compute capability; 0 for other devices.
+        rows: query rows per sequence.
+        float32: whether products are computed in float32.
+        has_gluon: whether :mod:`kvcompile.kernels.latent.hopper` can be compiled.
     """
     if float32:
         return FLOAT32_LATENTS
@@ -118,7 +132,14 @@ def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) ->
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-    """Splits of the tokens for a grid of ``programs`` without splits: one wave of programs, no split without a tile."""
+    """The number of splits of the tokens: all programs run in one wave, and every split has a tile.
+
+    Args:
+        config: the configuration of the kernel.
+        programs: programs of the grid for one split.
+        kv_len: the number of tokens.
+        num_sms: streaming multiprocessors of the device.
+    """
     tiles = max(1, ceil_div(kv_len, config.tokens))
     splits = max(1, min(tiles, config.programs_per_sm * num_sms // programs))
     return ceil_div(tiles, ceil_div(tiles, splits))

@@ -1,31 +1,33 @@
-"""Attention on packed caches in Triton: one kernel for every format, and the merge of its splits.
+"""Decode attention on packed caches in Triton: one kernel for every format, and a kernel that merges its splits.
 
-Flash decoding in transposed form. A program owns a tile of query rows of one KV head (all its query heads together, so
-that the cache is read once) and a share of the tokens, and computes for tiles of tokens
+The method is flash decoding in transposed form. A program owns a tile of query rows of one KV head and a share of the
+tokens. The rows include all query heads of the KV head, so that the cache is read once. For each tile of tokens the
+program computes
 
     S^T = K q^T   [tokens, rows]         O^T += V^T P^T   [channels, rows]
 
-With K row-major and V column-major in memory, both packed operands are the *first* operand of their product: they are
-unpacked in registers and never written to shared memory in 16 bits.
+K lies row-major and V column-major in memory. Both packed operands are therefore the *first* operand of their product:
+they are unpacked in registers, and never pass through shared memory as 16-bit numbers.
 
 The law of formats, ``x = scale * level + zero``, keeps scales out of the products. In units of log2 a score is
 
-    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])        (static scales: in q, and in the output)
+    x[n, r] = k_scale[n] * (level[n] . q[r]) + k_zero[n] * sum(q[r])
 
-and the weight of a value is ``p * v_scale = exp2(x + log2(v_scale))``. The running maximum is taken over
-``y = x + log2(v_scale)``: weights then lie in [0, 1] whatever the magnitude of the values, and after a shift by 2**15
-fp16 holds them with full precision down to 2**-29 of the largest and never worse than 2**-40 of it. The sums of
-``p = weight / v_scale`` and of ``p * v_zero`` are kept in float32.
+with static scales in ``q`` (keys) and in the output (values). The weight of a value is
+``p * v_scale = exp2(x + log2(v_scale))``, and the running maximum is taken over ``x + log2(v_scale)``. Weights then lie
+in [0, 1] whatever the magnitude of the values. Shifted by 2**15, they have full fp16 precision down to 2**-29 of the
+largest weight, and an error of at most 2**-40 of it below. The sums of ``p = weight / v_scale`` and of ``p * v_zero``
+are float32.
 
-A tensor core product has eight columns at least, of which four query heads of a KV head fill half. Each row has two
-then, side by side: every other one is left out of the softmax, or the two are digits of an integer query
-(:mod:`kvcompile.kernels.attention.query`).
+A tensor core product has at least eight columns, and four query heads of a KV head fill only half of them. Each row
+then takes two neighbouring columns. Either the softmax skips every other column, or the two columns are the digits of
+an integer query (:mod:`kvcompile.kernels.attention.query`).
 
-Splits take the visible tiles in turn (split s: the s-th, the (s + num_splits)-th, ...), so that a cache of which only a
-part is visible still occupies all of them.
+Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
+have work even if only a part of the cache is visible.
 
-Reading beyond the end is safe by construction: tiles that are not full of visible tokens load only blocks that exist,
-scores of invisible tokens are -inf, their scales and zeros are replaced, and every byte has a finite level.
+Reading beyond the visible tokens is safe. A tile loads only blocks that exist. Invisible tokens get a score of -inf, a
+scale of 1 and a zero point of 0, and every byte has a finite level.
 """
 
 from __future__ import annotations
@@ -68,26 +70,27 @@ def attention_kernel(
 
     Args:
         query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
-        key_ptr, value_ptr: packed data, strides (block, batch, head), bytes.
-        mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 when MASK is "bool", any
-            float when it is "float", unused when it is "none".
-        range_ptr: int32 [batch, q_len, 3], what a bool mask shows, see :mod:`kvcompile.kernels.tiles.visible_range`.
+        key_ptr, value_ptr: packed data, uint8, strides (block, batch, head) in bytes.
+        mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 if MASK is "bool", any
+            float dtype if MASK is "float", unused if MASK is "none".
+        range_ptr: int32 [batch, q_len, 3], the ranges of a bool mask, see :mod:`kvcompile.kernels.tiles.visible_range`.
         out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
-        lse_ptr: with PARTIAL the log-sum-exp, in units of log2 and in two parts, as in :func:`combine_kernel`.
+        lse_ptr: with PARTIAL, the log-sum-exp in units of log2 and in two parts, as in :func:`combine_kernel`.
         score_scale: factor of the scores times log2(e).
-        softcap: with HAS_SOFTCAP the bound of the scores times log2(e).
-        key_scale, value_scale: static scales of the formats; layers differ in them and share the kernel.
+        softcap: with HAS_SOFTCAP, the bound of the scores times log2(e).
+        key_scale, value_scale: static scales. They are arguments because layers differ in them and share the kernel.
         MASK_PER_ROW: whether the mask differs between the rows of a KV head.
-        MERGES_EARLY: whether the kernel that merges the splits is launched to start early. This one is not: programs of
-            a kernel before it that are still there would leave no room for the last of its own, which are one wave.
+        MERGES_EARLY: whether the kernel that merges the splits may start before this one ends. This kernel itself never
+            starts early: its programs fill the device in one wave, and remaining programs of the kernel before it would
+            leave no room for the last of them.
     """
     if MERGES_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     split = tl.program_id(2)
-    # Rows are query heads within query positions, so that a tile of rows spans few positions. The last tile comes
-    # first: under a causal mask it is the one that takes longest.
+    # Query heads vary fastest within the rows, so that a tile of rows spans few positions. The last tile of rows comes
+    # first, because it takes longest under a causal mask.
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
@@ -97,27 +100,27 @@ def attention_kernel(
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
     HAS_ENTRIES: tl.constexpr = KEY.num_entries + VALUE.num_entries > 0
-    if HAS_ENTRIES:  # asked for before the query, so that both come at once
+    if HAS_ENTRIES:  # loaded before the query, so that both loads overlap
         key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
     mask_ptr += batch * mask_strides[0]
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
-    mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # for all rows alike, without MASK_PER_ROW
+    mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # the same for all rows, without MASK_PER_ROW
 
     tokens, ranges = visible_tokens(
         first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
         ROWS,
     )  # fmt: skip
     begin, end, all_begin, all_end = tokens
-    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # of those that are visited
+    first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # the visible tiles
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
     own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
-    # Splits without a tile are most of those of a long static cache that holds few tokens.
+    # In a long static cache with few tokens most splits have no tile.
     if MASK == "bool" and PARTIAL and not HAS_ENTRIES and own_tiles <= 0:
         out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
         _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
         return
     if own_tiles > 0:
-        # Memory is not idle while the query is made ready.
+        # Prefetch the first tile while the query is rotated and scaled.
         tile = first_tile + split
         first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
         tokens_left = kv_len - tile * TOKENS
@@ -178,7 +181,7 @@ def attention_kernel(
 def _out_row(
     batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr
 ):  # fmt: skip
-    """Where the output of query rows is, [ROWS]."""
+    """The rows of the output that belong to the query rows, [ROWS]."""
     row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
@@ -187,7 +190,7 @@ def _out_row(
 
 @jit
 def _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr):
-    """The output of a split that sees nothing."""
+    """Store the output of a split that sees no token."""
     nothing = tl.zeros_like(out_row).to(tl.float32)
     store_log_sum(lse_ptr, out_row, nothing, nothing, nothing > 0, in_query)
     channel = tl.arange(0, VALUE.padded_head_dim)[:, None]
@@ -200,7 +203,7 @@ def _store_output(
     state, out_ptr, lse_ptr, out_row, in_query, value_scale,
     VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the accumulated output and store it; 0 for a row that saw nothing."""
+    """Normalise the accumulated output and store it; 0 for a row that saw no token."""
     maximum, scale_maximum, p_sum, zero_sum, accs = state
     total = tl.sum(tl.sum(p_sum, 0), 0)
     seen = total > 0
@@ -226,23 +229,24 @@ def combine_kernel(
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of ROWS query rows by their log-sum-exp, and leave the rotated basis. Grid (num_rows / ROWS,).
+    """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation. Grid (num_rows / ROWS,).
 
     Args:
-        partial_ptr: float32 [num_splits, num_rows, head_dim].
-        lse_ptr: float32 [num_splits, num_rows, 2], in units of log2: the largest score, -inf for a split that saw
-            nothing, and the log of the sum of exponentials above it.
-        sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a score with a value of zero that every row has beside
-            its splits. Rows are [batch, num_heads, q_len].
-        range_ptr: with POSITIONS, at least ``q_len``, and ROWS of 1: that of :func:`attention_kernel`, whose tiles have
-            ``tile_tokens`` tokens. A long cache that holds few has few splits with a tile, the first ones.
-        out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw nothing.
+        partial_ptr: float32 [num_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len].
+        lse_ptr: float32 [num_splits, num_rows, 2], in units of log2: the largest score, -inf for a split that saw no
+            token; and the log of the sum of exponentials relative to the largest score.
+        sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a further score of each row of a head, with a value of
+            zero.
+        range_ptr: if POSITIONS is not 0, the ranges of :func:`attention_kernel`. In a long cache with few visible
+            tokens only the first splits have a tile, and only they are merged.
+        out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
+        tile_tokens: tokens of a tile of :func:`attention_kernel`.
         SPLITS: splits that are read at once.
-        POSITIONS: 0 without ranges.
-        STARTS_EARLY: whether the kernel may start before the one that computes the splits has ended.
+        POSITIONS: 0 without ranges; otherwise at least ``q_len``, and ROWS is 1.
+        STARTS_EARLY: whether the kernel may start before the kernel that computes the splits has ended.
     """
     if POSITIONS > 0:
-        # Also before the splits are there: ranges were before the kernel that computes those started.
+        # Ranges may be read before the wait: they existed before the kernel that computes the splits started.
         sequence = (tl.program_id(0) // (num_heads * q_len)).to(tl.int64)
         num_splits = tl.minimum(
             num_splits, num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)

@@ -1,7 +1,7 @@
-"""Dequantize packed tokens in Triton: for whoever reads a cache, and for attention of long queries.
+"""Dequantize packed tokens in Triton: for code that reads a cache, and for prefill attention.
 
-Unpacking costs more than reading. A query of some hundred positions would unpack every token once for each of its
-tiles, so that attention dequantizes the tokens once and reads plain vectors.
+Unpacking costs more than reading. A query of some hundred positions has many tiles of rows, and each of them would
+unpack every token again. Dequantizing once is cheaper.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ def dequantize_kernel(
     static_scale, OPERAND: tl.constexpr, HAS_BOUNDS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
+    """Dequantize some KV heads. Grid (pairs, ceil(num_blocks / blocks_per_program)); a pair is a KV head of a sequence.
 
     Args:
-        data_ptr: packed data, strides (block, batch, head), bytes.
-        bounds_ptr: with HAS_BOUNDS int32 [batch, 2]: of each sequence, only the tiles of TILE tokens with a token in
-            this range are written.
+        data_ptr: packed data, uint8, strides (block, batch, head) in bytes.
+        bounds_ptr: with HAS_BOUNDS int32 [batch, 2], a range of tokens for each sequence: only tiles of TILE tokens
+            with a token in the range are written.
         out_ptr: any float dtype. With PADDED [pairs, num_blocks * block_tokens, padded_head_dim], 0 from ``num_tokens``
             on; otherwise [pairs, num_tokens, head_dim].
-        static_scale: of the format.
-        first_pair: pair of the first program, ``batch * num_kv_heads + kv_head``.
+        first_pair: the pair of the first program, ``batch * num_kv_heads + kv_head``.
+        num_tokens: tokens to dequantize.
+        static_scale: the static scale of the format.
     """
     pair = tl.program_id(0) + first_pair
     batch = (pair // num_kv_heads).to(tl.int64)
@@ -68,7 +69,7 @@ def _row_width(operand, padded):
 
 @jit
 def _rotation_of_planes(OPERAND: tl.constexpr):
-    """For each plane of a rotated format the rows of the matrix that its levels are multiplied by."""
+    """For each plane of a rotated format, the rows of the rotation matrix by which its levels are multiplied."""
     rotation = ()
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     if OPERAND.rotated:
@@ -81,7 +82,7 @@ def _rotation_of_planes(OPERAND: tl.constexpr):
 
 @jit
 def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr, PADDED: tl.constexpr):
-    """The tokens of a block that a slot keeps as they are."""
+    """Copy the tokens of an exact block."""
     if OPERAND.num_entries > 0:
         x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
         _store_rows(out_ptr, x, tokens_left, _row_width(OPERAND, PADDED), OPERAND, PADDED)
@@ -92,7 +93,7 @@ def _dequantize_block(
     out_ptr, header_ptr, stride_block, block, tokens_left, rotation, static_scale, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a packed block."""
+    """Dequantize the tokens of a packed block."""
     ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
     packed, scale, zero = load_packed(ptr, stride_block, tokens_left, OPERAND, OPERAND.block_tokens)
     levels = unpack(packed, scale, zero, OPERAND)
@@ -103,7 +104,7 @@ def _dequantize_block(
     else:
         for plane in tl.static_range(NUM_PLANES):
             x = levels[plane].to(tl.float32)
-            if OPERAND.granularity != "group":  # whose scales and zeros are part of the levels
+            if OPERAND.granularity != "group":  # levels of groups include scales and zero points
                 x = x * OPERAND.gains[plane]
                 if OPERAND.has_scale:
                     x = x * _of_codes(scale, plane, OPERAND)
@@ -116,9 +117,9 @@ def _dequantize_block(
 
 @jit
 def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Vectors [tokens, channels] of levels in the stored basis.
+    """Vectors [tokens, channels] in the original basis, from levels in the stored basis, without the static scale.
 
-    Levels and the matrix are exact in the dtype of the products, so that sums are, too; scales come afterwards.
+    Levels and the matrix are exact in the dtype of the products, so that products are exact, too. Scales follow.
     """
     tl.static_assert(OPERAND.granularity == "token")
     channel = tl.arange(0, OPERAND.padded_head_dim)
@@ -145,7 +146,7 @@ def _rotate_levels(levels, scale, zero, rotation, OPERAND: tl.constexpr, PRECISI
 
 @jit
 def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
-    """Scales or zeros of one block as float32 that broadcasts to a plane of its codes."""
+    """Scales or zero points of one block, as float32 that broadcasts to a plane of its codes."""
     if OPERAND.granularity == "channel":
         x = metadata[plane].to(tl.float32)
     elif OPERAND.column_major:
@@ -157,7 +158,7 @@ def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
 
 @jit
 def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.constexpr, PADDED: tl.constexpr):
-    """Store the first WIDTH columns of [tokens, columns] of a block.
+    """Store the first WIDTH columns of a tile [tokens, columns] of a block.
 
     Rows from ``tokens_left`` on are 0 with PADDED; without, there are no such rows.
     """
@@ -165,7 +166,7 @@ def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.conste
     column = tl.arange(0, x.shape[1])[None, :]
     x = tl.where(token < tokens_left, x.to(tl.float32), 0.0)
     if out_ptr.dtype.element_ty == tl.float16:
-        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # what is finite stays so
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # finite numbers stay finite
     ptrs = out_ptr + token * _row_width(OPERAND, PADDED) + column
     if not PADDED:
         tl.store(ptrs, x, mask=(token < tokens_left) & (column < WIDTH))

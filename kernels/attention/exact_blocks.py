@@ -1,7 +1,7 @@
-"""Attention to blocks of tokens that entries hold: they are read as they are, beside the packed ones.
+"""Attention to the exact blocks in the header of a packed cache.
 
-The loop over tiles of packed tokens leaves them out; the splits take them in turn afterwards. A block may be exact for
-keys only, or for values only: the other operand is then the packed one.
+The loop over tiles of packed tokens skips exact blocks; afterwards the splits take turns at them. A block may be exact
+for keys only, or for values only. The other operand is then read from the packed block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcompile.kernels.tiles.rotation import rotation_matrix, to_stored_basis
 
 @jit
 def recent_tags(header_ptr, OPERAND: tl.constexpr):
-    """The tags of entries of recent blocks, int32 of any length; 0 for none."""
+    """The tags of the entries of recent blocks, int32 of any length; 0 for all other entries."""
     tags = tl.full([1], 0, tl.int32)
     if OPERAND.num_entries > 0:
         entry = tl.arange(0, OPERAND.residual.padded_entries)
@@ -38,7 +38,7 @@ def recent_tags(header_ptr, OPERAND: tl.constexpr):
 
 @jit
 def exact_range(key_tags, value_tags):
-    """The first recent block that an entry of keys or values holds, and the one after the last."""
+    """The first recent block that is exact for keys or values, and the block after the last one."""
     first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, 1 << 30), 0)
     first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, 1 << 30), 0)
     return tl.minimum(first_key, first_value), tl.maximum(tl.max(key_tags, 0), tl.max(value_tags, 0))
@@ -46,7 +46,7 @@ def exact_range(key_tags, value_tags):
 
 @jit
 def overlaps_exact(tile, first_exact, end_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
-    """Whether some entry may hold a block of a tile, a scalar."""
+    """Whether a block of the tile may be exact, a scalar."""
     SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     first_block = tile * BLOCKS
@@ -57,7 +57,7 @@ def overlaps_exact(tile, first_exact, end_exact, KEY: tl.constexpr, VALUE: tl.co
 def is_packed(
     key_ptr, value_ptr, token, tile, may_be_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Whether no entry holds the block of each ``token`` of a tile. Tags are read only where one ``may_be_exact``."""
+    """Whether the block of each ``token`` of a tile is not exact. Tags are read only if a block ``may_be_exact``."""
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     first_block = tile * BLOCKS
     packed = token >= 0
@@ -81,9 +81,10 @@ def attend_to_exact_blocks(
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state of attention after the exact blocks of one split: entries split, split + num_splits, ...
+    """The state of attention after the exact blocks of one split, which takes the entries split, split + num_splits,
+    ...
 
-    First come the entries of keys, then those of values, without the blocks that are exact for keys, too.
+    Entries of keys come first, then entries of values. A block that both hold is attended to once, by the key's entry.
     """
     for index in range(split, KEY.num_entries + VALUE.num_entries, num_splits):
         block, key_exact, value_exact = _block_of(index, key_ptr, value_ptr, KEY, VALUE)
@@ -108,7 +109,7 @@ def attend_to_exact_blocks(
 
 @jit
 def _block_of(index, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """The block to attend to for an entry, or -1, and whether it is exact for keys and for values."""
+    """The block to attend to for an entry, or -1 for none, and whether it is exact for keys and for values."""
     if index < KEY.num_entries:
         block = tl.load(tag_ptrs(key_ptr, index)) - 1
     else:
@@ -144,7 +145,7 @@ def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constex
 
 @jit
 def _values(block, exact, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
-    """Levels [width, tokens] of each plane, scales and zeros [tokens] of the values of a block."""
+    """The values of a block: levels [width, tokens] of each plane, scales and zero points [tokens]."""
     if VALUE.num_entries > 0:
         if exact:
             rows, scale = _exact_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)

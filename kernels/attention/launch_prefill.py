@@ -1,4 +1,4 @@
-"""Launch attention of long queries: dequantize what they see, then run flash attention on that."""
+"""Launch prefill attention: dequantize the tokens that queries see, then run flash attention on them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvcompile.kernels.layout.operand import PackedOperand
 from kvcompile.kernels.layout.references import strides_of
 
 PREFILL_ROWS = 128
-"""Query rows of a KV head (its query heads times q_len) from which on tokens are dequantized first."""
+"""The least number of query rows of a KV head (its query heads times q_len) for which tokens are dequantized first."""
 
 SCRATCH_NBYTES = 1 << 29
-"""Dequantized tokens that are kept at a time, if a KV head does not need more."""
+"""Most bytes of dequantized tokens that exist at a time, unless a single KV head needs more."""
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How to run the kernel: query rows of a program, tokens of a tile, warps, and tiles in flight."""
+    """How to run the prefill kernel: query rows of a program, tokens of a tile, warps, and tiles loaded ahead."""
 
     rows: int
     tokens: int
@@ -34,18 +34,23 @@ class PrefillConfig:
 
 
 def is_prefill(call: AttentionCall) -> bool:
-    """Whether :func:`attend_prefill` is for such a query; float32 products take the other kernel."""
+    """Whether :func:`attend_prefill` handles this call. Products in float32 always take the decode kernel."""
     return call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= PREFILL_ROWS
 
 
 def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
-    """Attention into ``out`` [batch, num_heads, q_len, v_head_dim]; or, if splits remain to be merged, into others.
+    """Prefill attention.
+
+    Args:
+        call: the arguments.
+        out: [batch, num_heads, q_len, v_head_dim]; written if one split is enough and ``with_lse`` is False.
+        with_lse: whether the caller needs the log-sum-exp.
 
     Returns:
-        outputs [splits, batch * num_heads * q_len, v_head_dim] and what they are merged by, [splits,
-        batch * num_heads * q_len, 2], both float32, and the number of splits; see
-        :func:`kvcompile.kernels.attention.decode.combine_kernel`. Without ``with_lse`` and if one split is enough:
-        ``out`` twice, and 1.
+        Outputs of the splits, float32 [splits, batch * num_heads * q_len, v_head_dim]; their log-sum-exp, float32
+        [splits, batch * num_heads * q_len, 2]; and the number of splits.
+        :func:`kvcompile.kernels.attention.decode.combine_kernel` merges them. If ``out`` was written: ``out`` twice,
+        and 1.
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
@@ -87,7 +92,7 @@ def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:
 
 
 def _bounds(call: AttentionCall) -> Tensor | None:
-    """Of each sequence, the first token that some position sees and the one after the last: int32 [batch, 2]."""
+    """The first token that some position of a sequence sees, and the token after the last one: int32 [batch, 2]."""
     if call.ranges is None:
         return None
     return torch.stack([call.ranges[..., 0].amin(1), call.ranges[..., 1].amax(1)], 1)
@@ -104,10 +109,10 @@ def _dequantize(
     bounds: Tensor | None,
     config: PrefillConfig,
 ) -> Tensor:
-    """Tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
+    """The dequantized tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
     num_kv_heads = call.k_data.shape[2]
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
-    dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies the bits of bfloat16
+    dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies bit patterns
     out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
     num_blocks = padded_len // operand.block_tokens
     at_once = blocks_per_program(operand.rotated, num_blocks, count, data.device)

@@ -1,14 +1,14 @@
-"""Attention of long queries in Triton, on dequantized K and V: flash attention with the masks of packed attention.
+"""Prefill attention in Triton, on dequantized K and V: flash attention with the masks of packed attention.
 
-In contrast to :mod:`kvcompile.kernels.attention.decode` queries are the first operand of the products,
+Queries are the first operand of the products, unlike in :mod:`kvcompile.kernels.attention.decode`:
 
     S = q K^T   [rows, tokens]         O += P V   [rows, channels]
 
-and K and V pass through shared memory, where all rows of a program share them: with many rows it is the tensor cores
-that limit, not memory. Source: FlashAttention-2, arXiv:2307.08691.
+K and V pass through shared memory, where all rows of a program share them. With many rows the limit is the tensor cores
+and not memory. Source: FlashAttention-2, arXiv:2307.08691.
 
-A row is a query head at a query position; query heads that share a KV head are rows of the same program. The tokens
-that some row sees are cut into three runs of tiles: the tiles in the middle are seen by all rows and need no mask.
+A row is a query head at a query position; query heads that share a KV head are rows of the same program. The tiles of
+tokens that a program visits are cut into three runs. All rows see every token of the middle run, which needs no mask.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def prefill_attention_kernel(
     Args:
         query_ptr: [batch, num_heads, q_len, head_dim], strides (batch, head, position, channel).
         key_ptr, value_ptr: [pairs, padded_len, padded head_dim] in the dtype of the products, finite and 0 in padding;
-            a pair is a KV head of a sequence, and ``padded_len`` a multiple of TOKENS.
-        first_pair: pair of the first program, ``batch * num_kv_heads + kv_head``.
-        num_rows: batch * num_heads * q_len.
+            a pair is a KV head of a sequence, and ``padded_len`` is a multiple of TOKENS.
+        first_pair: the pair of the first program, ``batch * num_kv_heads + kv_head``.
+        num_rows: ``batch * num_heads * q_len``.
         mask_ptr, range_ptr, out_ptr, lse_ptr, score_scale, softcap: as in
             :func:`kvcompile.kernels.attention.decode.attention_kernel`.
     """
     pair = tl.program_id(1) + first_pair
     batch = (pair // num_kv_heads).to(tl.int64)
     kv_head = (pair % num_kv_heads).to(tl.int64)
-    # The last tile of rows comes first: under a causal mask it is the one that takes longest.
+    # The last tile of rows comes first, because it takes longest under a causal mask.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
@@ -101,14 +101,15 @@ def visible_tiles(
     first_row, in_query, range_ptrs, q_len, kv_len, split, num_splits,
     GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of TOKENS tokens of one split, and what a bool mask shows.
+    """The tiles of TOKENS tokens that one split visits, and the ranges of a bool mask.
 
-    Args are those of :func:`kvcompile.kernels.tiles.visible_range.visible_tokens`.
+    Arguments are the same as in :func:`kvcompile.kernels.tiles.visible_range.visible_tokens`, and the number of the
+    split.
 
     Returns:
-        (first_tile, first_full, end_full, end_tile): no row sees a token in a tile outside [first_tile, end_tile), and
-        all rows see all tokens of those from ``first_full`` to ``end_full``;
-        what a bool mask shows, as from there.
+        (first_tile, first_full, end_full, end_tile): the split visits the tiles [first_tile, end_tile), and all rows
+        see all tokens of the tiles [first_full, end_full).
+        (row_begin, row_end, holes): as returned by ``visible_tokens``.
     """
     tokens, ranges = visible_tokens(first_row, in_query, range_ptrs, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
     begin, end, all_begin, all_end = tokens
@@ -127,7 +128,7 @@ def _attend(
     MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The state (maximum, total, acc) after tiles [first_tile, end_tile) of tokens; without MASKED all are seen."""
+    """The state (maximum, total, acc) after the tiles [first_tile, end_tile). Without MASKED all tokens are visible."""
     maximum, total, acc = state
     key_column = tl.arange(0, query.shape[1])[None, :]
     value_column = tl.arange(0, acc.shape[1])[None, :]
@@ -148,7 +149,12 @@ def _attend(
 
 @jit
 def softmax_step(scores, maximum, total, MASKED: tl.constexpr):
-    """Weights [rows, tokens] of a tile, the factor of what was summed before, and the new maxima and sums [rows]."""
+    """One step of the online softmax, for scores [rows, tokens].
+
+    Returns:
+        Weights [rows, tokens]; the factor [rows] of all earlier sums; the new maxima and the new sums of weights
+        [rows].
+    """
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     finite_maximum = new_maximum
     if MASKED:
@@ -160,7 +166,7 @@ def softmax_step(scores, maximum, total, MASKED: tl.constexpr):
 
 @jit
 def visible_scores(scores, token, kv_len, visibility, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """Scores [rows, tokens] with the mask; -inf where a row does not see a token."""
+    """Apply the mask to scores [rows, tokens]: -inf where a row does not see a token."""
     position, in_query, row_begin, row_end, holes, mask_row_ptrs, stride_token = visibility
     in_cache = token < kv_len
     seen = in_query[:, None] & in_cache[None, :]

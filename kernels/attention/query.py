@@ -1,12 +1,14 @@
-"""The query of attention in Triton as the second operand of its products: rows become columns.
+"""The query in the decode kernel of attention: it is the second operand of the score products, so rows become columns.
 
-A tensor core product has 8 columns at least. Of fewer rows each has two columns, side by side. Neighbouring columns of
-a product lie in one thread: to take every other one costs nothing, and spares the softmax the half that is not needed.
+A tensor core product has at least 8 columns. If there are fewer query rows, each row takes two neighbouring columns.
+One thread holds both columns of the product, so that dropping every other column costs nothing, and the softmax
+computes only one column per row.
 
-If the levels of a key are integers, the two columns of a row are its two digits: the query is rounded to integers of 15
-bits, ``128 * high + low``, and the products are those of 8-bit integers, exact, twice as fast, and of codes that need
-not be made floats. A row is rounded to 2**-15 of its largest channel; bfloat16 has 2**-9 of each. A Hadamard matrix
-leaves no channel much larger than the others, so that this is for rotated formats alone.
+If the levels of keys are integers, the two columns of a row are its two *digits*. The query is rounded to 15-bit
+integers ``128 * high + low``, and products multiply 8-bit integers. They are exact and twice as fast, and codes need
+not be converted to floats. A channel is rounded to 2**-15 of the largest channel of its row, where bfloat16 rounds it
+to 2**-9 of itself. Only queries of rotated formats use digits: after a Hadamard rotation no channel is much larger than
+the others.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ from kvcompile.kernels.tiles.rotation import rotate
 
 @constexpr_function
 def in_digits(key, rows):
-    """Whether a query of that many rows is given in digits."""
+    """Whether a query tile with this number of rows is given in digits."""
     return key.multiplies_integers and rows < 8
 
 
 @jit
 def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
-    """The query as the second operand of the scores: (operand, factor, q_sum).
+    """Load query rows as the second operand of the score products.
 
-    ``operand`` are planes [padded_width, columns], one for each plane of the key, with rows scaled to what the products
-    can hold, and planes by their relative gains; in digits the planes, and the product [rows] of the offset of all
-    levels, in the units of the scores.
-    ``factor`` [rows] takes the scaling back and includes the scale of the scores; ``q_sum`` [rows] is the sum over
-    channels as the products see them, in the units of the scores.
+    Returns:
+        operand: a tuple of tiles [padded_width, columns], one for each plane of the key. Rows are scaled to the range
+            of the products, and planes by their relative gains. In digits, a pair: this tuple, and [rows], the product
+            of the query with the constant offset of all levels, in the units of the scores.
+        factor: [rows], undoes the scaling of rows and includes the scale of the scores.
+        q_sum: [rows], the sum over the channels of the scaled query, in the units of the scores.
     """
     channel = tl.arange(0, KEY.padded_head_dim)[None, :]
     in_bounds = in_query[:, None] & (channel < KEY.head_dim)
@@ -46,7 +49,7 @@ def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexp
 
 @jit
 def _query_in_floats(q, score_scale, KEY: tl.constexpr):
-    """:func:`load_query` of rows in the dtype of the products."""
+    """:func:`load_query` for products of floats."""
     q, factor = normalise_rows(q, KEY.query_exponent, KEY.dtype)
     factor = factor * score_scale
     q_sum = tl.sum(q.to(tl.float32), 1) * factor
@@ -61,7 +64,7 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
 
 @jit
 def _query_in_digits(q, score_scale, KEY: tl.constexpr):
-    """:func:`load_query` of rows in digits."""
+    """:func:`load_query` for products of integers: the query in digits."""
     high, low, factor = _digits(q)
     factor = factor * score_scale
     q_sum = tl.sum(high.to(tl.int32) * 128 + low.to(tl.int32), 1).to(tl.float32) * factor
@@ -78,11 +81,12 @@ def _query_in_digits(q, score_scale, KEY: tl.constexpr):
 
 @jit
 def interleaved(planes):
-    """The planes [rows, width] of a query in the order of integers that are looked up by nibbles, of two planes of
-    codes a byte: the first and the middle plane, then the next of each half.
+    """Reorder the planes [rows, width] of a query like the integers that are looked up by nibbles.
 
-    Of four columns ``j`` to ``j + 3`` of two planes, the first result has ``j`` and ``j + 1`` of both, each plane in
-    turn, and the second has the others.
+    Plane ``i`` is paired with plane ``i + num_planes / 2``, because a lookup takes the codes of both from the nibbles
+    of the same bytes. For four columns ``j`` to ``j + 3`` of such a pair, the first resulting tile has the columns
+    ``j`` and ``j + 1`` of both planes, alternating between the planes; the second tile has the columns ``j + 2`` and
+    ``j + 3``.
     """
     PAIRS: tl.constexpr = len(planes) // 2
     ROWS: tl.constexpr = planes[0].shape[0]
@@ -97,8 +101,12 @@ def interleaved(planes):
 
 @jit
 def _digits(q):
-    """Rows of a float32 tile [rows, channels] as integers of two digits of base 128, int8 [rows, channels] each, and
-    the factor [rows] that takes them back; not a number if a channel is not finite."""
+    """Round the rows of a float32 tile [rows, channels] to integers of two digits in base 128.
+
+    Returns:
+        The high and the low digits, int8 [rows, channels], and the factor [rows] from the integers to the channels. The
+        factor is NaN if a channel of the row is not finite.
+    """
     largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
     integers = round_to_integer(q * (16256.0 / largest)[:, None]).to(tl.int32)  # 16256 = 127 * 128
     high = (integers + 64) >> 7
@@ -107,8 +115,10 @@ def _digits(q):
 
 @jit
 def scores_of_digits(integers, query, KEY: tl.constexpr):
-    """``level . q`` in the units of the scores, float32 [tokens, rows], for the integers [tokens, width] of each plane
-    and a query in digits."""
+    """``level . q`` in the units of the scores, float32 [tokens, rows], for a query in digits.
+
+    ``integers`` are the integers of the key's levels, a tile [tokens, width] for each plane.
+    """
     operand, factor, _ = query
     planes, offset_product = operand
     TOKENS: tl.constexpr = integers[0].shape[0]
@@ -126,7 +136,7 @@ def scores_of_digits(integers, query, KEY: tl.constexpr):
 
 @jit
 def columns_of(x, COLUMNS: tl.constexpr):
-    """[n, rows] -> [n, columns]: every row once, or twice if there are too few."""
+    """[n, columns] from [n, rows]: each row once, or twice side by side if there are fewer rows than COLUMNS."""
     if x.shape[1] < COLUMNS:
         x = _side_by_side(x, x)
     return x
@@ -134,7 +144,7 @@ def columns_of(x, COLUMNS: tl.constexpr):
 
 @jit
 def first_columns(products, ROWS: tl.constexpr):
-    """The inverse of :func:`columns_of`."""
+    """The inverse of :func:`columns_of`: [n, ROWS]."""
     if products.shape[1] > ROWS:
         products, _ = tl.split(tl.reshape(products, [products.shape[0], ROWS, 2]))
     return products
@@ -142,5 +152,5 @@ def first_columns(products, ROWS: tl.constexpr):
 
 @jit
 def _side_by_side(x, y):
-    """[n, rows] twice -> [n, 2 * rows], the columns of ``x`` and ``y`` in turn."""
+    """[n, 2 * rows] from two tiles [n, rows]: the columns of ``x`` and ``y`` alternate."""
     return tl.reshape(tl.join(x, y), [x.shape[0], 2 * x.shape[1]])

@@ -1,4 +1,4 @@
-"""One tile of tokens of attention in Triton: scores, masks, and what the softmax does with them."""
+"""One tile of tokens in the decode kernel of attention: scores, masks, softmax weights and accumulation."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
 def _scores_of_blocks(
     packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """``level . (scale * q) + zero . q`` for scales and zeros of blocks, float32 [tokens, rows].
+    """``level . (scale * q) + zero . q`` for scales and zero points per channel, float32 [tokens, rows].
 
-    One product a block, in a batch, of which each warp computes its own: the scaled query is made where it is used, in
-    registers. The product of the zero points is the same for all tokens of a block: one tile of 16 is multiplied, what
-    tensor cores do at least, and repeated. Zero points are exact there, and sums are float32: a large bias of a key
-    channel costs no precision. What is rounded is ``scale * q``, to fp16; that it does not overflow is argued at
-    ``codec._query_exponent``.
+    The product is a batch with one product per block. Each warp computes its own block, and makes the scaled query in
+    registers where it is used. The product of the zero points is the same for all tokens of a block. It is computed for
+    16 tokens, the least that tensor cores take, and repeated. It is exact except for its float32 sum, so that a large
+    bias of a key channel costs no precision. Only ``scale * q`` is rounded, to fp16;
+    ``kvcompile.kernels.layout.operand._query_exponent`` keeps it from overflowing.
     """
     BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
     ROWS: tl.constexpr = q_planes[0].shape[1]
@@ -79,7 +79,7 @@ def _scores_of_blocks(
 
 @jit
 def _scores_of_block(packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """:func:`_scores_of_blocks` for a tile of one block, which all warps share."""
+    """:func:`_scores_of_blocks` for a tile of one block, whose tokens all warps share."""
     NUM_PLANES: tl.constexpr = KEY.num_planes
     scale, largest = _normalise_scales(scale, KEY)
     products = tl.full([KEY.block_tokens, q_planes[0].shape[1]], 0.0, tl.float32)
@@ -96,9 +96,13 @@ def _scores_of_block(packed, scale, zero, q_planes, KEY: tl.constexpr, PRECISION
 
 @jit
 def _normalise_scales(scale, KEY: tl.constexpr):
-    """Scales of blocks as KEY.dtype, [blocks, width] a plane, and the factor [blocks] that their products lack.
+    """Scales of blocks in KEY.dtype, a tile [blocks, width] for each plane.
 
-    Scales in fp16 stay as they are; those in float32 get a largest one of a block in [1, 2).
+    fp16 scales are unchanged. float32 scales are divided by a power of two per block, so that the largest scale of a
+    block is in [1, 2).
+
+    Returns:
+        The scales, and the powers of two, [blocks], by which products must be multiplied.
     """
     NUM_PLANES: tl.constexpr = KEY.num_planes
     factor = tl.full([scale[0].shape[0]], 1.0, tl.float32)
@@ -121,7 +125,7 @@ def _normalise_scales(scale, KEY: tl.constexpr):
 
 @jit
 def tanh(x):
-    """The hyperbolic tangent, to 2**-22 absolutely; exp2 saturates to 0 or inf where it is -1 or 1."""
+    """The hyperbolic tangent, with an absolute error of at most 2**-22. It is 1 or -1 where exp2 overflows or is 0."""
     return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
 
 
@@ -130,16 +134,26 @@ def visible_scores(
     scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
     HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile with softcap and mask, -inf where a row does not see a token and for tokens not ``in_cache``;
-    and scales and zeros of values [tokens], which are harmless for the latter.
+    """Apply softcap and mask to the scores of a tile.
 
-    With ``all_visible``, a scalar, every row of the query sees all tokens of the tile, as it is in most tiles of a long
-    context, and nothing needs to be hidden. ``visibility`` are position and in_query [rows]; row_begin, row_end [rows]
-    and holes of a bool mask; mask_ptr, mask_row_ptrs [rows] and the stride of a token.
+    Args:
+        scores: float32 [tokens, rows] in units of log2.
+        scale, zero: scales and zero points of values, [tokens].
+        token: [tokens], positions in the cache.
+        in_cache: bool [tokens].
+        all_visible: a scalar: whether every row of the query sees all tokens of the tile. This is true for most tiles
+            of a long context, and saves hiding tokens.
+        softcap: bound of the scores times log2(e).
+        visibility: (position [rows], in_query [rows], row_begin [rows], row_end [rows], holes, mask_ptr, mask_row_ptrs
+            [rows], stride of a token in the mask); row_begin, row_end and holes are the ranges of a bool mask.
+
+    Returns:
+        The scores, -inf where a row does not see a token and for tokens that are not ``in_cache``; and scales and zero
+        points, which are 1 and 0 for tokens that are not ``in_cache``.
     """
     if HAS_SOFTCAP:
         scores = softcap * tanh(scores / softcap)
-    if MASK == "float" or all_visible == 0:  # known at compile time
+    if MASK == "float" or all_visible == 0:  # MASK is known at compile time
         scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
         scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
     return scores, scale, zero
@@ -149,7 +163,7 @@ def visible_scores(
 def _hide_or_add(
     scores, token, in_cache, visibility, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Scores of a tile with the mask; -inf for tokens not ``in_cache``."""
+    """Apply the mask to the scores of a tile; -inf for tokens that are not ``in_cache``."""
     position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
     if MASK == "bool":
         scores = _hide(
@@ -165,7 +179,7 @@ def _hide_or_add(
 
 @jit
 def _load_mask_rows(row_ptrs, token, stride_token, in_cache, in_query):
-    """Mask of a tile, [tokens, rows]; 0 outside the cache and the query."""
+    """Load the mask of a tile, [tokens, rows]; 0 outside the cache and the query."""
     ptrs = row_ptrs[None, :] + token.to(tl.int64)[:, None] * stride_token
     return tl.load(ptrs, mask=in_cache[:, None] & in_query[None, :], other=0)
 
@@ -175,7 +189,7 @@ def _hide(
     scores, token, in_cache, row_begin, row_end, holes, in_query, mask_ptr, mask_row_ptrs, stride_token,
     PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Scores with a bool mask applied: -inf where a row does not see a token. The mask is read only if it has holes."""
+    """Apply a bool mask: -inf where a row does not see a token. The mask is read only if its ranges have holes."""
     if holes != 0:
         if PER_ROW:
             seen = _load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query) != 0
@@ -191,7 +205,7 @@ def _hide(
 def _add_mask(
     scores, token, in_cache, in_query, mask_ptr, mask_row_ptrs, stride_token, PER_ROW: tl.constexpr
 ):  # fmt: skip
-    """Scores with a float mask added."""
+    """Add a float mask to the scores."""
     if PER_ROW:
         scores += log2_bias(_load_mask_rows(mask_row_ptrs, token, stride_token, in_cache, in_query))
     else:
@@ -202,15 +216,17 @@ def _add_mask(
 
 @jit
 def log2_bias(mask):
-    """A float mask in units of log2: -inf stays, the smallest finite numbers stay finite."""
+    """A float mask in units of log2: -inf stays -inf, and the smallest finite numbers stay finite."""
     mask = mask.to(tl.float32)
     return tl.where(mask == float("-inf"), mask, tl.maximum(mask, -2e38) * 1.4426950408889634)
 
 
 @jit
 def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
-    """Store what the splits of a row are merged by, float32 [..., 2]: the largest score, and the log2 of the sum of the
-    exponentials above it. Far below zero (a float mask of -1e9) the sum of the two has no digits left for the second.
+    """Store the log-sum-exp by which the splits of a row are merged, in two parts, float32 [..., 2].
+
+    The parts are the largest score, and log2 of the sum of exponentials relative to it. They are not added: if scores
+    are far below zero (a float mask of -1e9), their sum would have no digits left for the second part.
     """
     tl.store(lse_ptr + 2 * row, tl.where(seen, maximum, float("-inf")), mask=in_query)
     tl.store(lse_ptr + 2 * row + 1, tl.where(seen, total_log2, 0.0), mask=in_query)
@@ -218,13 +234,13 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 
 @constexpr_function
 def weighs_scales(value):
-    """Whether weights contain a scale a token: that of the format, or of tokens that are kept as they are."""
+    """Whether weights contain a scale per token: a scale of the format, or the scale of an exact token."""
     return (value.has_scale and value.granularity == "token") or value.num_entries > 0
 
 
 @jit
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
-    """Scales and zeros of the tokens of a tile of packed values, [tokens]; anything, where there are none."""
+    """Scales and zero points per token of a tile of packed values, [tokens]; arbitrary if the format has none."""
     _, scale, zero = values
     if VALUE.granularity != "token":
         scale = tl.full([TOKENS], 1.0, tl.float32)
@@ -239,7 +255,8 @@ def attend_packed(
 ):  # fmt: skip
     """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
 
-    ``scale`` and ``zero`` are what :func:`visible_scores` makes of their :func:`token_metadata`.
+    ``scores``, ``scale`` and ``zero`` are the results of :func:`visible_scores`, to which :func:`token_metadata` gave
+    the scales and zero points.
     """
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
@@ -252,7 +269,7 @@ def attend_packed(
 
 @jit
 def value_levels(packed, scale, zero, VALUE: tl.constexpr):
-    """The levels of each plane of values, [width, tokens]; those of a tensor that is keys, too, lie the other way."""
+    """The levels of each plane of values, [width, tokens]. A tensor that also serves as keys is transposed for it."""
     levels = unpack(packed, scale, zero, VALUE)
     if not VALUE.column_major:
         levels = transposed(levels, VALUE)
@@ -264,17 +281,23 @@ def weigh(
     state, scores, scale, zero,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state after one more tile but for ``accs``, the factor ``decay`` of those, and the tile's weights.
+    """The softmax weights of one more tile.
 
-    Tokens with a score of -inf take no part; what lies beyond the cache has one, and harmless scales and zeros.
-    A score of -1e9 swallows the log2 of a scale: with WIDE_SCORES the two have separate maxima, at the price of one
-    more reduction a tile. Otherwise ``scale_maximum`` has no meaning.
+    Tokens with a score of -inf get no weight. Tokens beyond the cache have this score, with a scale of 1 and a zero
+    point of 0.
+
+    Scores and log2 of scales are added, which loses the scale beside a score of -1e9. With WIDE_SCORES the two have
+    separate maxima instead, at the price of one more reduction per tile. Otherwise ``scale_maximum`` is not used.
+
+    Returns:
+        maximum, scale_maximum, p_sum and zero_sum of the new state; ``decay``, the factor of the old ``accs``; and the
+        weights of the tile in the dtype of the products.
     """
     maximum, scale_maximum, p_sum, zero_sum, _ = state
     SCALED: tl.constexpr = weighs_scales(VALUE)
     scale_decay = 0.0
     if SCALED:
-        # A scale of zero (a vector of zeros) has no logarithm: 2**-60 is nothing beside the other values.
+        # A scale of zero (a vector of zeros) has no logarithm. 2**-60 is negligible beside other scales.
         HAS_PTX: tl.constexpr = VALUE.unpack_ptx is not None
         scale_log2 = log2(tl.where(scale < 8.673617379884035e-19, 8.673617379884035e-19, scale), HAS_PTX)
         scale_inverse = tl.exp2(-scale_log2)
@@ -291,7 +314,7 @@ def weigh(
     if SCALED and WIDE_SCORES:
         weight = tl.exp2((scores - finite_maximum[None, :]) + relative_scale[:, None])
     elif WIDE_SCORES:
-        # Far below zero, a maximum less 15 may be the maximum.
+        # Far below zero, subtracting 15 may not change the maximum.
         weight = tl.exp2((scores - finite_maximum[None, :]) + 15.0)
     else:
         weight = tl.exp2(scores - (finite_maximum - 15.0)[None, :])
@@ -311,10 +334,12 @@ def weigh(
 def accumulate(
     accs, levels, weight, decay, in_cache, VALUE: tl.constexpr, MAY_BE_NAN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The outputs of each plane after one more tile of values; levels that MAY_BE_NAN count only if ``in_cache``.
+    """The accumulated outputs of each plane after one more tile of values.
 
-    Tensor cores cut off what a sum in float32 has no digits for. Of levels that are all positive that would be the same
-    error at every step: they sum a tile, and tiles are summed with rounding.
+    Levels that MAY_BE_NAN count only if their token is ``in_cache``.
+
+    Tensor cores truncate float32 sums instead of rounding them. Levels that are all positive would add the same error
+    at every step. Tensor cores therefore sum one tile only, and the sums of tiles are added with rounding.
     """
     new_accs = ()
     NUM_PLANES: tl.constexpr = VALUE.num_planes
@@ -323,7 +348,7 @@ def accumulate(
     for plane in tl.static_range(NUM_PLANES):
         level = levels[plane]
         if MAY_BE_NAN:
-            level = tl.where(in_cache[None, :], level, 0.0)  # what was never written may be NaN
+            level = tl.where(in_cache[None, :], level, 0.0)  # unwritten bytes may be NaN
         product = tl.dot(level, weight, input_precision=PRECISION)
         acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
@@ -332,11 +357,11 @@ def accumulate(
 
 @jit
 def _sum_in_thread(x, KEY: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[tokens, rows] -> [NUM_WARPS, 8, rows]: partial sums over tokens.
+    """Partial sums over the tokens of [tokens, rows]: [NUM_WARPS, 8, rows].
 
-    In the accumulator of a tensor core product token ``n`` lies with lanes ``n % 8`` and, if each warp has a block of
-    its own, with warp ``n // 64``, else with warp ``n // 16 % NUM_WARPS``. Summing only over the rest keeps the sum in
-    a thread, without shuffles and barriers.
+    In the accumulator of a tensor core product, token ``n`` belongs to the lanes ``n % 8``. Its warp is ``n // 64`` if
+    each warp has its own block, and ``n // 16 % NUM_WARPS`` otherwise. Sums over the remaining part of ``n`` stay in
+    one thread, without shuffles and barriers.
     """
     TOKENS: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = x.shape[1]

@@ -1,8 +1,8 @@
-"""Triton kernels of the DeepSeek-V4 K cache, bit for bit what :mod:`kvcompile.kernels.formats.ds_mla_rows` specifies.
+"""Triton kernels of the DeepSeek-V4 K cache; :mod:`kvcompile.kernels.formats.ds_mla_rows` specifies them bit for bit.
 
-Both move each byte once. A tile is [tokens, scale blocks, channels], with 8 channels in a thread: 8 bytes of codes and
-16 bytes of bfloat16, the widest access of the wider side. A page needs no more than the alignment to 8 bytes that
-TOKEN_BYTES gives it for any ``block_size``. What is done with a tile is in :mod:`kvcompile.kernels.deepseek_v4.tiles`.
+Both kernels move each byte once. A tile is [tokens, scale blocks, channels], and a thread holds 8 channels: 8 bytes of
+codes and 16 bytes of bfloat16, which is the widest access. Pages need only be aligned to 8 bytes, and TOKEN_BYTES
+guarantees this for any ``block_size``. :mod:`kvcompile.kernels.deepseek_v4.tiles` quantizes and dequantizes tiles.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvcompile.kernels.lang.launcher import ASSERTING, Launcher
 from kvcompile.kernels.lang.triton import INTERPRETED, jit, tl, triton
 
 TOKENS_PER_WARP = 4
-"""With 8 channels in a thread, 8 threads hold a scale block of a token and 4 tokens fill a warp: every thread has all
-scale blocks of its token, so that neither maxima nor scales pass through shared memory."""
+"""Tokens that fill a warp. A thread has 8 channels of every scale block of its token, so that 8 threads hold a token.
+Neither maxima nor scales then pass through shared memory."""
 
 NUM_WARPS = 4
-"""Of a program; fewer where a page has fewer tokens than these warps hold."""
+"""Warps of a program; fewer in the gather kernel if a page has fewer tokens than these warps hold."""
 
 WARPS_PER_SM = 40
-"""Warps of the gather kernel that the registers of a streaming multiprocessor have room for."""
+"""The number of warps of the gather kernel for which a streaming multiprocessor has registers."""
 
 
 @jit(do_not_specialize=["page_words", "num_tokens", "num_slots"])
@@ -44,13 +44,13 @@ def insert_kernel(
 ):  # fmt: skip
     """One program: TOKENS tokens. Grid (ceil(num_tokens / TOKENS),).
 
-    Programs write disjoint bytes, since slots are distinct; nothing that is written is read.
+    Programs write disjoint bytes, because slots are distinct, and read no byte that is written.
 
     Args:
         k_cache_ptr: uint8, pages ``8 * page_words`` bytes apart and aligned to 8 bytes; changed in place.
         k_ptr: int16 patterns [num_tokens, HEAD_DIM], strides (token, channel).
-        slot_mapping_ptr: int32 or int64 [num_tokens]. A slot from num_slots on fails an assertion, and reaches no
-            memory.
+        slot_mapping_ptr: int32 or int64 [num_tokens]. A slot of ``num_slots`` or more fails an assertion, and no byte
+            is written for it.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     slot = tl.load(slot_mapping_ptr + token * slot_strides[0], mask=token < num_tokens, other=-1)
@@ -71,23 +71,25 @@ def gather_kernel(
     page_words, num_reqs, num_rows, max_seq_len, num_blocks, offset,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, MAX_REQS: tl.constexpr, HARDWARE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Programs take turns at the tiles of all requests. So the work is even whatever the lengths, which only the device
-    knows, and costs what the gathered tokens cost, whatever the room in ``out``. Any grid (programs,) is right.
+    """Programs take turns at the tiles of all requests. Any grid (programs,) is correct.
 
-    A tile is TOKENS consecutive positions within one page: one entry of the block table serves it. Tiles write disjoint
-    rows, and nothing that is written is read.
+    Only the device knows the lengths of requests. Taking turns divides the work evenly for any lengths, and the cost
+    depends on the gathered tokens alone, and not on the size of ``out``.
+
+    A tile is TOKENS consecutive positions within one page, so that it needs one number of the block table. Tiles write
+    disjoint rows, and read no byte that is written.
 
     Args:
         out_ptr: int16 patterns, strides (request, row, channel); changed in place.
         k_cache_ptr: uint8, pages ``8 * page_words`` bytes apart and aligned to 8 bytes.
         seq_lens_ptr: int32 or int64 [num_reqs].
-        gather_lens_ptr: the same; the same tensor to gather all tokens.
-        block_table_ptr: int32 or int64, strides (request, block).
+        gather_lens_ptr: int32 or int64 [num_reqs]; ``seq_lens_ptr`` again to gather all tokens.
+        block_table_ptr: int32 or int64 page numbers, strides (request, page).
         num_rows: rows of ``out`` from ``offset`` on.
         max_seq_len: positions that the block table has room for.
-        MAX_REQS: a power of two from num_reqs.
+        MAX_REQS: a power of two, at least ``num_reqs``.
 
-    A request that does not fit, or a page outside [0, num_blocks), fails an assertion and reaches no memory.
+    A request that does not fit, or a page number outside [0, num_blocks), fails an assertion, and is not read.
     """
     TILES_PER_PAGE: tl.constexpr = (BLOCK_SIZE + TOKENS - 1) // TOKENS
     reqs = tl.arange(0, MAX_REQS)
@@ -100,7 +102,7 @@ def gather_kernel(
     )
     first_pages = (seq_lens - gather_lens) // BLOCK_SIZE
     pages = tl.where(fits & (gather_lens > 0), tl.cdiv(seq_lens, BLOCK_SIZE) - first_pages, 0)
-    ends = tl.cumsum(pages.to(tl.int32) * TILES_PER_PAGE, 0)  # of the tiles of each request
+    ends = tl.cumsum(pages.to(tl.int32) * TILES_PER_PAGE, 0)  # the end of the tiles of each request
     num_tiles = tl.max(ends, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         earlier = ends <= tile
@@ -121,7 +123,7 @@ def _gather_tile(
     page_words, num_blocks, offset, req, tile_in_req,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, TILES_PER_PAGE: tl.constexpr, HARDWARE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """The tile ``tile_in_req`` of request ``req``, counted from the page of the first token that it gathers."""
+    """Gather tile ``tile_in_req`` of request ``req``, counted from the page of the first token that it gathers."""
     seq_len = tl.load(seq_lens_ptr + req * seq_lens_strides[0]).to(tl.int32)
     start = seq_len - tl.load(gather_lens_ptr + req * gather_lens_strides[0]).to(tl.int32)
     page_in_req = start // BLOCK_SIZE + tile_in_req // TILES_PER_PAGE
@@ -208,7 +210,7 @@ def dequantize_and_gather_k_cache(
 
 @functools.cache
 def _device(device: torch.device) -> tuple[int, bool]:
-    """Streaming multiprocessors, and whether they convert e4m3. The interpreter has two, and does not."""
+    """The number of streaming multiprocessors, and whether they convert e4m3; 2 and False in the interpreter."""
     if INTERPRETED:
         return 2, False
     properties = torch.cuda.get_device_properties(device)

@@ -1,10 +1,10 @@
 """The operators ``kvcompile::quantize_and_insert_k_cache`` and ``kvcompile::dequantize_and_gather_k_cache``.
 
-They mean what the functions of the same names in :mod:`kvcompile.kernels.formats.ds_mla_rows` mean: these are their
-implementation on a CPU, and Triton kernels agree with them, bit for bit, on a GPU. Each changes one argument in place,
-the cache or ``out``, and returns nothing. Tensors that do not fit raise a ValueError that names the argument. Slots,
-lengths and pages are data of the device: on a CPU those that do not fit raise before anything is written, on a GPU they
-fail an assertion, as an index of PyTorch's does.
+They mean the functions of the same names in :mod:`kvcompile.kernels.formats.ds_mla_rows`. These functions run on a CPU,
+and Triton kernels that agree with them bit for bit on a GPU. Each operator changes one argument in place, the cache or
+``out``, and returns nothing. Tensors that do not fit raise a ValueError that names the argument. Slots, lengths and
+page numbers are data on the device. On a CPU, wrong ones raise a ValueError before anything is written. On a GPU they
+fail an assertion, like a wrong index in PyTorch.
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -19,7 +19,7 @@ from kvcompile.kernels.formats import ds_mla_rows as spec
 
 INTEGERS = (torch.int32, torch.int64)
 PAGE_ALIGNMENT = 8
-"""In bytes. It divides TOKEN_BYTES, so that contiguous pages are aligned whatever their size."""
+"""The alignment of pages in bytes. It divides TOKEN_BYTES, so that contiguous pages of any size are aligned."""
 
 INSERT = "kvcompile::quantize_and_insert_k_cache"
 GATHER = "kvcompile::dequantize_and_gather_k_cache"
@@ -44,7 +44,7 @@ def _unfit(op: str, name: str, wanted: str, tensor: Tensor) -> ValueError:
 
 
 def _check_cache(op: str, k_cache: Tensor, block_size: int) -> None:
-    """Raise ValueError unless ``k_cache`` has pages of ``block_size`` tokens: kernels trust it."""
+    """Raise ValueError unless ``k_cache`` has pages of ``block_size`` tokens; kernels do not check it again."""
     if block_size < 1:
         raise ValueError(f"{op}: block_size must be at least 1, but is {block_size}")
     page_bytes = block_size * spec.TOKEN_BYTES
@@ -76,7 +76,7 @@ def _check_insert(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: 
         or slot_mapping.shape[0] > k.shape[0]
         or slot_mapping.device != device
     ):
-        wanted = f"int32 or int64 [at most {k.shape[0]}], one a token of k, on {device}"
+        wanted = f"int32 or int64 [at most {k.shape[0]}], one per token of k, on {device}"
         raise _unfit(INSERT, "slot_mapping", wanted, slot_mapping)
 
 
@@ -97,7 +97,7 @@ def _check_gather(
     if gather_lens is not None and (
         gather_lens.dtype not in INTEGERS or gather_lens.shape != seq_lens.shape or gather_lens.device != device
     ):
-        raise _unfit(GATHER, "gather_lens", f"int32 or int64 [{num_reqs}], as seq_lens is, on {device}", gather_lens)
+        raise _unfit(GATHER, "gather_lens", f"int32 or int64 [{num_reqs}], like seq_lens, on {device}", gather_lens)
     if (
         block_table.dtype not in INTEGERS
         or block_table.dim() != 2
@@ -121,7 +121,7 @@ def _check_gather(
 
 
 def _check_slots(k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    """Raise ValueError unless every slot is in the cache; reads the tensor."""
+    """Raise ValueError unless every slot is in the cache. This reads the tensor."""
     num_slots = k_cache.shape[0] * block_size
     if slot_mapping.numel() and slot_mapping.max() >= num_slots:
         raise ValueError(
@@ -139,7 +139,7 @@ def _check_requests(
     block_size: int,
     offset: int,
 ) -> None:
-    """Raise ValueError unless every request fits ``out`` and its pages are in the cache; reads the tensors."""
+    """Raise ValueError unless every request fits ``out`` and its pages are in the cache. This reads the tensors."""
     num_rows, num_blocks = out.shape[1] - offset, k_cache.shape[0]
     gathered = seq_lens if gather_lens is None else gather_lens
     for req, (seq_len, gather_len) in enumerate(zip(seq_lens.tolist(), gathered.tolist(), strict=True)):
@@ -148,7 +148,8 @@ def _check_requests(
         if not 0 < gather_len <= min(seq_len, num_rows) or seq_len > block_table.shape[1] * block_size:
             raise ValueError(
                 f"{GATHER}: request {req} cannot gather {gather_len} of {seq_len} tokens: out has {num_rows} rows from "
-                f"offset {offset} on, and block_table has {block_table.shape[1]} pages of {block_size} tokens a request"
+                f"offset {offset} on, and block_table has {block_table.shape[1]} pages of {block_size} tokens per "
+                f"request"
             )
         pages = block_table[req, (seq_len - gather_len) // block_size : -(-seq_len // block_size)]
         if pages.min() < 0 or pages.max() >= num_blocks:

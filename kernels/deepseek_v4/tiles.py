@@ -1,8 +1,9 @@
-"""Tokens of the DeepSeek-V4 K cache in registers: what its kernels, and those of caches of latents, do with each.
+"""Quantizing and dequantizing tokens of the DeepSeek-V4 K cache in registers; caches of latents use these functions,
+too.
 
 A tile is [tokens, scale blocks, channels]. Kernels see bfloat16 as int16 patterns, because Triton's interpreter
-converts it inexactly: it truncates, and loses subnormal numbers. :mod:`kvcompile.kernels.formats.ds_mla_rows` specifies
-all.
+converts bfloat16 inexactly: it truncates, and loses subnormal numbers. :mod:`kvcompile.kernels.formats.ds_mla_rows` is
+the specification.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ BFLOAT16_NAN = constant(0x7FC0)
 
 @jit
 def e4m3_of_float32(x, HARDWARE_FP8: tl.constexpr):
-    """float32 with ``|x| <= 448``, or NaN -> e4m3 bytes, rounded to nearest even."""
+    """e4m3 bytes from float32 ``x``, rounded to nearest even; ``|x| <= 448`` or NaN."""
     if HARDWARE_FP8:
         codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        # Times 2**-120 the exponent bias is that of e4m3, and subnormal numbers are where e4m3 has them.
+        # Multiplied by 2**-120, a float32 has the exponent bias of e4m3, and the same numbers are subnormal.
         bits = (x * 2.0**-120).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
@@ -42,13 +43,13 @@ def e4m3_of_float32(x, HARDWARE_FP8: tl.constexpr):
 
 @jit
 def bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8: tl.constexpr):
-    """e4m3 bytes times float32 powers of two -> bfloat16 patterns, rounded to nearest even."""
+    """bfloat16 patterns of e4m3 bytes times float32 powers of two, rounded to nearest even."""
     if HARDWARE_FP8:
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
         bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
         code = codes.to(tl.int8, bitcast=True).to(tl.int32)
-        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # where they are in a float32, with the value times 2**-120
+        sign_exponent_mantissa = 0x87F00000 - (1 << 32)  # their mask in a float32, which is the value times 2**-120
         value = ((code << 20) & sign_exponent_mantissa).to(tl.float32, bitcast=True) * 2.0**120
         value = tl.where((code & E4M3_NAN) == E4M3_NAN, float("nan"), value) * scale
         pattern = value.to(tl.int32, bitcast=True)
@@ -59,8 +60,10 @@ def bfloat16_bits_of_e4m3(codes, scale, HARDWARE_FP8: tl.constexpr):
 
 @jit
 def bfloat16_patterns(x):
-    """bfloat16 as int16 patterns, or other floats, rounded to nearest even -> the patterns in the upper half of int32,
-    which are those of the same numbers as float32."""
+    """bfloat16 patterns in the upper half of int32, which are the float32 patterns of the same numbers.
+
+    ``x`` holds int16 patterns of bfloat16, or other floats, which are rounded to nearest even.
+    """
     if x.dtype == tl.int16:
         pattern = x.to(tl.int32) << 16
     else:
@@ -73,7 +76,7 @@ def bfloat16_patterns(x):
 
 @jit
 def scales_of(scale_word, block):
-    """Scales of blocks as float32, from the 8 scale bytes of tokens as int64.
+    """float32 scales of scale blocks, from the 8 scale bytes of tokens as int64.
 
     The exponent field of a float32 holds 2**(s - 127), except that s = 0 is the subnormal 2**-127.
     """
@@ -86,10 +89,11 @@ def insert_tokens(data_ptrs, scale_ptrs, x_ptrs, stride_channel, inserted, HARDW
     """Quantize vectors and write the bytes of their tokens. Pointers and ``inserted`` are [tokens, 1, 1].
 
     Args:
-        data_ptrs: of the DATA_BYTES of each token.
-        scale_ptrs: of the SCALE_BYTES of each token.
-        x_ptrs: of the HEAD_DIM channels of each token, int16 patterns of bfloat16 or other floats.
-        inserted: which tokens are read and written.
+        data_ptrs: pointers to the DATA_BYTES of each token.
+        scale_ptrs: pointers to the SCALE_BYTES of each token.
+        x_ptrs: pointers to the HEAD_DIM channels of each token, int16 patterns of bfloat16 or other floats.
+        stride_channel: stride of the channels.
+        inserted: bool: False for tokens that are neither read nor written.
     """
     block = tl.arange(0, SCALE_BYTES)[None, :, None]
     channel = (block * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]).to(tl.int64)
@@ -98,7 +102,8 @@ def insert_tokens(data_ptrs, scale_ptrs, x_ptrs, stride_channel, inserted, HARDW
     pattern = bfloat16_patterns(tl.load(x_ptrs + channel * stride_channel, mask=is_nope, other=0))
     rope = bfloat16_patterns(tl.load(x_ptrs + (NOPE_DIM + rope_channel) * stride_channel, mask=inserted, other=0))
 
-    # Patterns of magnitudes are ordered as the magnitudes are, with infinity and then NaN on top.
+    # Patterns of magnitudes have the same order as the magnitudes; infinity is above all numbers, and NaN above
+    # infinity.
     amax = tl.max(pattern & 0x7FFFFFFF, 2, keep_dims=True)
     finite = amax < 0x7F800000
     scale = ((tl.maximum(amax, MIN_AMAX_BITS) + MANTISSA_CARRY) >> 23) - E4M3_MAX_EXPONENT

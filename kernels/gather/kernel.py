@@ -1,8 +1,7 @@
-"""Gather tokens of a packed pool in Triton: :func:`kvcompile.kernels.spec.gather.gather_tokens`, one kernel for all
-formats.
+"""Gather tokens of a packed pool in Triton: :func:`kvcompile.kernels.spec.gather.gather_tokens`, for every format.
 
-Formats differ in their sections only. Of each a token has some units of up to 8 bytes, one behind the other in a
-row-major section, a block's tokens apart in a column-major one.
+For this kernel formats differ only in their sections. A token has some units of up to 8 bytes in each section. The
+units of a token are neighbours in a row-major section, and BLOCK_TOKENS units apart in a column-major section.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _MAX_CHUNK = 32
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GatheredSections:
-    """What the kernel knows at compile time about packed data; one instance for each layout.
+    """The compile-time description of packed data, one instance for each layout.
 
     Attributes:
-        name: all that the other attributes follow from.
-        count: sections.
-        begins: byte offset of each in a block.
-        units: its element type, an unsigned integer.
-        widths: its elements of a token.
-        chunks: how many of them are copied at once, a power of two.
-        column_major: whether it lies [width][block_tokens] instead of [block_tokens][width].
+        name: identifies the description; all other attributes follow from it.
+        count: number of sections.
+        begins: for each section, its byte offset in a block.
+        units: for each section, the unsigned integer dtype in which it is copied.
+        widths: for each section, the units of a token.
+        chunks: for each section, the units that are copied at once, a power of two.
+        column_major: for each section, whether it lies [width][block_tokens] instead of [block_tokens][width].
         block_tokens: tokens of a block.
         by_reference: whether the kernel gets a reference, see :mod:`kvcompile.kernels.layout.references`.
     """
@@ -48,11 +47,11 @@ class GatheredSections:
     by_reference: bool
 
     def __repr__(self) -> str:
-        return self.name  # Triton makes it part of the names of functions
+        return self.name  # Triton uses it in the names of compiled functions
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """Triton's key of this constant in its cache on disk."""
+        """The key of this constant in Triton's cache on disk."""
         return str({name: value for name, value in vars(self).items() if name != "cache_key"})
 
 
@@ -80,7 +79,7 @@ def gathered_sections(layout: PackedLayout, by_reference: bool) -> GatheredSecti
 
 
 def _largest_unit(nbytes: int) -> int:
-    """Bytes of the largest integers that make up what a token has in a row-major section, which is aligned to them."""
+    """Bytes of the largest integers that divide the ``nbytes`` of a token in a row-major section, which is aligned."""
     return next(unit for unit in (8, 4, 2, 1) if nbytes % unit == 0)
 
 
@@ -95,14 +94,14 @@ def gather_kernel(
         data_ptr: packed data of one sequence, uint8, strides (block, batch, head) in bytes.
         slots_ptr: int64 [batch, num_tokens], strides (batch, token). A slot outside [0, num_slots) fails an assertion,
             as in the indexing kernels of PyTorch, and is not read.
-        out_ptr: packed data of ``batch`` sequences, strides as those of ``data_ptr``.
+        out_ptr: packed data of ``batch_size`` sequences, uint8, strides (block, batch, head) in bytes.
     """
     data_ptr = referred(data_ptr, SECTIONS)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // num_kv_heads % batch_size).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads // batch_size).to(tl.int64)
-    place = tl.arange(0, SECTIONS.block_tokens)
-    token = block * SECTIONS.block_tokens + place
+    row = tl.arange(0, SECTIONS.block_tokens)
+    token = block * SECTIONS.block_tokens + row
     slot_ptrs = slots_ptr + batch * slots_strides[0] + token * slots_strides[1]
     slot = tl.load(slot_ptrs, mask=token < num_tokens, other=0)
     in_pool = (slot >= 0) & (slot < num_slots)
@@ -111,14 +110,14 @@ def gather_kernel(
     target_ptr = out_ptr + block * out_strides[0] + batch * out_strides[1] + head * out_strides[2]
     COUNT: tl.constexpr = SECTIONS.count
     for i in tl.static_range(COUNT):
-        _copy_section(source_ptrs, slot % SECTIONS.block_tokens, in_pool, target_ptr, place, i, SECTIONS)
+        _copy_section(source_ptrs, slot % SECTIONS.block_tokens, in_pool, target_ptr, row, i, SECTIONS)
 
 
 @jit
 def _copy_section(
-    source_ptrs, source_place, in_pool, target_ptr, place, I: tl.constexpr, SECTIONS: tl.constexpr  # noqa: E741
+    source_ptrs, source_row, in_pool, target_ptr, row, I: tl.constexpr, SECTIONS: tl.constexpr  # noqa: E741
 ):  # fmt: skip
-    """Copy section I of tokens, from their places in blocks that start at ``source_ptrs`` to their places in one."""
+    """Copy section I of tokens, from rows ``source_row`` of blocks at ``source_ptrs`` to rows of one block."""
     UNIT: tl.constexpr = SECTIONS.units[I]
     WIDTH: tl.constexpr = SECTIONS.widths[I]
     CHUNK: tl.constexpr = SECTIONS.chunks[I]
@@ -129,18 +128,21 @@ def _copy_section(
         copied = in_pool[:, None] & (column < WIDTH)[None, :]
         if SECTIONS.column_major[I]:
             columns = column * SECTIONS.block_tokens
-            units = tl.load((source_ptrs + source_place)[:, None] + columns[None, :], mask=copied)
-            tl.store((target_ptr + place)[:, None] + columns[None, :], units, mask=copied)
+            units = tl.load((source_ptrs + source_row)[:, None] + columns[None, :], mask=copied)
+            tl.store((target_ptr + row)[:, None] + columns[None, :], units, mask=copied)
         else:
-            units = tl.load((source_ptrs + source_place * WIDTH)[:, None] + column[None, :], mask=copied)
-            tl.store((target_ptr + place * WIDTH)[:, None] + column[None, :], units, mask=copied)
+            units = tl.load((source_ptrs + source_row * WIDTH)[:, None] + column[None, :], mask=copied)
+            tl.store((target_ptr + row * WIDTH)[:, None] + column[None, :], units, mask=copied)
 
 
 launch_gather = Launcher(gather_kernel)
 
 
 def gather(data: Tensor, layout: PackedLayout, slots: Tensor) -> Tensor:
-    """:func:`kvcompile.kernels.spec.gather.gather_tokens` on a GPU. A slot outside the pool is an assertion there."""
+    """:func:`kvcompile.kernels.spec.gather.gather_tokens` on a GPU.
+
+    A slot outside of the pool fails an assertion on the device.
+    """
     batch, num_tokens = slots.shape
     blocks, num_kv_heads = num_blocks(num_tokens), data.shape[2]
     out = torch.empty((blocks, batch, num_kv_heads, layout.block_bytes), dtype=torch.uint8, device=data.device)

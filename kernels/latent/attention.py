@@ -1,14 +1,14 @@
-"""Attention on a packed cache of latents in Triton: one tensor is keys and values, in absorbed form.
+"""Attention on a packed cache of latents in Triton: one tensor serves as keys and values (the absorbed form).
 
-Flash decoding. A program owns ROWS query rows of one sequence, of its many query heads, and a share of the tokens. A
+The method is flash decoding. A program owns ROWS query rows of one sequence and a share of the tokens. A
 tile of latents ``x`` is dequantized once, slice after slice of its channels, and goes to shared memory. Both products
 read it there:
 
     S = sum over slices of q x^T   [rows, tokens]         O += P x   [rows, channels], one slice after the other
 
-Queries are the first operand: with a hundred of them it is the tensor cores that limit. Masks, ranges of visible tokens
-and the softmax are those of :mod:`kvcompile.kernels.attention.prefill`. On Hopper
-:mod:`kvcompile.kernels.latent.hopper` takes its place, but for products in float32.
+Queries are the first operand, because a hundred query heads make the tensor cores the limit. Masks, ranges of visible
+tokens and the softmax are the same as in :mod:`kvcompile.kernels.attention.prefill`. On Hopper the kernel of
+:mod:`kvcompile.kernels.latent.hopper` replaces this one, except for products in float32.
 
 Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-2, arXiv:2307.08691.
 """
@@ -34,16 +34,16 @@ def latent_attention_kernel(
 
     Args:
         query_ptr: [batch, num_heads, q_len, LATENT.head_dim], strides (batch, head, position, channel).
-        data_ptr: packed latents, strides (block, batch, head), bytes.
-        num_rows: batch * num_heads * q_len.
+        data_ptr: packed latents, uint8, strides (block, batch, head) in bytes.
+        num_rows: ``batch * num_heads * q_len``.
         out_ptr: [num_rows, LATENT.head_dim], or with PARTIAL float32 [num_splits, num_rows, LATENT.head_dim].
         mask_ptr, range_ptr, lse_ptr, score_scale, softcap: as in
-        :func:`kvcompile.kernels.attention.decode.attention_kernel`.
-        TOKENS: tokens of a tile, a divisor of those of a block.
+            :func:`kvcompile.kernels.attention.decode.attention_kernel`.
+        TOKENS: tokens of a tile, a divisor of the tokens of a block.
     """
     batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
-    # The last tile of rows comes first: under a causal mask it is the one that takes longest.
+    # The last tile of rows comes first, because it takes longest under a causal mask.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
@@ -74,7 +74,7 @@ def latent_attention_kernel(
             scores = softcap * tanh(scores / softcap)
         if MASK == "float":  # known at compile time  # noqa: SIM114
             scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
-        elif (tile < tiles[1]) | (tile >= tiles[2]):  # in most tiles of a long context nothing needs to be hidden
+        elif (tile < tiles[1]) | (tile >= tiles[2]):  # most tiles of a long context hide nothing
             scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
         weight, decay, maximum, total = softmax_step(scores, maximum, total, True)
         outputs = _accumulate(outputs, decay, weight.to(LATENT.dtype), latents, LATENT, PRECISION)
@@ -93,7 +93,7 @@ def latent_attention_kernel(
 
 @jit
 def _load_query(row_ptrs, in_query, stride_channel, LATENT: tl.constexpr):
-    """The slices of the query, [rows, width] of LATENT.dtype."""
+    """Load the slices of the query, [rows, width] of LATENT.dtype."""
     slices = ()
     NUM_SLICES: tl.constexpr = LATENT.num_slices
     for i in tl.static_range(NUM_SLICES):
@@ -114,7 +114,7 @@ def _zeros(query, LATENT: tl.constexpr):
 
 @jit
 def _products(query, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
-    """``q . x``, float32 [rows, tokens]."""
+    """``q . x``, summed over the slices: float32 [rows, tokens]."""
     scores = tl.dot(query[0], tl.trans(latents[0]), input_precision=PRECISION)
     OTHER_SLICES: tl.constexpr = LATENT.num_slices - 1
     for i in tl.static_range(OTHER_SLICES):
@@ -124,7 +124,7 @@ def _products(query, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
 
 @jit
 def _accumulate(outputs, decay, weight, latents, LATENT: tl.constexpr, PRECISION: tl.constexpr):
-    """The outputs of all slices after one more tile."""
+    """The accumulated outputs of all slices after one more tile."""
     slices = ()
     NUM_SLICES: tl.constexpr = LATENT.num_slices
     for i in tl.static_range(NUM_SLICES):

@@ -1,19 +1,19 @@
-"""Attention on a packed cache of latents on Hopper, in Gluon: products of warpgroups, in the layouts that they need.
+"""Attention on a packed cache of latents on Hopper, in Gluon, with products of warpgroups.
 
-The function of :mod:`kvcompile.kernels.latent.attention`. There, the warps that multiply a tile of latents dequantize
-it first, and the tensor cores wait; here a program has three warpgroups, which do different work at the same time.
+It computes the same as :mod:`kvcompile.kernels.latent.attention`. There the warps that multiply a tile of latents
+dequantize it first, and the tensor cores wait. Here a program has three warpgroups, which work at the same time.
 
-- *Producers* dequantize tiles to bfloat16, each once, into two buffers in shared memory from which all products read:
-  even tiles into the first, odd ones into the second. The bytes of the next tile are on their way meanwhile.
-- Two warpgroups of *consumers* hold one half of the output's channels each: 64 rows of 256 in float32 are 128 registers
-  a thread. The first weighs even tiles (scores and softmax), the second odd ones. Both accumulate all of them, with
-  weights and decays that they hand over in shared memory: what one weighs, the other need not.
+- *Producers* dequantize each tile once, to bfloat16, into one of two buffers in shared memory: even tiles into the
+  first, odd tiles into the second. All products read these buffers. The bytes of the next tile are loaded meanwhile.
+- Two warpgroups of *consumers* hold one half of the output's channels each: 64 rows of 256 float32 channels are 128
+  registers per thread. The first *weighs* even tiles, which means that it computes their scores and softmax weights;
+  the second weighs odd tiles. Both accumulate every tile. They exchange weights and decays in shared memory.
 
-Products read shared memory: the scores of a tile 64 KB of queries and as much of latents, its accumulation 64 KB of
-latents and 16 KB of weights. That is why each tile is weighed once.
+Each tile is weighed only once because products are limited by reading shared memory. The scores of a tile read 64 KB of
+queries and 64 KB of latents; the accumulation of a tile reads 64 KB of latents and 16 KB of weights.
 
 Sources: DeepSeek-V2, arXiv:2405.04434, section 2.1 (the absorbed form); FlashAttention-3, arXiv:2407.08608, section 3.1
-(producers and consumers); DeepSeek's account of FlashMLA's kernel for Hopper, April 2025 (two warpgroups that share an
+(producers and consumers); DeepSeek's report on the FlashMLA kernel for Hopper, April 2025 (two warpgroups that share an
 output).
 """
 
@@ -50,9 +50,9 @@ HEAD_DIM = gl.constexpr(spec.HEAD_DIM)
 HALF_DIM = gl.constexpr(spec.HEAD_DIM // 2)
 QUERY_WIDTH = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(2)
-CONSUMER_REGISTERS = gl.constexpr(192)  # a thread; producers have what is left, 120
+CONSUMER_REGISTERS = gl.constexpr(192)  # per thread; producers have the remaining 120
 
-# A warpgroup's product has 64 rows, 16 of each warp.
+# A product of a warpgroup has 64 rows, 16 per warp.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 16]))
 OUTPUTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.HEAD_DIM // 2, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
@@ -70,10 +70,10 @@ def hopper_latent_attention_kernel(
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Parameters and grid are those of :func:`kvcompile.kernels.latent.attention.latent_attention_kernel`.
+    """Parameters and grid are the same as in :func:`kvcompile.kernels.latent.attention.latent_attention_kernel`.
 
-    ROWS is 64, TOKENS those of a block, and products are of bfloat16, whatever PRECISION and NUM_STAGES are. Four warps
-    are launched and produce; eight more consume.
+    ROWS must be 64, and TOKENS the tokens of a block. Products are bfloat16; PRECISION and NUM_STAGES are ignored. The
+    kernel is launched with four warps, which produce, and adds eight warps, which consume.
     """
     query = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], LATENTS)
     _copy_query(query.index(0), query_ptr, query_strides, num_kv_heads, q_len, GROUP_SIZE, ROWS)
@@ -82,7 +82,8 @@ def hopper_latent_attention_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
     decays = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
     totals = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, ROWS], SHARED_ROWS)
-    # A buffer holds a tile; the tile is weighed; both consumers are done with it. The total of a consumer is there.
+    # For each buffer: it holds a tile; its tile is weighed; both consumers have finished with it. For each consumer:
+    # its total is in shared memory.
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     weighed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
@@ -115,10 +116,10 @@ def hopper_latent_attention_kernel(
 
 @gluon.jit
 def _rows(q_len, num_kv_heads, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """The query rows of a program: sequence, KV head and first row; position and head of each, whether it exists."""
+    """The query rows of a program: sequence, KV head, first row; each row's position, head and whether it exists."""
     batch = (gl.program_id(1) // num_kv_heads).to(gl.int64)
     kv_head = (gl.program_id(1) % num_kv_heads).to(gl.int64)
-    # The last tile of rows comes first: under a causal mask it is the one that takes longest.
+    # The last tile of rows comes first, because it takes longest under a causal mask.
     first_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
     row = first_row + gl.arange(0, ROWS, LAYOUT)
     position = (row // GROUP_SIZE).to(gl.int64)
@@ -128,7 +129,7 @@ def _rows(q_len, num_kv_heads, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, LAY
 
 @gluon.jit
 def _copy_query(query, query_ptr, strides, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """The query rows of a program, in bfloat16, to shared memory."""
+    """Copy the query rows of a program to shared memory, in bfloat16."""
     batch, _, _, position, head, in_query = _rows(q_len, num_kv_heads, GROUP_SIZE, ROWS, gl.SliceLayout(1, QUERY))
     row_ptrs = query_ptr + batch * strides[0] + head * strides[1] + position * strides[2]
     NUM_SLICES: gl.constexpr = HEAD_DIM // QUERY_WIDTH
@@ -143,8 +144,12 @@ def _tiles(
     tiles, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """:func:`kvcompile.kernels.attention.prefill.visible_tiles` of a program, with what its consumers and producers
-    take for the length of the cache: tiles come in pairs, and the last one may belong to another split."""
+    """The tiles that a program visits, in pairs of an even and an odd tile.
+
+    Returns:
+        The results of :func:`kvcompile.kernels.attention.prefill.visible_tiles`; the number of tokens that the program
+        may read, because the last tile of the last pair may belong to another split; and the number of pairs.
+    """
     range_ptr, q_len, kv_len, num_kv_heads, num_splits = tiles
     batch, _, first_row, position, _, in_query = _rows(q_len, num_kv_heads, GROUP_SIZE, ROWS, LAYOUT)
     bounds, ranges = visible_tiles(
@@ -161,8 +166,7 @@ def _produce(
 ):  # fmt: skip
     """Dequantize all tiles, each as soon as its buffer is free.
 
-    All that is read of the next tile is asked for early: waiting for the first of several loads can mean to wait for
-    the last.
+    All loads of the next tile are issued early, because waiting for the first of several loads may wait for the last.
     """
     latents, copies, barriers, tiles, data_ptr, data_strides = producer
     ready, free = barriers
@@ -209,7 +213,8 @@ def _consume(
 ):  # fmt: skip
     """Weigh every other tile, and accumulate one half of the output's channels over all tiles.
 
-    Who waits for a barrier cannot miss it: a buffer is filled and weighed anew only after both consumers have left it.
+    No waiting warpgroup misses a phase of a barrier: a buffer is filled and weighed again only after both consumers
+    have finished with it.
     """
     buffers, barriers, tiles, masking, results = consumer
     query, latents, weights, maxima, decays, totals = buffers
@@ -225,7 +230,8 @@ def _consume(
     outputs = gl.full([ROWS, HALF_DIM], 0.0, gl.float32, OUTPUTS)
     for pair in range(num_pairs):
         tile = bounds[0] + NUM_BUFFERS * pair + HALF
-        # Addresses of operands shall not be known before the loop: those of all their parts would fill registers.
+        # The addresses of operands must depend on the loop. The compiler would otherwise compute the addresses of all
+        # their tiles before the loop, and keep them in registers.
         zero = tile >> 31
         for buffer in gl.static_range(NUM_BUFFERS):
             latent = latents.index(buffer + zero)
@@ -277,14 +283,14 @@ def _scores(
     token = tile * latent.shape[0] + gl.arange(0, latent.shape[0], gl.SliceLayout(0, SCORES))
     if MASK == "float":  # known at compile time  # noqa: SIM114
         scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
-    elif (tile < bounds[1]) | (tile >= bounds[2]):  # in most tiles of a long context nothing needs to be hidden
+    elif (tile < bounds[1]) | (tile >= bounds[2]):  # most tiles of a long context hide nothing
         scores = visible_scores(scores, token, kv_len, visibility, MASK, IS_CAUSAL)
     return scores
 
 
 @gluon.jit
 def _store(outputs, maximum, total, out_row, in_query, results, PARTIAL: tl.constexpr, HALF: tl.constexpr):
-    """Write a consumer's half of the output, and the first one the log-sum-exp."""
+    """Write a consumer's half of the output; the first consumer also writes the log-sum-exp."""
     out_ptr, lse_ptr, num_rows = results
     seen = total > 0
     if PARTIAL:

@@ -1,7 +1,7 @@
-"""Packed latents in shared memory as bfloat16, on Hopper in Gluon: what the producers of
-:mod:`kvcompile.kernels.latent.hopper` do.
+"""The producers of :mod:`kvcompile.kernels.latent.hopper`: they dequantize packed latents to bfloat16 in shared memory.
 
-A tile is a block of 64 tokens. Where ``kv_len`` is a parameter, the tokens from there on are not read, and are zeros.
+A tile is a block of 64 tokens. Functions with a parameter ``kv_len`` do not read tokens from ``kv_len`` on; these
+tokens are zeros.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from kvcompile.kernels.formats import ds_mla_rows as spec
 from kvcompile.kernels.lang.triton import tl
 
 COPIED_BLOCKS = 4
-"""Of the scale blocks of the next tile, how many come to shared memory, all that is left of it. The others come to
-registers."""
+"""The number of scale blocks of the next tile that are copied to shared memory, which has no room for more. The others
+are loaded to registers."""
 
 NUM_COPIED = gl.constexpr(COPIED_BLOCKS)
 NUM_LOADED = gl.constexpr(spec.NUM_SCALES - COPIED_BLOCKS)
 
-# As products of warpgroups read it, 64 channels a row of 128 bytes, swizzled; and the same as pairs of channels.
+# The layout that products of warpgroups read: rows of 64 channels, 128 bytes, swizzled. PAIRS is the same memory, seen
+# as pairs of channels.
 LATENTS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 COPIED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# 16 bytes a thread and load: four threads read the 64 codes of a scale, eight the rotary embedding of a token.
+# A thread loads 16 bytes at once: four threads read the 64 codes of a scale, eight the rotary embedding of a token.
 CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 ROPE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def allocate_copies(TOKENS: tl.constexpr):
-    """Shared memory for :func:`copy_codes`: a buffer a scale block, that Triton may know that they do not overlap."""
+    """Shared memory for :func:`copy_codes`, one buffer per scale block: Triton then knows that they do not overlap."""
     copies = ()
     for _ in gl.static_range(NUM_COPIED):
         copies = copies + (gl.allocate_shared_memory(gl.int32, [TOKENS, QUANT_BLOCK // 4], COPIED),)  # noqa: RUF005
@@ -41,7 +42,10 @@ def allocate_copies(TOKENS: tl.constexpr):
 
 @gluon.jit
 def copy_codes(copies, tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
-    """Begin to copy the first NUM_COPIED scale blocks of a tile, and return at once. A thread copies what it loads."""
+    """Start asynchronous copies of the first NUM_COPIED scale blocks of a tile.
+
+    Each thread copies the codes that it later loads, so that no barrier is needed.
+    """
     for block in gl.static_range(NUM_COPIED):
         ptrs, exists = _codes_of(tile_ptr, tile, kv_len, block, TOKENS)
         hopper.async_copy.async_copy_global_to_shared(copies[block], ptrs, mask=exists)
@@ -50,7 +54,7 @@ def copy_codes(copies, tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
 
 @gluon.jit
 def load_copied_codes(copies):
-    """What :func:`copy_codes` copied, as a tuple of int32 [tokens, QUANT_BLOCK / 4]."""
+    """The codes that :func:`copy_codes` copied, as a tuple of int32 [tokens, QUANT_BLOCK / 4], four codes each."""
     hopper.async_copy.wait_group(0)
     codes = ()
     for block in gl.static_range(NUM_COPIED):
@@ -60,7 +64,7 @@ def load_copied_codes(copies):
 
 @gluon.jit
 def load_codes(tile_ptr, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """A scale block of a tile, four codes an int32, [tokens, QUANT_BLOCK / 4]."""
+    """Load the codes of a scale block, int32 [tokens, QUANT_BLOCK / 4], four codes each."""
     ptrs, exists = _codes_of(tile_ptr, tile, kv_len, BLOCK, TOKENS)
     return gl.load(ptrs, mask=exists, other=0)
 
@@ -75,7 +79,7 @@ def _codes_of(tile_ptr, tile, kv_len, BLOCK: tl.constexpr, TOKENS: tl.constexpr)
 
 @gluon.jit
 def load_rope(tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
-    """The rotary embedding, two channels an int32, [tokens, ROPE_DIM / 2]."""
+    """Load the rotary embedding, int32 [tokens, ROPE_DIM / 2], two channels each."""
     row = gl.arange(0, TOKENS, gl.SliceLayout(1, ROPE))
     word = gl.arange(0, ROPE_DIM // 2, gl.SliceLayout(0, ROPE))
     ptrs = (tile_ptr + (row * DATA_BYTES + NOPE_DIM)).to(gl.pointer_type(gl.int32))[:, None] + word[None, :]
@@ -84,7 +88,7 @@ def load_rope(tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
 
 @gluon.jit
 def load_scales(tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
-    """The scale bytes, int64 [tokens]."""
+    """Load the scale bytes, int64 [tokens], eight each."""
     row = gl.arange(0, TOKENS, gl.SliceLayout(1, CODES))
     ptrs = (tile_ptr + (TOKENS * DATA_BYTES + row * SCALE_BYTES)).to(gl.pointer_type(gl.int64))
     return gl.load(ptrs, mask=tile * TOKENS + row < kv_len, other=0)
@@ -100,7 +104,7 @@ def store_rope(pairs, rope):
 def store_dequantized(pairs, codes, scales, BLOCK: tl.constexpr):
     """Dequantize a scale block, rounded to nearest even, and write it to its place in ``pairs``."""
     exponent = (scales >> (8 * BLOCK)).to(gl.int32) & 0xFF
-    scale = gl.maximum(exponent << 7, 0x40) * 0x10001  # bfloat16, twice; 2**-127 is subnormal
+    scale = gl.maximum(exponent << 7, 0x40) * 0x10001  # in both halves, as bfloat16; 2**-127 is subnormal
     low, high = gl.inline_asm_elementwise(
         DEQUANTIZE, CONSTRAINTS, [codes, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
     )
@@ -109,18 +113,20 @@ def store_dequantized(pairs, codes, scales, BLOCK: tl.constexpr):
 
 
 def _dequantize_sixteen() -> str:
-    """PTX that turns 16 codes of e4m3, $8 to $11, into pairs of bfloat16: channels 0 and 1 of every four in $0 to $3,
-    channels 2 and 3 in $4 to $7. The scale is in $12, twice.
+    """PTX that turns 16 e4m3 codes, $8 to $11, into pairs of bfloat16.
 
-    Sign, exponent and mantissa are moved to where a bfloat16 has them: that is the value times 2**-120, and the product
-    with 2**120 is exact. The product with the scale rounds, once. A code of NaN would become 480. It makes the scale
-    NaN, and so all 16 channels, instead of its own: every score of the token is NaN with one of them.
+    Channels 0 and 1 of every four are in $0 to $3, channels 2 and 3 in $4 to $7. Both halves of $12 hold the scale.
+
+    Sign, exponent and mantissa are moved to their places in a bfloat16. This is the value times 2**-120, and the
+    product with 2**120 is exact. Only the product with the scale rounds. A NaN code would become 480; instead it makes
+    the scale NaN, and with it all 16 channels. This changes no result: a single NaN channel makes every score of the
+    token NaN.
     """
     lines = [".reg .b32 code, even, largest, scale, unbias;", ".reg .pred nan;", "mov.b32 largest, 0;"]
     for i in range(4):
         low, high = f"${i}", f"${4 + i}"
         lines += [
-            f"prmt.b32 code, ${8 + i}, 0, 0x3120;",  # codes 0 and 1 in the lower bytes of halves, 2 and 3 in the upper
+            f"prmt.b32 code, ${8 + i}, 0, 0x3120;",  # codes 0, 1: lower bytes of the halves; 2, 3: upper bytes
             f"shl.b32 {low}, code, 4;",
             f"and.b32 {low}, {low}, 0x07F007F0;",
             f"shr.u32 {high}, code, 4;",
@@ -132,7 +138,7 @@ def _dequantize_sixteen() -> str:
             f"lop3.b32 {high}, code, 0x80008000, {high}, 0xEA;",
         ]
     lines += [
-        "add.u32 largest, largest, 0x00100010;",  # carries beyond the exponent if it was all ones, as NaN is
+        "add.u32 largest, largest, 0x00100010;",  # a NaN code is all ones, and carries beyond the exponent
         "and.b32 largest, largest, 0x08000800;",
         "setp.ne.u32 nan, largest, 0;",
         "selp.b32 scale, 0x7FFF7FFF, $12, nan;",
@@ -144,4 +150,4 @@ def _dequantize_sixteen() -> str:
 
 
 DEQUANTIZE = gl.constexpr(_dequantize_sixteen())
-CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))  # the scale comes once for every int32
+CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))  # one scale operand for every int32

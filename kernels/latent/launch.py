@@ -1,4 +1,4 @@
-"""Launch the kernels of caches of latents."""
+"""Launch the kernels for caches of latents."""
 
 from __future__ import annotations
 
@@ -18,22 +18,31 @@ from kvcompile.kernels.layout.references import is_reference, strides_of
 
 try:
     from kvcompile.kernels.latent.hopper import hopper_latent_attention_kernel
-except (ImportError, AttributeError):  # Gluon is experimental: without it, or with another one, all else works
+except (ImportError, AttributeError):  # Gluon is experimental: a Triton may lack it, or have another version of it
     hopper_latent_attention_kernel = None
 
 STORE_TOKENS = 16
-"""Most tokens of a program that stores: 4 a warp, as in :mod:`kvcompile.kernels.deepseek_v4.kernels`."""
+"""Most tokens that one program stores: 4 per warp, as in :mod:`kvcompile.kernels.deepseek_v4.kernels`."""
 
 
 def operand_of(layout: PackedLayout, data: Tensor, float32: bool) -> LatentOperand:
-    """The compile-time description of ``data``; ValueError for a layout that the kernels do not know."""
+    """The compile-time description of ``data``.
+
+    Args:
+        layout: the layout of ``data``.
+        data: packed latents, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        float32: whether products are computed in float32.
+
+    Raises:
+        ValueError: the layout has a residual, which these kernels do not support.
+    """
     if layout.residual is not None:
-        raise ValueError(f"{layout.spec}: on a GPU, no tokens of a cache of latents are kept as they are")
+        raise ValueError(f"{layout.spec}: on a GPU a cache of latents cannot have a residual; use {layout.format_name}")
     return latent_operand(float32, launcher.capability_of(data.device) >= 9, is_reference(data))
 
 
 def config_of(call: AttentionCall) -> AttentionConfig:
-    """How to run :func:`attend_latents`, and by which kernel."""
+    """How to run :func:`attend_latents`; the configuration also selects the kernel."""
     rows = call.group_size * call.query.shape[2]
     has_gluon = launch_hopper_latent_attention is not None
     return latent_config(launcher.capability_of(call.query.device), rows, call.query.dtype == torch.float32, has_gluon)
@@ -42,9 +51,11 @@ def config_of(call: AttentionCall) -> AttentionConfig:
 def attend_latents(
     call: AttentionCall, out: Tensor, config: AttentionConfig, splits: int, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention on latents, by ``splits`` programs for each tile of rows. As
-    :func:`kvcompile.kernels.attention.launch_prefill.attend_prefill`, and returns the same, but for the number of
-    splits."""
+    """Attention on latents, with ``splits`` programs for each tile of rows.
+
+    Arguments and results are the same as in :func:`kvcompile.kernels.attention.launch_prefill.attend_prefill`, except
+    that the number of splits is given and not returned.
+    """
     batch, num_heads, q_len, head_dim = call.query.shape
     num_kv_heads, num_rows = call.k_data.shape[2], batch * num_heads * q_len
     partial = lse = out
@@ -71,8 +82,16 @@ def attend_latents(
 def store_latents(
     data: Tensor, x: Tensor, positions: Tensor, written: Tensor, has_valid: bool, layout: PackedLayout
 ) -> None:
-    """Store latents; ``positions`` and ``written`` are [batch, num_tokens], and the latter says which tokens are valid
-    if ``has_valid``."""
+    """Store latents.
+
+    Args:
+        data: packed latents, uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        x: [batch, num_kv_heads, num_tokens, 512], any float dtype, any strides.
+        positions: int64 [batch, num_tokens].
+        written: [batch, num_tokens]: with ``has_valid`` uint8, 0 for tokens that are not written; otherwise not read.
+        has_valid: whether some tokens may be invalid.
+        layout: the layout of ``data``.
+    """
     batch, num_kv_heads, num_tokens, _ = x.shape
     operand = operand_of(layout, data, False)
     tokens = min(STORE_TOKENS, triton.next_power_of_2(num_tokens))

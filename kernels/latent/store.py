@@ -1,4 +1,4 @@
-"""Write tokens into a packed cache of latents in Triton: round, quantize and pack in one pass."""
+"""Write tokens to a packed cache of latents in Triton: one kernel rounds, quantizes and packs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def store_latents_kernel(
 ):  # fmt: skip
     """One program: TOKENS tokens of one head. Grid (ceil(num_tokens / TOKENS) * batch * num_kv_heads,).
 
-    Programs write disjoint bytes, since the positions of a sequence are distinct; nothing that is written is read.
+    Programs write disjoint bytes, because the positions of a sequence are distinct, and read no byte that is written.
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.

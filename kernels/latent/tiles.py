@@ -1,8 +1,8 @@
-"""Caches of latents (:mod:`kvcompile.kernels.formats.fp8_ds_mla`) in Triton: what kernels know about one at compile
-time, and its tokens in registers.
+"""Caches of latents (:mod:`kvcompile.kernels.formats.fp8_ds_mla`) in Triton: their compile-time description, and
+loading their tokens to registers.
 
-The scales of 64 channels cannot be taken out of the products of attention, and a latent takes part in both: so its
-channels are dequantized once, to bfloat16, which holds them exactly, or to float32.
+The scales of 64 channels cannot be taken out of the products of attention, and both products use the same latent. Its
+channels are therefore dequantized once, to bfloat16, which holds them exactly, or to float32.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from kvcompile.kernels.lang.triton import INTERPRETED, jit, tl
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 
 NOPE_WIDTHS = (256, 128, 64)
-"""Tiles are as wide as a power of two: this is how the quantized channels are cut into such."""
+"""The widths of the slices into which the quantized channels are cut. The width of a tile must be a power of two."""
 
 assert sum(NOPE_WIDTHS) == spec.NOPE_DIM
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LatentOperand:
-    """What a kernel knows at compile time about a packed cache of latents. Instances come from :func:`latent_operand`,
-    one an argument list, so they compare by identity.
+    """The compile-time description of a packed cache of latents.
+
+    :func:`latent_operand` makes the instances, one for each list of its arguments. They compare by identity.
 
     Attributes:
-        dtype: of the products that latents take part in: bfloat16 or float32.
+        dtype: Triton dtype of the products that latents are multiplied in: bfloat16 or float32.
         head_dim: channels of a latent.
         block_tokens: tokens of a block.
-        num_slices: slices into which the channels are cut, each of them a tile; the last has the rotary embedding.
-        slice_starts: where they begin.
-        slice_widths: how wide they are.
-        hardware_fp8: whether the GPU converts e4m3.
+        num_slices: number of slices into which the channels are cut. Each is a tile; the last one holds the rotary
+            embedding.
+        slice_starts: the first channel of each slice.
+        slice_widths: the number of channels of each slice.
+        hardware_fp8: whether the GPU has instructions that convert e4m3.
         by_reference: whether kernels get references, see :mod:`kvcompile.kernels.layout.references`.
     """
 
@@ -56,13 +58,13 @@ class LatentOperand:
     by_reference: bool
 
     def __repr__(self) -> str:
-        """Triton makes it part of the names of functions."""
+        """Triton uses it in the names of compiled functions."""
         flags = ("_fp8" if self.hardware_fp8 else "") + ("_reference" if self.by_reference else "")
         return f"latents_{self.dtype}{flags}"
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """Triton's key of this constant in its cache on disk."""
+        """The key of this constant in Triton's cache on disk."""
         return str(vars(self))
 
 
@@ -70,12 +72,14 @@ class LatentOperand:
 def latent_operand(float32: bool, hardware_fp8: bool, by_reference: bool) -> LatentOperand:
     """The compile-time description of a packed cache of latents.
 
-    ``float32`` asks for products in float32, ``hardware_fp8`` says whether the GPU converts e4m3, ``by_reference``
-    whether the data is a reference.
+    Args:
+        float32: whether products are computed in float32.
+        hardware_fp8: whether the GPU has instructions that convert e4m3.
+        by_reference: whether the data is a reference.
     """
     widths = (*NOPE_WIDTHS, spec.ROPE_DIM)
     return LatentOperand(
-        dtype=tl.float32 if float32 or INTERPRETED else tl.bfloat16,  # the interpreter multiplies bits of bfloat16
+        dtype=tl.float32 if float32 or INTERPRETED else tl.bfloat16,  # the interpreter multiplies bit patterns
         head_dim=spec.HEAD_DIM,
         block_tokens=BLOCK_TOKENS,
         num_slices=len(widths),
@@ -88,12 +92,12 @@ def latent_operand(float32: bool, hardware_fp8: bool, by_reference: bool) -> Lat
 
 @jit
 def load_latents(block_ptr, row, exists, LATENT: tl.constexpr):
-    """Latents of a block as a tuple of tiles [tokens, width] of LATENT.dtype, one a slice; 0 where ``exists`` is false.
+    """Load latents of a block: a tuple with a tile [tokens, width] of LATENT.dtype for each slice.
 
     Args:
         block_ptr: the first byte of the block.
-        row: int32 [tokens], places in the block.
-        exists: bool [tokens]; bytes of other tokens are not read.
+        row: int32 [tokens], rows of the block.
+        exists: bool [tokens]. Bytes of other tokens are not read, and their channels are 0.
     """
     data_ptrs = block_ptr + row * DATA_BYTES
     scale_ptrs = block_ptr + LATENT.block_tokens * DATA_BYTES + row * SCALE_BYTES
@@ -109,7 +113,7 @@ def load_latents(block_ptr, row, exists, LATENT: tl.constexpr):
 
 @jit
 def _load_nope(data_ptrs, scale_word, exists, SLICE: tl.constexpr, LATENT: tl.constexpr):
-    """A slice of the quantized channels, [tokens, width]."""
+    """Load a slice of the quantized channels, [tokens, width]."""
     WIDTH: tl.constexpr = LATENT.slice_widths[SLICE]
     START: tl.constexpr = LATENT.slice_starts[SLICE]
     block = START // QUANT_BLOCK + tl.arange(0, WIDTH // QUANT_BLOCK)[None, :, None]
@@ -128,7 +132,7 @@ def channels_of(SLICE: tl.constexpr, LATENT: tl.constexpr):
 
 @jit
 def _products_of_bits(bits, LATENT: tl.constexpr):
-    """int16 patterns of bfloat16 as the dtype of the products."""
+    """int16 patterns of bfloat16, converted to the dtype of the products."""
     if LATENT.dtype == tl.float32:
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

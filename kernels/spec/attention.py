@@ -1,17 +1,20 @@
 """Attention on packed caches in plain PyTorch: the specification, and the CPU path.
 
-With ``K = scale * level + zero`` (and V alike) attention needs no dequantized cache: both products are taken on levels,
+Keys are ``scale * level + zero``, and values too. Attention therefore needs no dequantized cache; both of its products
+are computed on levels:
 
-    scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero),
+    scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero)
 
-and a rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys
-that are per channel go to the query of every block instead: ``scores = level . (scale * q) + zero . q``; a static scale
-of keys goes to the query once, one of values to the output. The decode
-path below writes this as reductions over the packed bytes that ``torch.compile`` fuses: Inductor's C++ reads every byte
-of the cache once and keeps its levels in registers. Long queries dequantize instead and use PyTorch's own attention.
+A rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys per
+channel multiply the query, once for each block: ``scores = level . (scale * q) + zero . q``. A static scale of keys
+multiplies the query, a static scale of values the output.
 
-Blocks that the entries of a residual hold (:mod:`kvcompile.kernels.spec.residual`) are attended to as they are: their
-scores replace those of the packed blocks, and their weights go to the entries' values instead of the packed ones.
+The decode path below writes these products as reductions over the packed bytes, which ``torch.compile`` fuses:
+Inductor's C++ reads every byte of the cache once and keeps its levels in registers. Queries with many rows use
+PyTorch's own attention on dequantized keys and values instead.
+
+Exact blocks (:mod:`kvcompile.kernels.spec.residual`) are attended to in full precision. Their scores replace the scores
+of the same packed blocks, and their weights multiply the exact values instead of the packed values.
 
 Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
 """
@@ -30,8 +33,8 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import read_stored_tokens
 from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
 
-MAX_DECODE_ROWS = 16  # query rows (query heads of a KV head times q_len) that the decode path keeps in registers
-GROUP_BLOCKS = 8  # blocks of V that are summed before anything is written
+MAX_DECODE_ROWS = 16  # most query rows (query heads of a KV head times q_len) of the decode path
+GROUP_BLOCKS = 8  # blocks of V that are summed before a result is written
 
 
 def attend(
@@ -55,33 +58,33 @@ def attend(
         k_data: packed keys, uint8 [num_blocks, batch, num_kv_heads, block_bytes].
         v_data: packed values, uint8 [num_blocks, batch, num_kv_heads, block_bytes], as many blocks of tokens.
         k_layout: layout of ``k_data``.
-        v_layout: layout of ``v_data``. One tensor may serve as keys and values: both are then the same, with the layout
-            of keys, and without scales per channel.
+        v_layout: layout of ``v_data``. One tensor may serve as keys and values: pass it and its layout, which is a
+            layout of keys without scales per channel, for both.
         mask: bool (True: attend) or float (added to the scores), broadcastable to [batch, num_heads, q_len, kv_len];
             excludes ``is_causal``.
-        sinks: [num_heads], any float dtype: a score that every row of a head has beside its keys, with a value of zero.
-        kv_len: tokens in the cache, at most as many as its blocks hold; entries beyond it have no influence, whatever
-            their bytes.
+        sinks: [num_heads], any float dtype: a further score in the softmax of each row of a head, with a value of zero.
+        kv_len: the number of tokens to attend to, at most the capacity of the cache. Bytes of later tokens have no
+            influence.
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
 
     Returns:
-        [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros where a query sees no key.
+        [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros for a query that sees no key.
 
     Raises:
-        ValueError: the query heads do not divide into groups, ``kv_len`` exceeds the cache, or both ``mask`` and
-            ``is_causal`` are given.
+        ValueError: the query heads are not a multiple of the KV heads, ``kv_len`` exceeds the capacity of the cache, or
+            both ``mask`` and ``is_causal`` are given.
     """
     num_heads, q_len, head_dim = query.shape[1:]
     group_size = num_heads // k_data.shape[2]
     if num_heads % k_data.shape[2]:
         raise ValueError(f"attend: {num_heads} query heads are not a multiple of {k_data.shape[2]} KV heads")
     if mask is not None and is_causal:
-        raise ValueError("attend: is_causal excludes a mask; put the causal part into the mask")
+        raise ValueError("attend: is_causal excludes a mask; make the mask causal and leave out is_causal")
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
-        raise ValueError(f"attend: kv_len {kv_len} is more than the {capacity} tokens that k_data has room for")
+        raise ValueError(f"attend: kv_len {kv_len} is more than {capacity}, the capacity of k_data in tokens")
     if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
         return query.new_zeros((*query.shape[:3], v_layout.head_dim))
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
@@ -111,7 +114,7 @@ def _attend_dequantized(
     is_causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention of scaled queries on keys and values that are dequantized in their stored bases."""
+    """Attention of scaled queries on dequantized keys and values, which stay in their stored bases."""
     q = _to_stored_basis(q, k_layout)
     k = read_stored_tokens(k_data, k_layout, kv_len)
     v = read_stored_tokens(v_data, v_layout, kv_len)
@@ -142,9 +145,9 @@ def _attend_dequantized(
 
 
 def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
-    """What to subtract from scores before the exponential: their maximum over ``dims``, sinks included, kept as 1.
+    """The numbers to subtract from scores before the exponential: maxima over ``dims``, which become 1, and over sinks.
 
-    A row without a visible key has the maximum -inf: then 0, so that its exponentials are 0 and not NaN.
+    A row without a visible key has the maximum -inf. It is replaced by 0, so that the exponentials are 0 and not NaN.
     """
     top = scores.amax(dims, keepdim=True)
     if sinks is not None:
@@ -164,10 +167,10 @@ def _attend_levels(
     is_causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention of scaled queries, on levels.
+    """Attention of scaled queries, computed on levels.
 
-    Works in block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS], a row being a query head of the KV head
-    at one query position (position fastest).
+    Scores have block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS]. A row is a query head of the KV head
+    at one query position; positions vary fastest.
     """
     batch, num_heads, q_len, _ = q.shape
     blocks, num_kv_heads = k_layout.token_blocks(k_data), k_data.shape[2]
@@ -208,7 +211,7 @@ def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     scores = _packed_scores(_to_stored_basis(q, layout), data, layout)
     if layout.residual is None:
         return scores
-    # The same products with the rows of entries; then each block looks at the entry that holds it.
+    # The same products with the tokens of all entries; exact blocks then take the scores of their entry.
     keys = layout.rows(data).float()
     rows = [(keys * row).sum(-1) for row in _computed_once(q)[:, :, :, None, None].unbind(2)]
     entry, exact = holding_entries(data, layout)
@@ -226,7 +229,7 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
         if "zero" in sections:
             zero_scores = (sections["zero"].float() * q).sum(-1, keepdim=True)
         q = sections["scale"].float() * q
-    # One reduction a row over the same bytes: Inductor fuses them into one loop that decodes a byte once for all rows.
+    # One reduction per row, over the same bytes: Inductor fuses them into one loop, which decodes a byte once.
     rows = []
     for row in _computed_once(q).unsqueeze(-2).unbind(-3):
         products = [level * plane for level, plane in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
@@ -255,7 +258,7 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
     sequence, head = (torch.arange(size, device=data.device) for size in block.shape[:2])
     weights = torch.where(holds[..., None, None], p[block, sequence[:, None, None], head[:, None]], 0.0)
     visible = holds[..., None] & in_cache[:, 0, 0, 0][block]
-    values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # not even as 0 * NaN
+    values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # 0 * NaN would be NaN
     rows = [(values * row[..., None]).sum((2, 3)) for row in _computed_once(weights).unbind(3)]
     return out + torch.stack(rows, 2)
 
@@ -265,12 +268,12 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     sections, fmt = layout.split(data), layout.format
     levels = _levels(sections, fmt, transposed=True)
     if fmt.scale_dtype is None or fmt.granularity != "token":
-        # Nothing beyond the cache may count, not even as 0 * NaN.
+        # Tokens beyond the cache must not count, and 0 * NaN would be NaN.
         levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
         weights = p
     else:
         weights = _computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0))
-    # Two stages, so that the loops walk over the cache nearly in the order of its memory.
+    # Two stages of sums, so that the loops read the cache nearly in the order of its memory.
     blocks = weights.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
     rows = []
@@ -291,7 +294,7 @@ def _times_static_scale(x: Tensor, fmt: Format) -> Tensor:
 def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> list[Tensor]:
     """The levels of each plane, [..., BLOCK_TOKENS, width], or [..., width, BLOCK_TOKENS] if ``transposed``.
 
-    With scales per group of channels, which cannot be taken out of the products, the dequantized values.
+    With scales per group the results are dequantized values, because these scales cannot be taken out of the products.
     """
     levels = [fmt.levels(codes, i) for i, codes in enumerate(fmt.packing.planes(sections))]
     if fmt.granularity == "group":
@@ -306,13 +309,15 @@ def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> li
 
 
 def _per_token(section: Tensor) -> Tensor:
-    """[num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] of any float dtype -> float32 in block form, for all rows."""
+    """Scales or zero points [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] as float32 that broadcasts to scores."""
     return section.float().squeeze(-1).unsqueeze(3)
 
 
 def _computed_once(x: Tensor) -> Tensor:
-    """``x``; in a compiled graph a buffer, where Inductor would compute it again in the inner loop of every reader.
+    """``x``, which a compiled graph stores in a buffer: Inductor would otherwise compute it in the loop of every
+    reader.
 
-    A restrided tensor must exist in memory, and this one is its own whole view: nothing else changes.
+    The result of ``as_strided`` must exist in memory. Sizes and strides are those of ``x``, so its values stay the
+    same.
     """
     return x.as_strided(x.size(), x.stride())

@@ -1,4 +1,4 @@
-"""Gather tokens of a packed pool by their slots: bytes move, and nothing is dequantized or quantized."""
+"""Gathering tokens of a packed pool by their slots: bytes are copied, without dequantizing or quantizing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, n
 
 
 def gather_tokens(data: Tensor, layout: PackedLayout, slots: Tensor) -> Tensor:
-    """Packed data of sequences whose tokens lie anywhere in one pool; traceable.
+    """Packed data of sequences whose tokens lie anywhere in one pool.
 
-    Every byte of the result is read from one place of ``data``, so that Inductor makes one pointwise kernel of it.
+    The function is traceable. Every byte of the result is read from one place of ``data``, so that Inductor makes one
+    pointwise kernel of it.
 
     Args:
-        data: uint8 [num_blocks, 1, num_kv_heads, block_bytes], a packed cache of one sequence.
-        layout: of ``data`` and of the result; without a residual, whose tokens are no bytes alone.
-        slots: int64 [batch, n], a token of ``data`` for each token of the result; duplicates are fine.
+        data: uint8 [num_blocks, 1, num_kv_heads, block_bytes], the pool: a packed cache of one sequence.
+        layout: the layout of ``data`` and of the result, without a residual.
+        slots: int64 [batch, n], the slot in the pool of each token of the result; duplicates are allowed.
 
     Returns:
-        uint8 [ceil(n / BLOCK_TOKENS), batch, num_kv_heads, block_bytes]; tokens behind the last repeat slot 0.
+        uint8 [ceil(n / BLOCK_TOKENS), batch, num_kv_heads, block_bytes]. Tokens after the last token repeat slot 0.
+
+    Raises:
+        ValueError: the layout has a residual; exact tokens are not part of the bytes of a token.
+        IndexError: a slot is outside of the pool.
     """
     if layout.residual is not None:
         raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be gathered byte by byte")
@@ -33,7 +38,7 @@ def gather_tokens(data: Tensor, layout: PackedLayout, slots: Tensor) -> Tensor:
 
 
 def _gather_section(data: Tensor, layout: PackedLayout, section: Section, slots: Tensor) -> Tensor:
-    """The bytes of one section as numbers, int32 [num_blocks, batch, num_kv_heads, nbytes]: their ``cat`` is fused."""
+    """The bytes of one section, int32 [num_blocks, batch, num_kv_heads, nbytes]; Inductor fuses ``cat`` of int32."""
     block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
     begin = layout.section_offsets[section.name]
     flat = data[:, 0, :, begin : begin + section.nbytes * BLOCK_TOKENS]

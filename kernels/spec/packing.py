@@ -1,6 +1,6 @@
-"""The plain-PyTorch meaning of a packed cache: writing and reading it. The specification of every fast path.
+"""The plain-PyTorch meaning of a packed cache: writing and reading tokens. Every fast path is tested against it.
 
-All functions are traceable: no data-dependent Python, sizes may be symbolic.
+All functions are traceable: no Python depends on data, and sizes may be symbolic.
 """
 
 from __future__ import annotations
@@ -30,15 +30,22 @@ def write_tokens(
     valid: Tensor | None = None,
     first_sequence: int | None = None,
 ) -> Tensor:
-    """``data`` with the tokens ``x`` encoded at ``positions``; ``data`` itself is not changed.
+    """A copy of ``data`` with the tokens ``x`` encoded at ``positions``.
 
     Args:
-        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes].
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; not changed.
+        layout: the layout of ``data``.
         x: [batch, num_kv_heads, n, head_dim], any float dtype, any strides.
-        positions: int64 [n], or [batch, n] for positions of each sequence; every one within the cache and, within a
-            sequence, distinct.
-        valid: optional bool, same shape as ``positions``; where False the slot keeps its bytes.
-        first_sequence: the sequence of ``data`` that is the first of ``x``, if ``data`` has others besides.
+        positions: int64 [n], or [batch, n] if sequences have different positions. Positions lie within the cache, and
+            the positions of a sequence are distinct.
+        valid: bool, of the same shape as ``positions``: where False, the token at the position keeps its bytes. None
+            writes all tokens.
+        first_sequence: if ``data`` has more sequences than ``x``, the sequence of ``data`` to which the first sequence
+            of ``x`` is written; the others follow.
+
+    Raises:
+        ValueError: the format has scales per channel and the layout has no residual.
+        IndexError, RuntimeError: a position is outside of the cache.
     """
 
     def written(data: Tensor) -> Tensor:
@@ -66,10 +73,10 @@ def write_tokens_(
     valid: Tensor | None = None,
     blocks: Tensor | None = None,
 ) -> None:
-    """In-place :func:`write_tokens`; without tokens it does nothing.
+    """:func:`write_tokens` in place; without tokens it does nothing.
 
-    With a residual a write of many tokens goes through all blocks of the cache. A caller who knows which blocks the
-    positions lie in may pass them as ``blocks``, int64 [k], distinct.
+    With a residual, a write of many tokens encodes all blocks of the cache. A caller who knows the blocks in which the
+    positions lie may pass them as ``blocks``, int64 [k], distinct; then only these are encoded.
     """
     if layout.residual is None:
         data.index_put_(*_byte_update(data, layout, x, positions, valid))
@@ -81,10 +88,16 @@ def write_tokens_(
 
 
 def move_tokens(data: Tensor, layout: PackedLayout, source: Tensor, target: Tensor | None = None) -> Tensor:
-    """``target`` with the bytes of token ``source[i]`` of ``data`` in the place of token ``i``.
+    """A copy of ``target`` in which token ``i`` has the bytes of token ``source[i]`` of ``data``.
 
-    Neither is changed; without a ``target`` it is ``data``. Both have one batch and heads. ``source`` is int64 [n],
-    positions within the cache; the layout has no residual, whose tokens are no bytes alone.
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; not changed.
+        layout: the layout of ``data`` and ``target``, without a residual.
+        source: int64 [n], positions in ``data``.
+        target: packed data with the same batch and heads as ``data``; not changed. None stands for ``data``.
+
+    Raises:
+        ValueError: the layout has a residual; exact tokens are not part of the bytes of a token.
     """
     if layout.residual is not None:
         raise ValueError(f"{layout.spec}: tokens of a cache with a residual cannot be moved byte by byte")
@@ -105,10 +118,15 @@ def write_vectors_(
     valid: Tensor | None = None,
     blocks: Tensor | None = None,
 ) -> None:
-    """Writes single vectors to a cache with a residual.
+    """Write single vectors to a cache with a residual, in place.
 
-    ``vectors`` are [*N, head_dim]; the coordinates (int64), and ``valid`` (bool) if given, broadcast to [*N]. Otherwise
-    as :func:`write_tokens_`. Without vectors it does nothing.
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        layout: the layout of ``data``, with a residual.
+        vectors: [*N, head_dim], any float dtype.
+        sequence, head, position: int64, broadcast to [*N]: where each vector is written. Without vectors nothing happens.
+        valid: bool, broadcasts to [*N]: where False, nothing is written. None writes all vectors.
+        blocks: as in :func:`write_tokens_`.
     """
     if _is_zero(vectors.numel()) or _is_zero(layout.token_blocks(data)):
         return
@@ -121,7 +139,7 @@ def _is_zero(extent: int) -> bool:
 
 
 def _apply(data: Tensor, layout: PackedLayout, update: Update, blocks: Tensor | None) -> None:
-    """Carry out an update of ``blocks``, or of all blocks."""
+    """Carry out an update of ``blocks``, or of all blocks of tokens."""
     packed = _blocks_first(update.packed(layout))
     data.index_put_(*update.entry_scatter(layout))
     if blocks is None:
@@ -136,9 +154,15 @@ def _blocks_first(packed: Tensor) -> Tensor:
 
 
 def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, source: Tensor | None = None) -> None:
-    """Makes the blocks ``first`` to ``last`` of tokens those of ``source``, byte by byte, or zeros.
+    """Replace the blocks of tokens from ``first`` to ``last - 1``, in place.
 
-    ``source`` is packed data of the same layout, batch and heads. Blocks that its slots hold are held afterwards.
+    Args:
+        data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
+        layout: the layout of ``data`` and ``source``.
+        first: the first block of tokens to replace.
+        last: the block of tokens after the last one to replace.
+        source: packed data with the same batch and heads. Its blocks are copied byte by byte, with the exact blocks in
+            its header. None stands for zeros.
     """
     begin, end = layout.header_blocks + first, layout.header_blocks + last
     if layout.residual is not None:
@@ -157,16 +181,17 @@ def replace_blocks_(data: Tensor, layout: PackedLayout, first: int, last: int, s
 
 
 def pack_tokens(layout: PackedLayout, x: Tensor) -> Tensor:
-    """Packed data of a cache that holds just the tokens ``x`` [batch, num_kv_heads, n, head_dim].
+    """Packed data of a cache that holds exactly the tokens ``x`` [batch, num_kv_heads, n, head_dim].
 
-    The packed blocks are those of :func:`write_tokens` to a cache of zeros; the residual is :func:`header_of`.
+    The packed blocks are the same as after :func:`write_tokens` to a cache of zeros. With a residual the header comes
+    from :func:`~kvcompile.kernels.spec.residual.header_of`.
     """
     blocks = pack_blocks(layout, x)
     return blocks if layout.residual is None else torch.cat([header_of(layout, x), blocks])
 
 
 def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
-    """The packed blocks of :func:`pack_tokens`, without a header, written block by block."""
+    """The packed blocks of :func:`pack_tokens` without the header, encoded block by block."""
     if layout.residual is not None:
         x = x.to(layout.residual.dtype)
     padding = (0, 0, 0, -x.shape[2] % BLOCK_TOKENS)
@@ -184,9 +209,9 @@ def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
 def _byte_update(
     data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Indices and values of the one ``index_put`` that writes tokens: values [batch, heads, n, bytes_per_token]."""
+    """Indices and values, [batch, heads, n, bytes_per_token], of the one ``index_put`` that writes tokens."""
     if layout.format.granularity == "channel":
-        raise ValueError(f"{layout.spec}: tokens that share scales are written through a residual; the layout has none")
+        raise ValueError(f"{layout.spec}: tokens that share scales can only be written through a residual: use one")
     batch, heads = x.shape[:2]
     values = layout.token_bytes(layout.format.encode(x))
     positions = positions[..., None, :]
@@ -211,16 +236,17 @@ def byte_index(layout: PackedLayout, sequence: Tensor, head: Tensor, position: T
 def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
     """The first ``num_tokens`` tokens, dequantized: float32 [batch, num_kv_heads, num_tokens, head_dim].
 
-    Tokens that a residual holds are as they were written.
+    Tokens of exact blocks are read from the header, as they were written.
     """
     x = layout.format.decode(layout.split(data))
     return _token_major(x if layout.residual is None else with_exact_blocks(x, data, layout), num_tokens)
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantized values in the dtype of their cache: finite ones stay finite.
+    """Dequantized values ``x`` in the dtype of their cache; finite values stay finite.
 
-    What a fp16 cache held may dequantize to a little more than fp16 can hold; infinities and NaN were written.
+    Values of an fp16 cache may dequantize to slightly more than fp16 can hold, and are clamped. Infinities and NaN
+    stay, because they were written.
     """
     if dtype == torch.float16:
         largest = torch.finfo(dtype).max
@@ -229,7 +255,7 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
-    """:func:`read_tokens` in the stored basis: a rotated format stays rotated."""
+    """:func:`read_tokens` in the stored basis: tokens of a rotated format stay rotated."""
     x = layout.format.decode_levels(layout.split(data))
     if layout.residual is not None:
         x = with_exact_blocks(x, data, layout, stored_basis=True)

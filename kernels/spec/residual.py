@@ -1,11 +1,11 @@
-"""Tokens of a packed cache that are kept as they are: the blocks written last, and the first ones.
+"""Exact blocks of a packed cache: the first blocks and the blocks written last, in full precision.
 
-A scale that a whole block of tokens shares (``int4_per_channel``) is known only when the block is full, and recent and
-first tokens matter most to attention. So a layout may have a :class:`~kvcompile.kernels.layout.packed_layout.Residual`:
-its header has ``S + R`` entries, which hold blocks of tokens exactly, in the dtype of the cache: the first S blocks
-(``sink_blocks``) and the R blocks that were written last (``recent_blocks``). Block ``b`` has the entry ``b`` if
-``b < S``, and otherwise the entry ``S + (b - S) % R``, or no entry if R is 0. The entry holds the block if its tag is
-``b + 1``.
+There are two reasons to keep tokens exactly. A scale that a whole block of tokens shares (``int4_per_channel``) is
+known only when the block is full; and attention depends most on recent and first tokens. A layout may therefore have a
+:class:`~kvcompile.kernels.layout.packed_layout.Residual`. The header of the cache then has ``S + R`` entries, each of
+which holds one block of tokens in the dtype of the cache: S entries for the first blocks (``sink_blocks``) and R
+entries for the blocks written last (``recent_blocks``). Block ``b`` has the entry ``b`` if ``b < S``, and otherwise the
+entry ``S + (b - S) % R``, or no entry if R is 0. The entry holds the block if its tag is ``b + 1``.
 
 Packed blocks are always written through. To write tokens to a block,
 
@@ -34,22 +34,22 @@ from kvcompile.kernels.formats.rotation import rotate
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual
 
 MAX_FEW_TOKENS = 16
-"""Up to so many tokens are written to the block of each; more by going through all blocks."""
+"""The most tokens of a write that encodes the block of each token. A larger write goes through all blocks."""
 
 _NOWHERE = 1 << 40
-"""A block that no cache has: to write there is an error."""
+"""A block number that no cache has, so that writing there raises an error."""
 
 Scatter = tuple[tuple[Tensor, ...], Tensor]
 """Indices and values of an ``index_put`` on packed data."""
 
 
 def blocks_of(positions: Tensor) -> Tensor:
-    """The blocks that positions lie in, int64 [k], each once."""
+    """The blocks in which positions lie, int64 [k], distinct."""
     return torch.unique(positions // BLOCK_TOKENS)
 
 
 def entry_of(residual: Residual, block: Tensor) -> Tensor:
-    """The entry of blocks, int64 [...]; where R is 0 and there is none, the last one, which never has their tag."""
+    """The entry of each block, int64 [...]. Blocks without an entry get the last one, which never has their tag."""
     if residual.recent_blocks == 0:
         return block.clamp(max=residual.sink_blocks - 1)
     cyclic = residual.sink_blocks + (block - residual.sink_blocks) % residual.recent_blocks
@@ -68,7 +68,11 @@ def exact_blocks(data: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def holding_entries(data: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """The entry of each block, int64 [num_blocks], and whether it holds it, bool [num_blocks, batch, num_kv_heads]."""
+    """The entry of each block, and whether the entry holds the block.
+
+    Returns:
+        int64 [num_blocks] and bool [num_blocks, batch, num_kv_heads].
+    """
     assert layout.residual is not None
     block = torch.arange(layout.token_blocks(data), device=data.device)
     entry = entry_of(layout.residual, block)
@@ -76,9 +80,16 @@ def holding_entries(data: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]
 
 
 def with_exact_blocks(x: Tensor, data: Tensor, layout: PackedLayout, *, stored_basis: bool = False) -> Tensor:
-    """``x``, float32 [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, head_dim], with the blocks that entries hold.
+    """Replace the dequantized blocks ``x`` by the exact blocks in the header of ``data``, where there are any.
 
-    With ``stored_basis`` they are rotated if the format is.
+    Args:
+        x: float32 [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, head_dim].
+        data: the packed data, with its header.
+        layout: the layout of ``data``, with a residual.
+        stored_basis: whether ``x`` is in the stored basis: exact blocks are then rotated if the format is rotated.
+
+    Returns:
+        Float32, of the shape of ``x``.
     """
     rows = layout.rows(data).float()
     if stored_basis and layout.format.rotated:
@@ -89,14 +100,14 @@ def with_exact_blocks(x: Tensor, data: Tensor, layout: PackedLayout, *, stored_b
 
 @dataclass(frozen=True)
 class Update:
-    """What a write changes, of every sequence and head.
+    """The blocks and entries that a write changes, for every sequence and head.
 
     Attributes:
-        block: blocks of tokens, int64 [batch or 1, 1, k].
-        sections: their new sections, each [batch, num_kv_heads, k, ...].
-        entry: int64 [batch or 1, 1, m].
-        rows: their new rows, [batch, num_kv_heads, m, BLOCK_TOKENS, head_dim].
-        tags: their new tags, int64 [batch, num_kv_heads, m].
+        block: the blocks of tokens that change, int64 [batch or 1, 1, k].
+        sections: the new sections of these blocks, each [batch, num_kv_heads, k, ...].
+        entry: the entries that change, int64 [batch or 1, 1, m].
+        rows: the new tokens of these entries, [batch, num_kv_heads, m, BLOCK_TOKENS, head_dim].
+        tags: the new tags of these entries, int64 [batch, num_kv_heads, m].
     """
 
     block: Tensor
@@ -110,18 +121,18 @@ class Update:
         return torch.cat(layout.block_byte_values(self.sections), -1).to(torch.uint8)
 
     def entry_scatter(self, layout: PackedLayout) -> Scatter:
-        """The entries alone, for the packed data or its header."""
+        """The scatter that writes only the entries, to the packed data or to its header."""
         return entry_scatter(layout, self.entry, self.rows, self.tags)
 
     def scatter(self, layout: PackedLayout) -> Scatter:
-        """All of it, for the packed data, where the entries are those of the blocks.
+        """The scatter that writes all changes to the packed data; ``entry`` must hold one entry for each block.
 
-        One scatter, since several in a row would not become in-place stores in a compiled graph.
+        It is a single scatter because several in a row would not become in-place stores in a compiled graph.
         """
         byte = torch.arange(layout.block_bytes + layout.written_entry_bytes, device=self.block.device)
         in_block = byte < layout.block_bytes
         entry_block, entry_offset = layout.entry_place(self.entry[..., None], byte - layout.block_bytes)
-        # A block below 0 must not become one of the header.
+        # A negative block number must not become a block of the header.
         block = torch.where(self.block < 0, _NOWHERE, self.block + layout.header_blocks)
         block = torch.where(in_block, block[..., None], entry_block)
         offset = torch.where(in_block, byte, entry_offset)
@@ -129,7 +140,7 @@ class Update:
         return _scatter(block, offset, values)
 
     def _sections_of_one(self) -> dict[str, Tensor]:
-        """The sections, of blocks that come twice those of one: rounding may differ, and bytes must not mix."""
+        """The sections, the same for each occurrence of a block: rounding may differ, and bytes must not mix."""
         if self.block.shape[-1] == 1:
             return self.sections
         same = (self.block[..., None] == self.block[..., None, :]).int().argmax(-1)
@@ -138,16 +149,17 @@ class Update:
 
 
 def entry_scatter(layout: PackedLayout, entry: Tensor, rows: Tensor, tags: Tensor) -> Scatter:
-    """What gives entries new rows and tags, all three as in :class:`Update`."""
+    """The scatter that writes tokens and tags of entries; arguments as in :class:`Update`."""
     byte = torch.arange(layout.written_entry_bytes, device=entry.device)
     return _scatter(*layout.entry_place(entry[..., None], byte), layout.entry_byte_values(rows, tags))
 
 
 def _scatter(block: Tensor, offset: Tensor, values: list[Tensor]) -> Scatter:
-    """A scatter to bytes of every sequence and head.
+    """A scatter of bytes for every sequence and head.
 
-    ``block`` and ``offset`` broadcast to int64 [batch or 1, 1, k, nbytes]; ``values`` are int32 and together
-    [batch, num_kv_heads, k, nbytes].
+    Args:
+        block, offset: int64, broadcast to [batch or 1, 1, k, nbytes]: where the bytes lie.
+        values: int32 tensors that concatenate to [batch, num_kv_heads, k, nbytes].
     """
     sequence, head = _sequences_and_heads(values[0])
     return (block, sequence[..., None], head[..., None], offset), torch.cat(values, -1).to(torch.uint8)
@@ -156,7 +168,7 @@ def _scatter(block: Tensor, offset: Tensor, values: list[Tensor]) -> Scatter:
 def token_update(
     data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None, blocks: Tensor | None = None
 ) -> Update:
-    """What writing the tokens ``x`` at ``positions`` changes; arguments as for ``packing.write_tokens_``."""
+    """The changes of writing the tokens ``x`` at ``positions``; arguments as in ``packing.write_tokens_``."""
     assert layout.residual is not None
     token = torch.arange(x.shape[2], device=x.device)
     positions = torch.atleast_2d(positions).unsqueeze(1)  # [batch or 1, 1, n]
@@ -180,7 +192,7 @@ def token_update(
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether the tokens ``x`` [batch, num_kv_heads, n, head_dim] are written to the block of each."""
+    """Whether a write of ``x`` [batch, num_kv_heads, n, head_dim] encodes only the blocks of its tokens."""
     return isinstance(x.shape[2], int) and x.shape[2] <= MAX_FEW_TOKENS
 
 
@@ -194,7 +206,7 @@ def vector_update(
     valid: Tensor | None,
     blocks: Tensor | None,
 ) -> Update:
-    """What writing single vectors changes; arguments as for ``packing.write_vectors_``."""
+    """The changes of writing single vectors; arguments as in ``packing.write_vectors_``."""
     shape = vectors.shape[:-1]
     index = torch.arange(shape.numel(), device=data.device).reshape(shape)
     index = index if valid is None else torch.where(valid, index, -1)
@@ -205,7 +217,7 @@ def vector_update(
 
 
 def _empty_places(data: Tensor, layout: PackedLayout, batch: int, heads: int) -> Tensor:
-    """Which vector is written to each place of a token, none yet: -1, int64 [batch, heads, tokens]."""
+    """The number of the vector that is written at each position, here -1 for none: int64 [batch, heads, tokens]."""
     size = (batch, heads, layout.token_blocks(data) * BLOCK_TOKENS)
     return torch.full(size, -1, dtype=torch.int64, device=data.device)
 
@@ -213,7 +225,11 @@ def _empty_places(data: Tensor, layout: PackedLayout, batch: int, heads: int) ->
 def _all_rows(
     data: Tensor, layout: PackedLayout, places: Tensor, blocks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``blocks`` or all blocks, [1, 1, k]; all entries, [1, 1, m]; ``places`` of the blocks, [..., k, BLOCK_TOKENS]."""
+    """The blocks, entries and sources of a write that goes through many blocks.
+
+    Returns:
+        ``blocks`` or all blocks, [1, 1, k]; all entries, [1, 1, m]; ``places`` of the blocks, [..., k, BLOCK_TOKENS].
+    """
     places = places.unflatten(-1, (-1, BLOCK_TOKENS))
     if blocks is None:
         blocks = torch.arange(layout.token_blocks(data), device=data.device)
@@ -223,13 +239,13 @@ def _all_rows(
 
 
 def all_entries(layout: PackedLayout, data: Tensor) -> Tensor:
-    """int64 [1, 1, num_entries]."""
+    """The numbers of all entries, int64 [1, 1, num_entries]."""
     assert layout.residual is not None
     return torch.arange(layout.residual.num_entries, device=data.device)[None, None]
 
 
 def _sequences_and_heads(per_head: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the sequences, [batch, 1, 1], and heads, [1, num_kv_heads, 1], of a [batch, num_kv_heads, ...]."""
+    """Indices of sequences, [batch, 1, 1], and heads, [1, num_kv_heads, 1], for a tensor [batch, num_kv_heads, ...]."""
     batch, heads = (torch.arange(size, device=per_head.device) for size in per_head.shape[:2])
     return batch[:, None, None], heads[None, :, None]
 
@@ -243,15 +259,15 @@ def _update(
     written: Tensor,
     vectors: Tensor,
 ) -> Update:
-    """Steps 1 to 4 of the module's text, for some blocks of every sequence and head.
+    """Steps 1 to 4 of the text at the top of this file, for some blocks of every sequence and head.
 
     Args:
-        data, layout: the cache before.
-        block: int64 [batch or 1, 1, k]; what is given for blocks that come twice is the same.
-        entry: int64 [batch or 1, 1, m]: the entries of all ``block``, and perhaps more.
-        touched: bool [batch or 1, num_kv_heads or 1, k]: the blocks that are written to; None if all are.
+        data, layout: the cache before the write.
+        block: the blocks to encode, int64 [batch or 1, 1, k]. If a block occurs twice, so do its other arguments.
+        entry: the entries to write, int64 [batch or 1, 1, m]: at least the entries of ``block``.
+        touched: bool [batch or 1, num_kv_heads or 1, k]: the blocks to which a token is written; None means all.
         written: bool [batch or 1, num_kv_heads or 1, k, BLOCK_TOKENS]: the tokens that are written.
-        vectors: what to, [batch, num_kv_heads, k, BLOCK_TOKENS, head_dim].
+        vectors: [batch, num_kv_heads, k, BLOCK_TOKENS, head_dim]: the new value of each token that is written.
     """
     residual, fmt = layout.residual, layout.format
     assert residual is not None
@@ -287,7 +303,7 @@ def _update(
 def _winners(
     residual: Residual, block: Tensor, entry: Tensor, entry_of_block: Tensor, touched: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The block that each entry gets, or -1 for none, and its index; int64 [batch or 1, num_kv_heads or 1, m]."""
+    """The block that each entry gets, or -1, and its index in ``block``; int64 [batch or 1, num_kv_heads or 1, m]."""
     claims = entry[..., None] == entry_of_block[..., None, :]
     if touched is not None:
         claims = claims & touched[..., None, :]
@@ -298,10 +314,10 @@ def _winners(
 
 
 def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
-    """The header of a cache that holds just the tokens ``x`` [batch, num_kv_heads, n, head_dim].
+    """The header of a cache that holds exactly the tokens ``x`` [batch, num_kv_heads, n, head_dim].
 
-    Of each head those recent blocks are exact that end with its last token which is not zero: the end of a cache of
-    fixed size that was filled from its start, and not the end of its zeros.
+    The recent blocks of a head end with its last token that is not zero. In a cache of fixed size that was filled from
+    its start, this is the last token written, and not the end of the cache.
 
     Returns:
         uint8 [header_blocks, batch, num_kv_heads, block_bytes].

@@ -1,4 +1,4 @@
-"""Write tokens into a packed cache with a residual in Triton, block by block.
+"""Write tokens to a packed cache with a residual in Triton, block by block.
 
 :mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`_write_block` takes them for one block of
 one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one takes
@@ -24,8 +24,7 @@ def store_few_kernel(
 ):  # fmt: skip
     """Write up to TOKENS tokens of one head, one block after the other. Grid (batch * num_kv_heads,).
 
-    Args are those of :func:`kvcompile.kernels.store.tokens.store_kernel`; ``capacity`` are the tokens that the cache
-    holds.
+    Arguments are the same as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -40,7 +39,8 @@ def store_few_kernel(
     block = tl.where(written, position // OPERAND.block_tokens, -1).to(tl.int32)
     entry = tl.where((block >= 0) & has_entry(block, OPERAND), entry_of(tl.maximum(block, 0), OPERAND), -1)
     for step in range(2 * num_tokens):
-        # The block of each token, if no earlier token has it: first those that do not get an entry, then the others.
+        # Each step takes the block of one token, unless an earlier token has the same block. The first num_tokens steps
+        # write the blocks that do not take their entry, the others write the blocks that do.
         own_token = step % num_tokens
         own = tl.max(tl.where(token == own_token, block, -1), 0)
         own_entry = tl.max(tl.where(token == own_token, entry, -1), 0)
@@ -62,7 +62,7 @@ def place_tokens_kernel(
     places_ptr, positions_ptr, valid_ptr, position_strides, valid_strides, num_tokens, capacity,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Invert ``positions``, and find the block that gets each entry. Grid (batch, ceil(num_tokens / TOKENS)).
+    """Invert ``positions``, and find the block that takes each entry. Grid (batch, ceil(num_tokens / TOKENS)).
 
     Args:
         places_ptr: int32 [batch, capacity + OPERAND.num_entries], all -1 before. First, for each token of the cache,
@@ -78,14 +78,14 @@ def place_tokens_kernel(
     tl.store(places_ptr + position, token.to(tl.int32), mask=written)
     block = (position // OPERAND.block_tokens).to(tl.int32)
     winner_ptrs = places_ptr + capacity + entry_of(block, OPERAND)
-    # Only a block above the one that is known can win: few atomics remain of those to the same place.
+    # Only a block after the known one can take the entry. Checking it first saves most atomics to the same address.
     known = tl.load(winner_ptrs, mask=written, other=0)
     tl.atomic_max(winner_ptrs, block, mask=written & has_entry(block, OPERAND) & (block > known))
 
 
 @jit(do_not_specialize=["num_kv_heads"])
 def copy_tags_kernel(data_ptr, tags_ptr, data_strides, num_kv_heads, OPERAND: tl.constexpr):
-    """Copy the tags of a head's slots to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_entries].
+    """Copy the tags of a head's entries to ``tags_ptr``, int32 [batch, num_kv_heads, OPERAND.num_entries].
 
     Grid (batch * num_kv_heads,).
     """
@@ -107,8 +107,10 @@ def store_blocks_kernel(
 
     Args:
         data_ptr, x_ptr, static_scale: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
-        places_ptr: what :func:`place_tokens_kernel` found.
-        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_entries]: the tags before, as programs write new ones.
+        places_ptr: the result of :func:`place_tokens_kernel`.
+        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_entries]: the tags before the write. Programs change those in
+            the header.
+        num_blocks: blocks of tokens.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -123,7 +125,8 @@ def store_blocks_kernel(
             entry = entry_of(own, OPERAND)
             before = tl.load(tags_ptr + entry) - 1
             takes_entry = tl.load(places_ptr + capacity + entry) == own
-            # First the block that leaves the entry, if this one takes it, then this one, unless it leaves its entry.
+            # If this block takes its entry, first write the block that leaves it. Then write this block, unless it is
+            # one that leaves its entry, which another program writes.
             is_block = (before >= 0) & (before < num_blocks)
             is_block = is_block & (entry_of(tl.maximum(before, 0), OPERAND) == entry)
             leaves = (i % 2 == 0) & takes_entry & (before != own) & is_block
@@ -144,7 +147,14 @@ def _write_block(
     header_ptr, stride_block, block, source, x_ptr, x_strides, exact, takes_entry, matrix, static_scale,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the tokens ``source`` [block_tokens], -1 for none, to ``block``, which its entry holds if ``exact``."""
+    """Write tokens to one block of one head.
+
+    Args:
+        source: [block_tokens], the token of ``x`` for each row of the block, or -1 for a row that is not written.
+        exact: whether the block's entry holds the block before the write.
+        takes_entry: whether the entry holds the block after the write.
+        matrix: :func:`kvcompile.kernels.tiles.rotation.rotation_matrix` for a block.
+    """
     BLOCK_TOKENS: tl.constexpr = OPERAND.block_tokens
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
     entry = entry_of(block, OPERAND)
@@ -158,14 +168,14 @@ def _write_block(
     contents = new
     needs_old = all_written == 0
     if OPERAND.granularity != "channel":
-        needs_old = needs_old & takes_entry & (exact == 0)  # rows that an entry has already stay there
+        needs_old = needs_old & takes_entry & (exact == 0)  # an entry that holds the block keeps its rows
     if needs_old:
         if exact:
             old = load_rows(header_ptr, stride_block, entry, OPERAND)
         else:
             old = decode_block(packed_ptr, static_scale, OPERAND).to(OPERAND.residual.dtype)
         contents = tl.where(written[:, None], new, old)
-    tl.debug_barrier()  # what other threads read is not written before
+    tl.debug_barrier()  # other threads read old bytes before any thread writes
 
     encoded = encode_tile(contents, matrix, in_head, static_scale, OPERAND, BLOCK_TOKENS, PRECISION)
     everywhere = tl.full([BLOCK_TOKENS], True, tl.int1)

@@ -1,6 +1,7 @@
-"""Pairs of codes: int32 tiles with the codes of one plane in the lowest bits and those of the next from bit 16 on.
+"""Pairs of codes: int32 tiles with the codes of one plane in the lower half, and of the next plane in the upper half.
 
-Formats of several planes are packed from these, as fields of both halves move at once. Bits beside codes are arbitrary.
+Formats of several planes are packed from pairs, because one shift moves the bits of both halves. A code lies in the
+lowest bits of its half; the other bits are arbitrary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kvcompile.kernels.lang.triton import jit, tl
 
 @jit
 def pairs_of(codes, OPERAND: tl.constexpr):
-    """Codes [rows, channels] of an even number of planes as a tuple of pairs [rows, padded_width]."""
+    """A tuple of pairs [rows, padded_width] from codes [rows, channels] of an even number of planes."""
     planes = planes_of(codes, OPERAND)
     pairs = ()
     NUM_PAIRS: tl.constexpr = OPERAND.num_planes // 2
@@ -34,7 +35,7 @@ def _pair(first, second):
 
 @jit
 def packed_field(pairs, FIRST: tl.constexpr, BITS: tl.constexpr, SPACING: tl.constexpr, PLANES: tl.constexpr):
-    """BITS bits from FIRST on of the codes of PLANES planes, SPACING apart, in the lowest byte of int32 tiles."""
+    """The bits FIRST to FIRST + BITS - 1 of the codes of PLANES planes, in the lowest byte, SPACING bits apart."""
     MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
     OTHER_PAIRS: tl.constexpr = PLANES // 2 - 1
     both = (pairs[0] >> FIRST) & MASK

@@ -1,4 +1,4 @@
-"""Write tokens into a packed cache in Triton: rotate, quantize and pack in one pass, one kernel for every format."""
+"""Write tokens to a packed cache in Triton: one kernel rotates, quantizes and packs tokens of every format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ def store_kernel(
     num_tokens, capacity, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TOKENS tokens of one head. Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
+    """One program: ``tiles_per_program`` tiles of TOKENS tokens of one head.
+
+    Grid (ceil(num_tokens / (TOKENS * tiles_per_program)), num_kv_heads, batch).
 
     Args:
         data_ptr: packed data, uint8, strides (block, batch, head) in bytes; changed in place.
         x_ptr: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, strides (batch, head, token, channel).
         positions_ptr: int64 [batch, num_tokens], strides (batch, token). A position outside [0, capacity) fails an
-            assertion, as in the indexing kernels of PyTorch, and reaches no memory.
-        valid_ptr: with HAS_VALID uint8 [batch, num_tokens]; 0: the token is not written.
-        static_scale: of the format, if OPERAND takes one.
+            assertion, as in the indexing kernels of PyTorch, and no byte is written for it.
+        valid_ptr: with HAS_VALID uint8 [batch, num_tokens], strides (batch, token): 0 for a token that is not written.
+        capacity: tokens that the cache has room for.
+        static_scale: the static scale of the format, if OPERAND takes one.
     """
     _store_tiles(
         tl.program_id(1), data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides,
@@ -37,8 +40,10 @@ def store_pair_kernel(
     num_kv_heads, num_tokens, capacity, tiles_per_program, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """:func:`store_kernel` for keys and values of the same positions: the second dimension of the grid has the heads of
-    keys, and then those of values."""
+    """:func:`store_kernel` for keys and values at the same positions.
+
+    The second dimension of the grid has the heads of keys, and after them the heads of values.
+    """
     head = tl.program_id(1)
     if head < num_kv_heads:
         _store_tiles(
@@ -59,7 +64,7 @@ def _store_tiles(
     num_tokens, capacity, tiles_per_program, static_scale,
     OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of this program, which are of one head."""
+    """Store the tiles of one program, all of one head."""
     batch = tl.program_id(2).to(tl.int64)
     head = head.to(tl.int64)
     head_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
@@ -71,7 +76,7 @@ def _store_tiles(
         if first_token < num_tokens:
             tokens_left = tl.minimum(num_tokens - first_token, TOKENS)
             before = first_token.to(tl.int64)
-            # Also vectors that are not written: this need not wait for positions.
+            # Vectors that are not written are loaded, too, so that the load need not wait for positions.
             x = _load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
             tile_positions_ptr = positions_ptr + before * position_strides[1]
             position, written = load_positions(
@@ -85,18 +90,20 @@ def _store_tiles(
 
 @constexpr_function
 def channels_at_once(operand, tokens):
-    """Channels of the runs that vectors are loaded in, see :func:`_load_vectors`."""
+    """The length in channels of the runs in which vectors are loaded, see :func:`_load_vectors`."""
     all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
     return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
 
 
 @jit
 def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """The vectors [TOKENS, padded_head_dim] of the tokens from ``x_ptr`` on, of which those left repeat the last.
+    """Load the vectors of TOKENS tokens from ``x_ptr`` on, [TOKENS, padded_head_dim].
 
-    Triton spreads a row of what is loaded over as many threads as it can. Loaded in runs of 32 channels, a bfloat16
-    vector is in four threads: the planes of codes that share a byte are then in one, and what is computed once a
-    vector is computed by few. (A product on tensor cores, and one token, have layouts of their own.)
+    Only ``tokens_left`` tokens exist; the last of them is repeated.
+
+    Triton spreads each row of a load over as many threads as it can. Loads of 32 channels put a bfloat16 vector into
+    four threads. One thread then holds the planes of codes that share a byte, and few threads repeat the computations
+    per vector. (Products on tensor cores, and single tokens, need other layouts: they load whole vectors.)
     """
     RUN: tl.constexpr = channels_at_once(OPERAND, TOKENS)
     RUNS: tl.constexpr = OPERAND.padded_head_dim // RUN
@@ -105,7 +112,7 @@ def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: 
     runs = ()
     for i in tl.static_range(RUNS):
         channel = i * RUN + tl.arange(0, RUN)[None, :]
-        # A mask, even if all is in it, would have the registers of what is loaded cleared before.
+        # A mask would clear the registers of the load first, even if no element is masked.
         if OPERAND.head_dim == OPERAND.padded_head_dim:
             run = tl.load(x_ptrs + channel * x_strides[3])
         else:
@@ -116,13 +123,13 @@ def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: 
 
 @jit
 def _side_by_side(runs):
-    """A tile of up to eight tiles [rows, columns], a power of two of them, one after the other."""
+    """Concatenate 1, 2, 4 or 8 tiles [rows, columns] along their columns."""
     RUNS: tl.constexpr = len(runs)
     ROWS: tl.constexpr = runs[0].shape[0]
     COLUMNS: tl.constexpr = runs[0].shape[1]
     for stage in tl.static_range(3):
         if RUNS >> stage > 1:
-            # Each with the one half of them further on: a new last dimension is the next bit of a run's number.
+            # Join each tile with the tile half of them further on: the new last dimension is a bit of the run's number.
             pairs = ()
             for i in tl.static_range(RUNS >> (stage + 1)):
                 pairs = pairs + (tl.join(runs[i], runs[i + (RUNS >> (stage + 1))]),)  # noqa: RUF005
@@ -136,7 +143,13 @@ def load_positions(
     positions_ptr, valid_ptr, batch, token, position_strides, valid_strides, num_tokens, capacity,
     HAS_VALID: tl.constexpr,
 ):  # fmt: skip
-    """Positions of tokens, int64, and whether they are written; asserts that those which should be are in the cache."""
+    """Load the positions of tokens.
+
+    A valid token with a position outside [0, capacity) fails an assertion.
+
+    Returns:
+        The positions, int64, and whether each token is written, bool.
+    """
     wanted = token < num_tokens
     if HAS_VALID:
         valid_ptrs = valid_ptr + batch * valid_strides[0] + token * valid_strides[1]
@@ -152,14 +165,17 @@ def load_positions(
 def _store_tile(
     ptr, stride_block, first_position, position, written, encoded, OPERAND: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Store encoded tokens at their positions, of which one is known to all threads, in the blocks from ``ptr`` on."""
+    """Store encoded tokens at their positions.
+
+    ``ptr`` points to the first block of the head. ``first_position`` is the position of the first token, as a scalar.
+    """
     in_order = (position == first_position + tl.arange(0, TOKENS)) & written
     if (
         OPERAND.block_tokens == TOKENS
         and (tl.min(in_order.to(tl.int32), 0) > 0)
         and (first_position % OPERAND.block_tokens < 1)
     ):
-        # The tokens of a block in their order, as in a prefill: neighbours in memory, which makes for wide stores.
+        # The tokens fill a block in order, as in a prefill. Neighbours in memory allow wide stores.
         block_ptr = ptr + first_position // OPERAND.block_tokens * stride_block
         everywhere = tl.full([TOKENS], True, tl.int1)
         store_sections(block_ptr, tl.arange(0, TOKENS), everywhere, encoded, OPERAND)
@@ -170,7 +186,7 @@ def _store_tile(
 
 @jit
 def store_sections(block_ptrs, row, written, encoded, OPERAND: tl.constexpr):
-    """Store encoded tokens at ``row`` [tokens] of blocks that start at ``block_ptrs``, one or [tokens]."""
+    """Store encoded tokens in the rows ``row`` [tokens] of the blocks at ``block_ptrs``, a scalar or [tokens]."""
     codes, scale, zero = encoded
     _store_codes(block_ptrs, row, written, codes, OPERAND)
     if OPERAND.has_scale:
@@ -183,14 +199,18 @@ def store_sections(block_ptrs, row, written, encoded, OPERAND: tl.constexpr):
 def encode_tile(
     x, matrix, in_head, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Codes [tokens, channels] of a format of one plane, or else pairs of codes; scales and zeros of vectors.
+    """Rotate and quantize a tile of vectors.
 
-    Scales and zeros are [tokens], per group [tokens, num_scales], and per channel, where TOKENS are those of a block,
-    [channels]. As in the specification, a vector that is not finite in the stored basis has the codes of zeros and, if
-    they are its own, scales of NaN.
+    As in the specification, a vector that is not finite in the stored basis gets the codes of the zero vector, and
+    scales of NaN unless scales are per channel. Plain floats are stored unchanged.
+
+    Returns:
+        Codes [tokens, channels] of a format with one plane, otherwise pairs of codes; scales; and zero points. Scales
+        and zero points are [tokens], or [tokens, num_scales] per group, or [channels] per channel; in the last case the
+        tile must be one block.
     """
     x = to_stored_basis(x, matrix, OPERAND, PRECISION)
-    finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, as is any sum with it
+    finite = tl.sum(x * 0.0, 1) == 0.0  # infinity times zero is NaN, and so is the sum
     if OPERAND.code_dtype == tl.uint8:
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.takes_static_scale:
@@ -216,7 +236,7 @@ def encode_tile(
 
 @jit
 def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
-    """Pack codes, [tokens, channels] or pairs, and store them at ``row`` [tokens] of blocks from ``block_ptrs`` on."""
+    """Pack codes, [tokens, channels] or pairs, and store them; arguments as in :func:`store_sections`."""
     if OPERAND.num_planes == 1:
         _store_columns(block_ptrs, row, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
     else:
@@ -229,7 +249,7 @@ def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
 
 @jit
 def _store_high_bits(block_ptrs, row, written, pairs, K: tl.constexpr, OPERAND: tl.constexpr):
-    """Pack bit ``low_bits + K`` of the planes that have it and store them in high section K."""
+    """Pack bit ``low_bits + K`` of the planes that have this bit, and store it in high section K."""
     COUNT: tl.constexpr = OPERAND.high_planes[K]
     HIGH_WIDTH: tl.constexpr = OPERAND.high_widths[K]
     PIECES: tl.constexpr = 8 // COUNT
@@ -243,7 +263,7 @@ def _store_high_bits(block_ptrs, row, written, pairs, K: tl.constexpr, OPERAND: 
 
 @jit
 def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """PIECES, 2 or 4, runs of WIDTH columns of a tile as a tuple of tiles, which may be padded."""
+    """Cut a tile into PIECES, 2 or 4, runs of WIDTH columns: a tuple of tiles, which may have padding columns."""
     ROWS: tl.constexpr = x.shape[0]
     if x.shape[1] == PIECES * WIDTH:
         low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, PIECES // 2, WIDTH]), (0, 3, 2, 1)))
@@ -263,7 +283,7 @@ def _pieces(x, PIECES: tl.constexpr, WIDTH: tl.constexpr):
 def _store_columns(
     block_ptrs, row, written, x, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
 ):
-    """Store [tokens, columns] in a code section at byte ``offset`` of a block."""
+    """Store a tile [tokens, columns] in the code section at byte ``offset`` of a block."""
     ptrs = (block_ptrs + offset).to(tl.pointer_type(DTYPE))
     column = tl.arange(0, x.shape[1])
     if OPERAND.column_major:

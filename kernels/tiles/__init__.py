@@ -1,4 +1,4 @@
-"""Building blocks of kernels on packed data: loading, unpacking, rotating, and which tokens a query sees.
+"""Building blocks of kernels on packed data: loading, unpacking, rotating, and the tokens that a query sees.
 
 This room imports layout, formats and lang.
 """

@@ -1,7 +1,8 @@
-"""The header of a packed cache in Triton: entries that keep blocks of tokens as they are.
+"""The header of a packed cache in Triton: entries that hold exact blocks of tokens.
 
-:mod:`kvcompile.kernels.layout.packed_layout` says where its bytes lie and :mod:`kvcompile.kernels.spec.residual` what
-they mean. A ``header_ptr`` points to the first block of one head of one sequence.
+:mod:`kvcompile.kernels.layout.packed_layout` says where the bytes of the header lie, and
+:mod:`kvcompile.kernels.spec.residual` what they mean. A ``header_ptr`` points to the first block of the header of one
+head of one sequence.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ def block_ptr(header_ptr, stride_block, block, OPERAND: tl.constexpr):
 
 @jit
 def tag_ptrs(header_ptr, entry):
-    """Pointers to the tags of entries: int32, 1 + the block that an entry holds, 0 for none."""
+    """Pointers to the tags of entries: int32, 1 plus the block that the entry holds, or 0 for an empty entry."""
     return header_ptr.to(tl.pointer_type(tl.int32)) + entry
 
 
 @jit
 def entry_of(block, OPERAND: tl.constexpr):
-    """The entry of blocks, int32; where there is none, one that never has their tag."""
+    """The entry of each block, int32. Blocks without an entry get one that never has their tag."""
     SINKS: tl.constexpr = OPERAND.residual.sink_blocks
     RECENT: tl.constexpr = OPERAND.residual.recent_blocks
     if RECENT == 0:
@@ -35,13 +36,13 @@ def entry_of(block, OPERAND: tl.constexpr):
 
 @jit
 def has_entry(block, OPERAND: tl.constexpr):
-    """Whether blocks have an entry."""
+    """Whether each block has an entry."""
     return block < (OPERAND.residual.sink_blocks if OPERAND.residual.recent_blocks == 0 else 1 << 30)
 
 
 @jit
 def is_exact(header_ptr, block, OPERAND: tl.constexpr):
-    """Whether entries hold ``block``, int32 and not negative, any shape."""
+    """Whether an entry holds each ``block``, int32 of any shape, not negative."""
     exact = block < 0
     if OPERAND.num_entries > 0:
         exact = tl.load(tag_ptrs(header_ptr, entry_of(block, OPERAND))) == block + 1
@@ -50,7 +51,7 @@ def is_exact(header_ptr, block, OPERAND: tl.constexpr):
 
 @jit
 def row_ptrs(header_ptr, stride_block, entry, OPERAND: tl.constexpr):
-    """Pointers to the rows of an entry, [block_tokens], of the residual's dtype."""
+    """Pointers to the tokens of an entry, [block_tokens], with elements of the residual's dtype."""
     row = 1 + entry * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
     block, row = row // OPERAND.residual.rows_per_block, row % OPERAND.residual.rows_per_block
     ptrs = header_ptr + block.to(tl.int64) * stride_block + row * OPERAND.residual.row_bytes

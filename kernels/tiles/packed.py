@@ -1,5 +1,4 @@
-"""Tiles of packed tokens in registers: what the attention kernel reads, the levels of their codes, and
-the vectors of a block."""
+"""Tiles of packed tokens in registers: loading their bytes, unpacking levels, and decoding the vectors of a block."""
 
 from __future__ import annotations
 
@@ -9,14 +8,16 @@ from kvcompile.kernels.tiles.rotation import unrotate
 
 @jit
 def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """A tile of packed tokens: code sections, and scales and zeros (the scales, where there are none).
+    """Load a tile of packed tokens.
 
-    Code sections are a tuple of tiles [tokens, width] of a key and [width, tokens] of a value; those of high bits come
-    as :func:`_load_high_bits` says. Scales and zeros are float32 [tokens] if they are per token; per group one float32
-    tile for each plane that broadcasts to the codes; per channel one for each plane, [blocks, width], of the section's
-    dtype.
+    Masks are per block and not per token, because blocks exist as a whole, and masks per token break up wide loads.
 
-    Masks are per block and not per token, so that they do not break up wide loads: blocks exist whole.
+    Returns:
+        A tuple of the code sections: tiles [tokens, width] of keys or [width, tokens] of values, first the section
+        ``codes``, then the high sections as :func:`_load_high_bits` returns them; the scales; and the zero points, or
+        the scales again if there are none. Scales and zero points are float32 [tokens] if they are per token. Per group
+        they are a tuple with a float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple
+        with a tile [blocks, width] for each plane, in the dtype of the section.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
@@ -52,7 +53,7 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
 
 @jit
 def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
-    """Ask for the bytes of a tile to come to the L2 cache, where a later :func:`load_packed` finds them."""
+    """Prefetch the bytes of a tile to the L2 cache, where a later :func:`load_packed` finds them."""
     if OPERAND.ptx > 0:
         BLOCKS: tl.constexpr = TOKENS // OPERAND.block_tokens
         LINES: tl.constexpr = OPERAND.prefetched_lines
@@ -67,11 +68,12 @@ def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.c
 
 @jit
 def _load_high_bits(ptr, block_offset, row, exists, column, K: tl.constexpr, OPERAND: tl.constexpr):
-    """High section K in the shape of the section ``codes``: int32 with the bits of plane 0 lowest.
+    """Load high section K in the shape of the section ``codes``.
 
-    A codec that unpacks it gets the bytes as they are, in one tile for each of two pieces, which is 0 where the other
-    piece is meant. What depends on the column is then in the loads alone, and Triton loads tiles in the layout of the
-    products in which they end.
+    Returns:
+        Without inline PTX a tuple of one tile, int32, with the bit of plane 0 lowest. With inline PTX a tuple of two
+        tiles of unchanged bytes, one for each piece; a tile is 0 in the columns of the other piece. Then only the loads
+        depend on the column, and Triton loads the tiles in the layout of the products that use them.
     """
     WIDTH: tl.constexpr = OPERAND.high_widths[K]
     OFFSET: tl.constexpr = OPERAND.high_offsets[K]
@@ -98,9 +100,9 @@ def _load_codes(
     ptr, block_offset, row, exists, column, in_vector, offset,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, HAS_PADDING: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one code section of WIDTH columns: [tokens, columns] of a key, [columns, tokens] of a value.
+    """Load columns of a code section that has WIDTH columns: [tokens, columns] of keys, [columns, tokens] of values.
 
-    Those that are not ``in_vector`` are 0; there are none without HAS_PADDING.
+    Columns that are not ``in_vector`` are 0. Without HAS_PADDING all columns are in the vector.
     """
     ptr = (ptr + offset).to(tl.pointer_type(DTYPE))
     block_offset = block_offset // (DTYPE.primitive_bitwidth // 8)
@@ -119,9 +121,9 @@ def _load_codes(
 def _load_metadata(
     ptr, stride_block, block, row, exists, column, DTYPE: tl.constexpr, OPERAND: tl.constexpr
 ):  # fmt: skip
-    """Scales or zero points of :func:`load_packed`; ``block``, ``row`` and ``exists`` are [tokens] or [blocks].
+    """Load scales or zero points for :func:`load_packed`; ``block``, ``row`` and ``exists`` are [tokens] or [blocks].
 
-    Strides of packed data are multiples of 64 bytes: they divide evenly.
+    Strides of packed data are multiples of 64 bytes, so that elements of any dtype divide them.
     """
     ptr = ptr.to(tl.pointer_type(DTYPE))
     block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
@@ -152,9 +154,9 @@ def _load_metadata(
 
 @jit
 def unpack(packed, scale, zero, OPERAND: tl.constexpr):
-    """The levels of each plane of a tile over its gain, in the dtype of the products.
+    """Unpack a tile: the levels of each plane, divided by the gain of the plane, in the dtype of the products.
 
-    With scales per group, which cannot be taken out of the products, the dequantized values.
+    With scales per group the results are dequantized values, because these scales cannot be taken out of the products.
     """
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     NUM_HIGH: tl.constexpr = OPERAND.num_high
@@ -185,9 +187,13 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
 
 @jit
 def halves_of_bytes(packed, OPERAND: tl.constexpr):
-    """Tiles of the code sections -> a tile of fp16 for each plane, by PTX, of four bytes of every section at a time.
+    """Unpack tiles of the code sections by inline PTX, four bytes of every section at a time.
 
-    Its operands are two registers for each plane, of two levels each, and then one for each tile of bytes.
+    The operands of the PTX are two registers for each plane, with two fp16 levels each, and then a register with four
+    bytes for each section.
+
+    Returns:
+        A tuple with an fp16 tile for each plane.
     """
     PTX: tl.constexpr = OPERAND.unpack_ptx
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -199,7 +205,7 @@ def halves_of_bytes(packed, OPERAND: tl.constexpr):
 
 @jit
 def integers_of_bytes(packed, OPERAND: tl.constexpr):
-    """As :func:`halves_of_bytes`, the integers of the codec: a register of four for each plane."""
+    """:func:`halves_of_bytes` for the integers of the codec: an int8 tile for each plane, four in a register."""
     PTX: tl.constexpr = OPERAND.codec.integers_ptx
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     CONSTRAINTS: tl.constexpr = _constraints(NUM_PLANES, len(packed))
@@ -217,7 +223,7 @@ def _constraints(num_outputs, num_inputs):
 def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
     """The vectors of a block as the specification decodes them, float32 [block_tokens, padded_head_dim].
 
-    For blocks that are read once in a while: every channel fetches its own byte.
+    The function is slow, because every channel loads its own byte. It is meant for blocks that are rarely read.
     """
     token = tl.arange(0, OPERAND.block_tokens)[:, None]
     channel = tl.minimum(tl.arange(0, OPERAND.padded_head_dim), OPERAND.head_dim - 1)[None, :]
@@ -258,7 +264,7 @@ def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
 
 @jit
 def _load_column(block_ptr, token, column, offset, DTYPE: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
-    """Elements ``column`` of tokens of one code section."""
+    """Load the elements ``column`` of tokens from one code section."""
     ptr = (block_ptr + offset).to(tl.pointer_type(DTYPE))
     if OPERAND.column_major:
         x = tl.load(ptr + column * OPERAND.block_tokens + token)

@@ -1,4 +1,4 @@
-"""The rotation of :mod:`kvcompile.kernels.formats.rotation` in Triton, of the rows of a tile in registers."""
+"""The rotation of :mod:`kvcompile.kernels.formats.rotation` in Triton, for the rows of a tile in registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HASH_MULTIPLIERS = constant(_HASH_MULTIPLIERS)
 
 @jit
 def rotate(x, OPERAND: tl.constexpr):
-    """Rows of a float32 tile [rows, channels] into the stored basis."""
+    """Rotate the rows of a float32 tile [rows, channels] into the stored basis."""
     if OPERAND.rotation_seed != 0:
         x *= random_signs(tl.arange(0, x.shape[1]), OPERAND.rotation_seed)[None, :]
     return hadamard(x, OPERAND.head_dim)
@@ -27,24 +27,25 @@ def unrotate(x, OPERAND: tl.constexpr):
 
 @constexpr_function
 def rotates_by_products(operand, rows):
-    """Whether tiles of ``rows`` rows are rotated on tensor cores: they are large enough, and the matrix fits."""
+    """Whether tiles of ``rows`` rows are rotated on tensor cores: the tile is large enough, and the matrix fits."""
     return operand.rotated and rows >= 16 and operand.padded_head_dim <= 128
 
 
 @constexpr_function
 def product_channels(operand):
-    """Channels that a product on tensor cores sums over.
+    """The number of channels that a product on tensor cores sums over.
 
-    The Hadamard matrix of ``16 * n`` channels, a power of two, is the Kronecker product of those of ``n`` and of 16.
-    The product with the latter has a matrix of two elements a thread; what remains are sums and differences of numbers
-    that a thread has. A block-diagonal matrix is multiplied as a whole.
+    If ``16 * n`` is a power of two, its Hadamard matrix is the Kronecker product of the Hadamard matrices of ``n`` and
+    16 channels. Only the product with the matrix of 16 channels, two elements per thread, runs on tensor cores. The
+    other factor takes sums and differences of numbers that one thread already holds. A block-diagonal matrix is
+    multiplied as a whole.
     """
     return 16 if operand.head_dim == operand.padded_head_dim else operand.padded_head_dim
 
 
 @jit
 def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
-    """What :func:`to_stored_basis` multiplies tiles of ROWS rows by, if it does."""
+    """The matrix by which :func:`to_stored_basis` multiplies tiles of ROWS rows; 0 if it does not use a product."""
     matrix = 0
     if rotates_by_products(OPERAND, ROWS):
         SUMMED: tl.constexpr = product_channels(OPERAND)
@@ -54,7 +55,7 @@ def rotation_matrix(OPERAND: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`."""
+    """The rows of a tile of any float dtype in the stored basis, float32; ``matrix`` is :func:`rotation_matrix`."""
     if rotates_by_products(OPERAND, x.shape[0]):
         x = rotate_by_products(x, matrix, OPERAND, PRECISION)
     elif OPERAND.rotated:
@@ -68,7 +69,7 @@ def to_stored_basis(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """:func:`rotate` for at least 16 rows of any float dtype, by products with :func:`rotation_matrix`.
 
-    Elements of the matrix are exact in every dtype, so that products are, too; sums are taken in float32.
+    The elements of the matrix are 1, -1 and 0, so that products are exact in every dtype. Sums are float32.
     """
     ROWS: tl.constexpr = x.shape[0]
     CHANNELS: tl.constexpr = OPERAND.padded_head_dim
@@ -76,7 +77,7 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     RUNS: tl.constexpr = CHANNELS // SUMMED
     channel = tl.arange(0, CHANNELS)
     if PRECISION == "ieee":
-        x = x.to(tl.float32)  # the interpreter multiplies the bits of bfloat16
+        x = x.to(tl.float32)  # the interpreter multiplies bit patterns
     if OPERAND.rotation_seed != 0:
         x = (x * random_signs(channel, OPERAND.rotation_seed)[None, :]).to(x.dtype)
     x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, RUNS, SUMMED]), (1, 0, 2)), [RUNS * ROWS, SUMMED])
@@ -84,7 +85,7 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
     x = tl.reshape(x, [RUNS, ROWS * SUMMED])
     for stage in tl.static_range(3):
         if RUNS >> stage > 1:
-            # The first bit of the part, which sums and differences move to the end.
+            # Sums and differences over the first bit of the run's number, which moves to the end.
             halves = tl.reshape(x, [2, RUNS >> (stage + 1), (ROWS * SUMMED) << stage])
             first, second = tl.split(tl.permute(halves, (1, 2, 0)))
             x = tl.join(first + second, first - second)
@@ -95,7 +96,7 @@ def rotate_by_products(x, matrix, OPERAND: tl.constexpr, PRECISION: tl.constexpr
 
 @jit
 def rotation_norm(channel, HEAD_DIM: tl.constexpr):
-    """What scales the columns of :func:`hadamard_rows` to length 1; 0 in padding."""
+    """The factors that scale the columns of :func:`hadamard_rows` to length 1; 0 in padding."""
     norm = tl.zeros(channel.shape, tl.float32)
     for bit in tl.static_range(4, 9):
         norm = tl.where(_in_rotation_block(channel, bit, HEAD_DIM), 2.0 ** (-bit / 2), norm)
@@ -104,7 +105,7 @@ def rotation_norm(channel, HEAD_DIM: tl.constexpr):
 
 @jit
 def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Some rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1, -1, 0 in padding."""
+    """Rows of the matrix of :func:`hadamard` without its norm, float32 [rows, CHANNELS]: 1 and -1, or 0 in padding."""
     row = row[:, None]
     column = tl.arange(0, CHANNELS)[None, :]
     matrix = tl.zeros([row.shape[0], CHANNELS], tl.float32)
@@ -122,10 +123,10 @@ def hadamard_rows(row, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
 def hadamard(x, HEAD_DIM: tl.constexpr):
     """Rotate the rows of a float32 tile [rows, channels] as :func:`kvcompile.kernels.formats.rotation.rotate` does.
 
-    The fast Walsh-Hadamard transform, one bit of the channel index a stage: a stage adds and subtracts neighbours and
-    moves the bit that tells them apart to the front, so that every stage is the same and the last one restores the
-    order. With a HEAD_DIM that is not a power of two the matrix is block-diagonal; a block of ``2**n`` channels takes
-    part in the first ``n`` stages only. Channels beyond HEAD_DIM are padding.
+    This is the fast Walsh-Hadamard transform, with a stage for each bit of the channel index. A stage adds and
+    subtracts neighbouring channels, and moves the bit in which they differ to the front. All stages are therefore
+    alike, and the last stage restores the order. If HEAD_DIM is not a power of two, the matrix is block-diagonal, and a
+    block of ``2**n`` channels takes part in the first ``n`` stages only. Channels beyond HEAD_DIM are padding.
     """
     ROWS: tl.constexpr = x.shape[0]
     CHANNELS: tl.constexpr = x.shape[1]
@@ -137,7 +138,7 @@ def hadamard(x, HEAD_DIM: tl.constexpr):
             even, odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 2, 2]))
             total, difference = even + odd, even - odd
             if HEAD_DIM != CHANNELS:
-                # Undo the moves of the earlier stages to know the pair's channel.
+                # Undo the moves of the earlier stages, to find the channel of each pair.
                 origin = ((pair << stage) | (pair // (CHANNELS >> stage))) & (CHANNELS - 1)
                 takes_part = origin < 0
                 for bit in tl.static_range(4, 9):
@@ -164,7 +165,7 @@ def random_signs(channel, SEED: tl.constexpr):
 
 @jit
 def _in_rotation_block(channel, bit: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Whether ``channel`` is in the block of ``2**bit`` channels, the place of that binary digit of HEAD_DIM."""
+    """Whether ``channel`` lies in the rotation block of ``2**bit`` channels, which stands for a digit of HEAD_DIM."""
     START: tl.constexpr = (HEAD_DIM >> (bit + 1)) << (bit + 1)
     END: tl.constexpr = START + (HEAD_DIM & (1 << bit))
     return (channel >= START) & (channel < END)

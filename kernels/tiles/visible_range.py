@@ -1,7 +1,8 @@
-"""What a bool mask shows, as a range of tokens for every query position: computed once a step, used by all layers.
+"""The range of tokens that a bool mask shows to each query position.
 
-A static cache is mostly not yet filled, and a sliding window hides most of a long one. With the ranges known, attention
-visits only what is visible, and where a range has no holes (causal masks, padding, windows) it does not read the mask.
+A step computes the ranges once, and all its layers use them. Most of a static cache may be empty, and a sliding window
+hides most of a long cache. Attention then visits only the visible range. If a range has no holes (causal masks,
+padding, windows), attention does not read the mask.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from torch import Tensor
 from kvcompile.kernels.lang.triton import jit, tl
 
 NOTHING = 1 << 30
-"""Begin of the range of a query position that sees nothing."""
+"""The begin of the range of a query position that sees no token."""
 
 
 def visible_range(mask: Tensor) -> Tensor:
-    """Ranges of tokens that a mask shows, the specification of the kernel.
+    """The ranges of tokens that a mask shows; the specification of the kernel.
 
     Args:
-        mask: bool [batch, num_heads, q_len, kv_len], True where a query sees a token; any of the first three may be 1.
+        mask: bool [batch, num_heads, q_len, kv_len], True where a query sees a token. Any of the first three sizes may
+            be 1.
 
     Returns:
-        int32 [batch, q_len, 3]: the first token that any head sees, the one after the last, and 1 if some head does not
-        see all tokens between them, else 0. (NOTHING, 0, 0) where nothing is visible.
+        int32 [batch, q_len, 3]: the first token that any head sees; the token after the last one that any head sees;
+        and 1 if some head does not see all tokens between them, else 0. (NOTHING, 0, 0) for a position that sees no
+        token.
     """
-    seen = F.pad(mask.any(1), (0, 1))  # one token that nobody sees: there is a least and a greatest of no tokens, too
+    seen = F.pad(mask.any(1), (0, 1))  # one more token, which is hidden: amin and amax need one
     token = torch.arange(seen.shape[-1], device=mask.device)
     begin = torch.where(seen, token, NOTHING).amin(-1)
     end = torch.where(seen, token + 1, 0).amax(-1)
@@ -36,7 +39,7 @@ def visible_range(mask: Tensor) -> Tensor:
 
 
 def with_four_dimensions(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """A mask of scores, [batch or 1, num_heads or 1, q_len, kv_len], from one that only broadcasts to that."""
+    """The mask [batch or 1, num_heads or 1, q_len, kv_len] from a mask that broadcasts to this shape."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     return mask.expand(*mask.shape[:2], q_len, kv_len)
 
@@ -76,17 +79,18 @@ def visible_tokens(
     first_row, in_query, range_ptrs, q_len, kv_len,
     GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the rows of a program see.
+    """The tokens that the rows of a program see.
 
     Args:
-        first_row: of the ROWS query rows, GROUP_SIZE to a position.
-        in_query: bool [ROWS].
-        range_ptrs: [ROWS], with a bool mask the ranges of the rows' positions.
+        first_row: the first of the ROWS query rows; GROUP_SIZE rows share a position.
+        in_query: bool [ROWS], whether a row exists.
+        range_ptrs: [ROWS], pointers to the ranges of the rows' positions; read only for a bool mask.
 
     Returns:
-        (begin, end, all_begin, all_end): no row sees a token outside [begin, end), and all rows see those of
-        [all_begin, all_end), of which nothing is known under a float mask;
-        (row_begin, row_end, holes): [ROWS], [ROWS] and a scalar, of a bool mask.
+        (begin, end, all_begin, all_end): no row sees a token outside [begin, end), and every row sees all tokens of
+        [all_begin, all_end). The latter is empty for a float mask, about which nothing is known.
+        (row_begin, row_end, holes): the ranges of a bool mask, [ROWS] and [ROWS], and a scalar that is not 0 if any
+        range has holes.
     """
     begin, end = 0, kv_len
     all_begin, all_end = 0, kv_len
@@ -110,8 +114,10 @@ def visible_tokens(
 
 @jit
 def num_visible_tiles(range_ptr, q_len, tile_tokens, POSITIONS: tl.constexpr):
-    """Tiles of ``tile_tokens`` tokens from the first that any of the ``q_len``, at most POSITIONS, query positions of a
-    sequence sees to the last one; their ranges are at ``range_ptr``."""
+    """The number of tiles of ``tile_tokens`` tokens between the first and the last token that a sequence sees.
+
+    The ranges of its ``q_len`` query positions, at most POSITIONS, are at ``range_ptr``.
+    """
     position = tl.arange(0, POSITIONS)
     begin = tl.load(range_ptr + 3 * position, mask=position < q_len, other=1 << 30)
     end = tl.load(range_ptr + 3 * position + 1, mask=position < q_len, other=0)

@@ -324,7 +324,7 @@ def test_insert_refuses_what_does_not_fit_says_what_and_changes_nothing(index, v
         (6, -1, "offset -1 is not within"),
         (3, torch.tensor([2, 4]), "request 1 cannot gather 4 of 3 tokens"),
         (3, torch.tensor([-1, 3]), "request 0 cannot gather -1 of 6 tokens"),
-        (2, torch.tensor([13, 3]), "block_table has 3 pages of 4 tokens a request"),
+        (2, torch.tensor([13, 3]), "block_table has 3 pages of 4 tokens per"),
         (6, 5, "out has 2 rows from offset 5 on"),
         (4, torch.tensor([[0, NOWHERE, 0], [0, 0, 0]]), "the pages of request 0 in block_table range from -1000000 to"),
         (4, torch.tensor([[0, 0, 0], [5, 0, 0]]), "the pages of request 1 .* but k_cache has 5"),

@@ -278,7 +278,7 @@ def test_references_to_latents_stand_for_them(device):
 
 def test_what_the_kernels_do_not_know_is_refused(device):
     spec = "fp8_ds_mla[recent=1,sinks=0,bfloat16]"
-    with pytest.raises(ValueError, match="no tokens of a cache of latents are kept as they are"):
+    with pytest.raises(ValueError, match="a cache of latents cannot have a residual; use fp8_ds_mla"):
         Case(device, spec).kernel()
 
 

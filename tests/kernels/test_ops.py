@@ -55,14 +55,14 @@ def test_attention_without_values_reads_the_keys_as_values():
     expected = attend(query, k_data, k_data, KEY, KEY, kv_len=70, scale=0.125)
     torch.testing.assert_close(attention(query, k_data, None, *rest), expected)
     *settings, _, head_dim = rest
-    with pytest.raises(ValueError, match="without v_data values are the keys, int8_per_token_head of head_dim 64, and"):
+    with pytest.raises(ValueError, match="must be int8_per_token_head and 64, but are"):
         attention(query, k_data, None, *settings, "fp8_e4m3", head_dim)
 
 
 def test_keys_with_scales_per_channel_cannot_serve_as_values():
     arguments = list(attention_arguments())
     arguments[2], arguments[9] = None, "int4_per_channel[recent=1,sinks=0,float32]"
-    with pytest.raises(ValueError, match="cannot serve as values: pass v_data"):
+    with pytest.raises(ValueError, match="cannot serve as values; pass v_data"):
         attention(*arguments)
 
 
@@ -123,7 +123,7 @@ def test_compiled_code_calls_the_operators_and_stores_in_place():
         (lambda a: {**a, "format": "int4_unrotated"}, r"blocks of 4352 bytes, but int4_unrotated .* has 2304"),
         (lambda a: {**a, "format": "int5"}, "unknown cache format 'int5'"),
         (lambda a: {**a, "data": a["data"].float()}, "data must be uint8"),
-        (lambda a: {**a, "data": a["data"][:, :1]}, "data is for batch and KV heads"),
+        (lambda a: {**a, "data": a["data"][:, :1]}, "data has batch and KV heads"),
         (lambda a: {**a, "data": a["data"].transpose(0, 3).contiguous().transpose(0, 3)}, "has strides"),
         (lambda a: {**a, "positions": torch.arange(4)}, "positions must be"),
         (lambda a: {**a, "positions": torch.arange(3, dtype=torch.int32)}, "positions must be int64"),
@@ -151,7 +151,7 @@ def test_store_refuses_what_does_not_fit_and_says_what(change, message):
         (0, torch.randn(1, 4, 1, 64), "the same batch"),
         (0, torch.randn(4, 1, 64), r"query must be \[batch, heads, tokens, head_dim\]"),
         (0, torch.randn(2, 4, 1, 80), "k_data has blocks of 4352 bytes, but int8_per_token_head with head_dim 80"),
-        (4, torch.zeros(2), "sinks must be .4., one a head"),
+        (4, torch.zeros(2), "sinks must be .4., one per head"),
         (5, 129, "kv_len 129 is not within the 128 tokens"),
         (9, "fp8", "unknown cache format 'fp8'"),
         (11, 80, "v_data has blocks of 4352 bytes"),

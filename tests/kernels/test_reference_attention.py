@@ -207,7 +207,7 @@ def test_what_cannot_be_computed_is_an_error():
         Case().attend(mask=torch.ones(130, dtype=torch.bool), is_causal=True)
     case = Case(kv_len=64)
     case.kv_len = 65
-    with pytest.raises(ValueError, match="kv_len 65 is more than the 64 tokens"):
+    with pytest.raises(ValueError, match="kv_len 65 is more than 64, the capacity"):
         case.attend()
 
 
