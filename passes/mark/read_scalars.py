@@ -1,8 +1,8 @@
-"""Stage A, rewriting: what a function of one score computes, for all scores at once.
+"""Compute a function of one score for all scores at once.
 
-``flex_attention`` is given functions of a score and its indices (sequence, head, query and key), each a tensor without
-dimensions, as Dynamo traces them. Operations that work element by element mean the same on the indices of all scores,
-[batch, 1, 1, 1], [1, num_heads, 1, 1], [1, 1, q_len, 1] and [1, 1, 1, kv_len], which broadcast against each other.
+``flex_attention`` takes functions of a score and its indices (sequence, head, query and key). As Dynamo traces them,
+each is a tensor without dimensions. Element-wise operations mean the same on the indices of all scores, [batch, 1, 1,
+1], [1, num_heads, 1, 1], [1, 1, q_len, 1] and [1, 1, 1, kv_len], which broadcast against each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOUR_DIMENSIONS = (1, 1, 1, 1)
 
 @dataclass(frozen=True)
 class _Row:
-    """A tensor of which the first dimensions are indexed, and others are not yet."""
+    """A tensor whose first dimensions are indexed and whose other dimensions are not yet."""
 
     tensor: Node
     indices: tuple[Any, ...]
@@ -48,8 +48,8 @@ class AllScores:
 
     Args:
         writer: inserts into that graph.
-        values: of the function's placeholders, all but that of the score: indices of four dimensions, and tensors that
-            it captures.
+        values: values of the function's placeholders except the score: indices of four dimensions, and captured
+            tensors.
     """
 
     def __init__(self, writer: GraphWriter, values: Mapping[Node, Node]) -> None:
@@ -58,10 +58,10 @@ class AllScores:
         self._varies = {node for node, value in values.items() if _rank(value) != _rank(node)}
 
     def of(self, node: Any) -> Any:
-        """What ``node`` is for all scores: a number, or a tensor that is broadcast against the scores.
+        """The value of ``node`` for all scores: a number, or a tensor that broadcasts against the scores.
 
         Raises:
-            NotUnderstood: the function does something other than compute with numbers.
+            NotUnderstood: the function does not only compute with numbers.
         """
         if not isinstance(node, Node):
             return node
@@ -70,7 +70,7 @@ class AllScores:
         return self._values[node]
 
     def four_dimensional(self, node: Any) -> Any:
-        """The same, a tensor of four dimensions if it is one."""
+        """The value of ``node`` for all scores; a tensor has four dimensions."""
         value = self.of(node)
         if isinstance(value, _Row):
             raise NotUnderstood(f"{node.name} is a part of a tensor and no number")
@@ -81,7 +81,7 @@ class AllScores:
         return self._writer.call("view", value, FOUR_DIMENSIONS)
 
     def _computed(self, node: Node) -> Any:
-        if node.op == "placeholder":  # the only one that is not given
+        if node.op == "placeholder":  # the only placeholder without a value
             raise NotUnderstood("its function combines scores with scores")
         call = read_call(node)
         if call is None or mutated_by(node):
@@ -92,7 +92,7 @@ class AllScores:
         if self._varies.isdisjoint(operands):
             return self._copied(node, self.of)
         if call.name in _FILLED and _rank(node) == 0:
-            return self._copied(node, self.of)  # of no dimensions, or of those of an index: the same number everywhere
+            return self._copied(node, self.of)  # without dimensions or with an index's: the same number everywhere
         self._varies.add(node)
         if call.name == "getitem":
             return self._indexed(node)
@@ -109,7 +109,7 @@ class AllScores:
         return self._writer.adopt(create(node.target, args, kwargs))
 
     def _indexed(self, node: Node) -> Any:
-        """An element, ``table[b, h]`` or ``table[b][h]``, of a tensor that the function captures."""
+        """An element of a captured tensor, ``table[b, h]`` or ``table[b][h]``."""
         tensor, index = node.args
         if tensor in self._varies and not isinstance(self.of(tensor), _Row):
             raise NotUnderstood(f"{node.name} is a part of a number")
@@ -124,7 +124,7 @@ class AllScores:
 
 
 def _rank(node: Any) -> int | None:
-    """Dimensions of the tensor of a node; None if that is a number."""
+    """The rank of the tensor of a node; None for a number."""
     value = value_of(node)
     return value.dim() if isinstance(value, Tensor) else None
 
