@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from kvcompile.passes.graph.aten import same_sizes
+from kvcompile.passes.graph.names import input_name, with_line
 
 _NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
 
@@ -141,6 +142,14 @@ def read_call(node: Node) -> Call | None:
     args = dict(zip(parameters, node.args, strict=False))
     args["extra"] = node.args[len(parameters) :]
     return Call(node, name, {**args, **node.kwargs})
+
+
+def called(node: Node) -> str:
+    """The name in messages of what ``node`` calls, whatever that is, with the line of the model; or of an input."""
+    if node.op == "placeholder":
+        return input_name(node)
+    call = read_call(node)
+    return with_line(call.name if call is not None else str(getattr(node.target, "__name__", node.target)), node)
 
 
 def _name(node: Node) -> str | None:

@@ -27,6 +27,7 @@ from kvcompile.passes.mark.calls import (
     VIEWS,
     Call,
     asks_for_shape,
+    called,
     is_same_view,
     may_overlap,
     mutated_by,
@@ -107,7 +108,7 @@ class _Matcher:
         name = call.name if call is not None else node.name
         try:
             if call is None:
-                raise NotUnderstood(f"{name} is applied to its scores or weights")
+                raise NotUnderstood(f"{called(node)} is applied to its scores or weights")
             return read(call, self._context(node))
         except NotUnderstood as reason:
             softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
@@ -123,7 +124,7 @@ class _Matcher:
             if value is not None and is_same_view(tensor, value_of(target)):
                 self.values[other] = value
             else:
-                reason = f"{node.name} changes some of its scores or weights in place"
+                reason = f"{called(node)} changes some of its scores or weights in place"
                 self.values[other] = Unknown(product_of(known), reason, are_weights(known))
 
     def _match(self, contraction: Contraction) -> None:
@@ -213,14 +214,14 @@ class _Matcher:
         for node in weights.nodes:
             for user in node.users:
                 if user is not attention.output and user not in weights.nodes and not asks_for_shape(user, node):
-                    who = "the caller" if user.op == "output" else user.name
+                    who = "the caller" if user.op == "output" else called(user)
                     return f"its scores or weights are also used by {who}"
         for node, position in _read_from_outside(attention, weights.scores):
             if node in weights.nodes:
-                return f"{node.name} is a part of its own mask"
+                return f"{called(node)} is a part of its own mask"
             changing = self._changed(node, position, self.positions[attention.output])
             if changing is not None:
-                return f"{changing.name} changes {node.name} in place before the attention ends"
+                return f"{called(changing)} changes {called(node)} in place before the attention ends"
         return None
 
 

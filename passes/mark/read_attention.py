@@ -55,7 +55,7 @@ def read(call: Call, context: Context) -> Value | None:
 
 
 def _subject(call: Call, context: Context) -> Value | None:
-    """The value that ``call`` is applied to. Of several, scores, weights or exponentials come first."""
+    """The value that ``call`` is applied to; scores, weights or exponentials if there are several."""
     given = [call.get("input"), call.get("other"), *tree_leaves(call.get("tensors"))]
     values = [context.values[node] for node in given if isinstance(node, Node) and node in context.values]
     return next(

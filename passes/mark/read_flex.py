@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from kvcompile.passes.mark.calls import mutated_by, read_call, value_of
+from kvcompile.passes.mark.calls import called, mutated_by, read_call, value_of
 from kvcompile.passes.mark.products import Product
 from kvcompile.passes.mark.read_attention import read
 from kvcompile.passes.mark.read_scalars import AllScores, output_of
@@ -158,7 +158,7 @@ def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
             continue
         call = read_call(node)
         if call is None or mutated_by(node):
-            raise NotUnderstood(f"{node.target} is applied to its scores")
+            raise NotUnderstood(f"{called(node)} is applied to its scores")
         value = read(call, context)
         if not isinstance(value, Scores):
             raise NotUnderstood(f"{call.name} is applied to its scores")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvcompile.passes.mark.calls import CASTS, SAME_VALUE, mutated_by, read_call, value_of
+from kvcompile.passes.mark.calls import CASTS, SAME_VALUE, called, mutated_by, read_call, value_of
 from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.mark.writer import GraphWriter
 
@@ -73,9 +73,9 @@ class AllScores:
         """The value of ``node`` for all scores; a tensor has four dimensions."""
         value = self.of(node)
         if isinstance(value, _Row):
-            raise NotUnderstood(f"{node.name} is a part of a tensor and no number")
+            raise NotUnderstood("its function uses a part of a tensor as a number")
         if _rank(value) not in (None, 0, 4):
-            raise NotUnderstood(f"{node.name} is no number")
+            raise NotUnderstood("its function uses a whole tensor as a number")
         if _rank(value) != 0:
             return value
         return self._writer.call("view", value, FOUR_DIMENSIONS)
@@ -85,7 +85,7 @@ class AllScores:
             raise NotUnderstood("its function combines scores with scores")
         call = read_call(node)
         if call is None or mutated_by(node):
-            raise NotUnderstood(f"its function calls {node.target}, which does not only compute with numbers")
+            raise NotUnderstood(f"its function calls {called(node)}, which does not only compute with numbers")
         operands = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
         for operand in operands:
             self.of(operand)
@@ -100,7 +100,7 @@ class AllScores:
             raise NotUnderstood(f"its function calls {call.name}, which does not only compute with numbers")
         result = self._copied(node, self.four_dimensional)
         if value_of(result).dtype is not value_of(node).dtype:
-            raise NotUnderstood(f"{node.name} has another dtype for all scores than for one")
+            raise NotUnderstood(f"{call.name} has another dtype for all scores than for one")
         return result
 
     def _copied(self, node: Node, value: Any) -> Node:
@@ -112,11 +112,11 @@ class AllScores:
         """An element of a captured tensor, ``table[b, h]`` or ``table[b][h]``."""
         tensor, index = node.args
         if tensor in self._varies and not isinstance(self.of(tensor), _Row):
-            raise NotUnderstood(f"{node.name} is a part of a number")
+            raise NotUnderstood("its function indexes a number")
         row = self.of(tensor) if tensor in self._varies else _Row(self.of(tensor), ())
         given = index if isinstance(index, tuple) else (index,)
         if not all(_is_index(i) for i in given):
-            raise NotUnderstood(f"{node.name} is indexed by something other than integers")
+            raise NotUnderstood("its function indexes a tensor by something other than integers")
         row = _Row(row.tensor, (*row.indices, *(self.four_dimensional(i) for i in given)))
         if len(row.indices) < value_of(row.tensor).dim():
             return row

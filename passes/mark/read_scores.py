@@ -190,7 +190,7 @@ def _set_item(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, value: Any) -> Scores:
-    """The scores after those of masked keys become a constant in their dtype; :func:`check_masks` checks constants."""
+    """The scores after masked keys get a constant in the dtype of the scores; :func:`check_masks` checks constants."""
     _before_sinks(call, scores)
     number = context.constant(value)
     if number is None:
@@ -210,7 +210,7 @@ def check_masks(scores: Scores) -> None:
     """Raise NotUnderstood if a mask that is added to the scores would not have the effect of their constants.
 
     A constant of -inf makes a bool mask. A finite constant, such as the lowest number of the dtype, has another effect
-    in rows without a visible key: all their scores are equal, and the row is the mean of all values. Such a constant
+    in rows without a visible key: all their scores are equal, and the row is the mean of all values. This constant
     becomes an addend that absorbs every score. The weights of these rows stay equal. The weights of masked keys in
     other rows stay exactly 0 if the constant is below every visible score, which is assumed of constants up to
     ``NEVER_SEEN``.

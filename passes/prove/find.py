@@ -393,11 +393,11 @@ def _check_heads(marker: Node, attention: Attention) -> None:
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
     if ranges is None:
-        raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
+        raise Refusal(Reason.unknown_read, role="value", op="a repetition of heads that the keys do not have")
     if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
         raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
     if key is value and attention.key_read.first_sequence != attention.value_read.first_sequence:
-        raise Refusal(Reason.shared_key_value, detail="keys and values are those of different sequences")
+        raise Refusal(Reason.shared_key_value, detail="keys and values are read from different sequences")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

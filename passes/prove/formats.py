@@ -73,22 +73,22 @@ def _check_shared(cache: Cache, layout: PackedLayout) -> None:
     on_gpu = cache.root.meta["val"].device.type == "cuda"
     holds_latents = cache.serves_both or cache.computing
     if on_gpu and not layout.format.has_levels and not (holds_latents and layout.residual is None):
-        detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
+        detail = "on a GPU it is for latents that serve as keys and values, without tokens in full precision"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if cache.serves_both and cache.is_pool:
         raise Refusal(Reason.shared_key_value, detail="sequences share it as a pool of slots")
     if cache.serves_both and layout.format.granularity == "channel":
-        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
+        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} belong to channels of keys")
 
 
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
     """Raise Refusal if tokens may move that share scales or blocks with other tokens."""
     if layout.residual is not None and any(change.moves for change in cache.changes):
-        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        detail = "the model moves tokens within its window, and this format keeps or scales neighbours together"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if layout.residual is not None and cache.is_pool:
         detail = (
             "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
-            "use one whose scales are per token, without residual_length and sink_tokens"
+            "use a format whose scales are per token, without residual_length and sink_tokens"
         )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)

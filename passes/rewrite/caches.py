@@ -36,7 +36,7 @@ from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 aten = torch.ops.aten
 
 _LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int, POOL_VIEW, GATHER_SLOTS}
-"""Operations on proven caches. Those without users after the rewrite are remains of the logical cache."""
+"""Operations on proven caches. Nodes without users after the rewrite are remains of the logical cache."""
 
 
 def is_mutated(placeholder: Node) -> bool:
