@@ -13,7 +13,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.utils import BoxedBool
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.call.inputs import graph_inputs, mismatch, source_name
+from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.debugging.stages import GraphStages, Stage
@@ -22,6 +22,7 @@ from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
+from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.mark.mark_attention import mark_attention
 from kvcompile.passes.notes.surroundings import SiteView
 from kvcompile.passes.packing import Packing

@@ -39,26 +39,26 @@ class Reason(enum.Enum):
         "its {role} is gathered by an index from {source}, {detail}",
         "keep a pool [num_slots, num_kv_heads, head_dim], [num_blocks, block_size, num_kv_heads, head_dim] or "
         "[num_blocks, num_kv_heads, block_size, head_dim] for the keys of a layer and one for its values; write and "
-        "read it by integer indices of slots or blocks, and pass what is read to attention alone",
+        "read it by integer indices of slots or blocks, and pass the tokens that are read to attention only",
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, or latents of one head that a projection "
-        "makes keys and values of; and return or write back all that it reads",
+        "cache keys and values in the form in which attention reads them, or latents of one head from which a "
+        "projection computes keys and values; and return the cache or write it back",
     )
     already_quantized = (
-        "its {role} cache {source} holds {dtype}: the model has quantized it already, and dequantizes all of it here",
+        "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
         "use a cache that is not quantized (DynamicCache or StaticCache of Transformers), and choose its format in the "
         "policy",
     )
     moved = (
-        "its {role} cache is moved between devices here ({source}), as one that is offloaded",
-        "keep the cache on the device of the model, without offloading: packed it takes a fraction of the memory",
+        "its {role} cache moves between devices in this graph ({source}), as offloaded caches do",
+        "keep the cache on the device of the model and do not offload it: packed, it takes a fraction of the memory",
     )
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
-        "let the compiled function that reads it write it, without a graph break in between (offloaded caches of "
-        "Transformers cause one), or pack it beforehand with kvcompile.PackedTensor.from_dense",
+        "let the compiled function that reads the cache write it, without a graph break in between (offloaded caches "
+        "of Transformers cause one), or pack the cache beforehand with kvcompile.PackedTensor.from_dense",
     )
     read_before_write = (
         "its {role} cache {source} is read before it is written",
@@ -74,7 +74,7 @@ class Reason(enum.Enum):
     )
     policy_auto = (
         "the policy says auto for this layer",
-        "give the layer a format in the policy, if its cache shall be packed",
+        "give the layer a format in the policy to pack its cache",
     )
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
@@ -82,8 +82,8 @@ class Reason(enum.Enum):
     )
     channels_not_last = (
         "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
-        "cache keys and values in an order that ends in head_dim: divide them into heads before they are cached, and "
-        "transpose keys where they are multiplied",
+        "cache keys and values in an order that ends in head_dim: divide them into heads before you cache them, and "
+        "transpose keys where attention multiplies them",
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",
@@ -95,7 +95,7 @@ class Reason(enum.Enum):
     )
     escaping_view = (
         "a view of its {role} cache escapes through {user}",
-        "return the cache itself, or nothing of it",
+        "return the whole cache, or no part of it",
     )
     not_written_back = (
         "its {role} cache {source} is updated out of place; the old cache stays visible to the caller",
@@ -103,7 +103,7 @@ class Reason(enum.Enum):
     )
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",
-        "give keys and values one format, whose scales are not per channel; or keep them in two tensors",
+        "give keys and values the same format, without scales per channel; or keep them in two tensors",
     )
     other_role = (
         "its {role} cache is the {other} cache of another attention",
@@ -123,13 +123,13 @@ class Reason(enum.Enum):
         "num_kv_heads, a divisor of num_heads",
     )
     unknown_mask = (
-        "its mask {mask} and query {query} are not those of [batch, heads, q_len, kv_len] scores",
+        "its mask {mask} and query {query} do not fit scores [batch, heads, q_len, kv_len]",
         "give the query four dimensions, and a mask that broadcasts to [batch, heads, q_len, kv_len]",
     )
     packed_otherwise = (
-        "its {role} cache is packed already, {how}, and cannot be read here as it is",
-        "pass keys where keys were passed before and values where values were, in the same order of dimensions; or "
-        "pack what is passed anew, from its dequantize()",
+        "its {role} cache is packed already, {how}, which this attention cannot read",
+        "pass keys and values in the places and the order of dimensions in which they were packed; or pack them again "
+        "from their dequantize()",
     )
     growing_written = (
         "its {role} cache is growing (made by cat), but this graph writes to it in place",
@@ -137,7 +137,7 @@ class Reason(enum.Enum):
     )
     partner_refused = (
         "its {role} cache cannot be packed, because site {site} shares it: {detail}",
-        "see what the reason says about the other site",
+        "see the reason of the other site",
     )
     input_mismatch = (
         "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified",

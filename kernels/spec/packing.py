@@ -124,7 +124,7 @@ def write_vectors_(
         data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; changed in place.
         layout: the layout of ``data``, with a residual.
         vectors: [*N, head_dim], any float dtype.
-        sequence, head, position: int64, broadcast to [*N]: where each vector is written. Without vectors nothing happens.
+        sequence, head, position: int64, broadcast to [*N]: the place of each vector. Without vectors nothing happens.
         valid: bool, broadcasts to [*N]: where False, nothing is written. None writes all vectors.
         blocks: as in :func:`write_tokens_`.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvcompile.kernels.layout.axes import BLOCK_AXES
@@ -21,6 +21,7 @@ from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
 from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
+from kvcompile.passes.graph.names import source_name
 
 
 class Concealed(torch.Tensor):
@@ -89,13 +90,6 @@ def _is_persistent(value: Any, source: str) -> bool:
         return False
     holder, _, attribute = source.rpartition(".")
     return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
-
-
-def source_name(placeholder: Node) -> str:
-    """What the user calls an input of Dynamo's graph, as Dynamo knows it: ``L['cache'].layers[0].keys``."""
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", None)
-    return (name() if callable(name) else name) or placeholder.name
 
 
 def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequence[Any]) -> str | None:

@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 
 def drop_returned_inputs(graph: Graph) -> None:
-    """Return None in the place of copies back into inputs. Such a copy is an output in no other case."""
+    """Return None in the place of copies back into inputs. A copy is an output in no other case."""
     output = graph.output_node()
     copies = set(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
     places = {index for index, node in enumerate(output.args[0]) if node in copies}

@@ -31,6 +31,18 @@ def name_inputs(names: Mapping[Node, str]) -> None:
         node.meta[_KEY] = name
 
 
+def source_name(placeholder: Node) -> str:
+    """Dynamo's name of an input of its graph: ``L['cache'].layers[0].keys``."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return (name() if callable(name) else name) or placeholder.name
+
+
+def input_name(placeholder: Node) -> str:
+    """The user's name of an input of Dynamo's graph."""
+    return in_words(source_name(placeholder)) or _unnamed(placeholder.graph)
+
+
 def in_words(source: str) -> str | None:
     """The name in the user's code of an input that Dynamo calls ``source``; None if it has no name there.
 
@@ -92,8 +104,13 @@ def operation(node: Node) -> str:
 
 def operations(nodes: Sequence[Node]) -> str:
     """The operators of several nodes, and the line of the last: ``aten.unsqueeze, aten.view (model.py:12: ...)``."""
-    names, place = ", ".join(map(_operator, nodes)), innermost_place(nodes[-1])
-    return f"{names} ({place})" if place is not None else names
+    return with_line(", ".join(map(_operator, nodes)), nodes[-1])
+
+
+def with_line(name: str, node: Node) -> str:
+    """``name`` and the line of the model that calls ``node``."""
+    place = innermost_place(node)
+    return f"{name} ({place})" if place is not None else name
 
 
 def _operator(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Stage A, on Dynamo's graph: attention in any form becomes one marker operator.
+"""Put one marker operator in the place of every attention, in Dynamo's graph.
 
 This room imports graph and the contracts.
 """

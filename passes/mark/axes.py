@@ -1,8 +1,8 @@
-"""What the dimensions of tensors in attention stand for, through views, and how to bring them to four dimensions.
+"""Follow the dimensions of tensors in attention through views, and bring the tensors to four dimensions.
 
-Every dimension of a tensor is a product of named axes: [batch, heads, q_len, kv_len] scores may appear as
+Every dimension of a tensor is a product of named axes. Scores [batch, heads, q_len, kv_len] may appear as
 [batch * heads, q_len, kv_len], as [batch, q_len, heads, kv_len] or as [batch, kv_heads, group, q_len, kv_len]. Axes of
-size 1 are dropped: a dimension without axes has size 1 or is broadcast.
+size 1 are dropped, so that a dimension without axes has size 1 or is broadcast.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Axis(NamedTuple):
 
 
 Layout = tuple[tuple[Axis, ...], ...]
-"""For every dimension of a tensor its axes, the slowest first."""
+"""The axes of every dimension of a tensor, the slowest axis first."""
 
 Dims = tuple[tuple[str, ...], ...]
-"""The axes wanted for every dimension, by name; those that a tensor does not have are left out."""
+"""The names of the axes wanted for every dimension; axes that a tensor lacks are skipped."""
 
 
 def axes_of(*axes: Axis) -> tuple[Axis, ...]:
-    """One dimension of these axes."""
+    """One dimension with these axes; axes of size 1 are dropped."""
     return tuple(axis for axis in axes if not statically_known_true(axis.size == 1))
 
 
@@ -40,7 +40,7 @@ def names_of(layout: Layout) -> list[str]:
 
 
 def regroup(layout: Layout, shape: torch.Size) -> Layout | None:
-    """The layout after a reshape, which groups the same axes in the same order anew; None if it splits an axis."""
+    """The layout after a reshape to ``shape``, with the axes in the same order; None if it splits an axis."""
     axes = [axis for dim in layout for axis in dim]
     result = []
     for size in shape:
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """Views that bring a tensor from one layout to another, and those that lead back."""
+    """Views that bring a tensor from one layout to another, and the views that lead back."""
 
     steps: tuple[Step, ...] = ()
     back: tuple[Step, ...] = ()
@@ -74,9 +74,9 @@ class Rearrangement:
 
 
 def rearrange(layout: Layout, dims: Dims) -> Rearrangement | None:
-    """How to view a tensor so that its dimensions are ``dims``; None if no sequence of simple views does it.
+    """The views that bring a tensor from ``layout`` to ``dims``; None if no sequence of simple views does it.
 
-    Axes in ``layout`` that are in no dimension are an error of the caller and give None.
+    The result is also None if ``layout`` has an axis that is not in ``dims``.
     """
     wanted = [[name for name in dim if name in names_of(layout)] for dim in dims]
     if [[axis.name for axis in dim] for dim in layout] == wanted:
@@ -104,7 +104,7 @@ def rearrange(layout: Layout, dims: Dims) -> Rearrangement | None:
 
 
 def _split(result: Rearrangement, index: int, dim: tuple[Axis, ...]) -> Rearrangement | None:
-    """Make every axis of dimension ``index`` a dimension of its own."""
+    """Add the views that make every axis of dimension ``index`` a separate dimension."""
     if not dim:
         return result.then(Step("squeeze", (index,)), Step("unsqueeze", (index,)))
     if len(dim) == 1:
@@ -116,6 +116,6 @@ def _split(result: Rearrangement, index: int, dim: tuple[Axis, ...]) -> Rearrang
 
 
 def _unflatten_sizes(axes: list[Axis]) -> tuple[int, ...] | None:
-    """Sizes for ``unflatten``, where one may be symbolic: it becomes -1."""
+    """Sizes for ``unflatten``, with -1 for a symbolic size; None if several are symbolic."""
     sizes = tuple(axis.size if isinstance(axis.size, int) else -1 for axis in axes)
     return sizes if sizes.count(-1) <= 1 else None

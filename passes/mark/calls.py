@@ -1,7 +1,7 @@
-"""Read the nodes of Dynamo's graph: the many spellings of an operation, constants, and which tensors a node changes.
+"""Read the nodes of Dynamo's graph: operations in any spelling, constants, and the tensors that a node changes.
 
 ``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y`` and ``x.mul_(y)`` are five different targets. :func:`read_call`
-gives them one name and names their arguments.
+gives them one name, and names their arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from kvcompile.passes.graph.aten import same_sizes
+from kvcompile.passes.graph.names import input_name, with_line
 
 _NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
 
@@ -92,7 +93,7 @@ _PARAMETERS = {
     "new_tensor": "input data",
 }
 
-_OTHER_ORDER = {  # callables whose parameters differ from those of the same name
+_OTHER_ORDER = {  # parameters of callables that differ from others of the same name
     F.softmax: "input dim _stacklevel dtype",
     torch.dropout: "input p training",
     "where": "input condition other",  # the method
@@ -118,8 +119,8 @@ class Call:
 
     Attributes:
         node: the node that calls it.
-        name: the name of the operation, whatever its spelling.
-        args: the arguments that were passed, by parameter name; ``extra`` are positional ones beyond those known.
+        name: the name of the operation, the same for all its spellings.
+        args: the arguments that were passed, by parameter name. Further positional arguments are in ``extra``.
     """
 
     node: Node
@@ -131,7 +132,7 @@ class Call:
 
 
 def read_call(node: Node) -> Call | None:
-    """What ``node`` calls, or None if it is no call of a function or method of PyTorch."""
+    """The operation that ``node`` calls; None if it calls no function or method of PyTorch."""
     name = _name(node)
     if name is None or node.kwargs.get("out") is not None:
         return None
@@ -141,6 +142,14 @@ def read_call(node: Node) -> Call | None:
     args = dict(zip(parameters, node.args, strict=False))
     args["extra"] = node.args[len(parameters) :]
     return Call(node, name, {**args, **node.kwargs})
+
+
+def called(node: Node) -> str:
+    """The name in messages of what ``node`` calls, whatever that is, with the line of the model; or of an input."""
+    if node.op == "placeholder":
+        return input_name(node)
+    call = read_call(node)
+    return with_line(call.name if call is not None else str(getattr(node.target, "__name__", node.target)), node)
 
 
 def _name(node: Node) -> str | None:
@@ -164,12 +173,12 @@ def _name(node: Node) -> str | None:
 
 
 def value_of(node: Any) -> Any:
-    """The fake value of a node, ``None`` if it has none; anything else is its own value."""
+    """The fake value of a node (None if it has none), or ``node`` itself if it is not a node."""
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 def constant_of(value: Any, is_changed: Callable[[Node], bool]) -> float | None:
-    """The number that ``value`` is known to be while compiling: a Python number, or a tensor filled with one.
+    """The number of ``value`` if it is known while compiling: a Python number, or a tensor filled with one number.
 
     Args:
         value: an argument of a node.
@@ -193,7 +202,7 @@ def constant_of(value: Any, is_changed: Callable[[Node], bool]) -> float | None:
 
 
 def bound_of(value: Any, is_changed: Callable[[Node], bool]) -> float:
-    """A number that is at least as large as all of ``value``, and their negatives; ``inf`` if none is known.
+    """An upper bound of the absolute values in ``value``; ``inf`` if no bound is known.
 
     Args:
         value: an argument of a node.
@@ -212,7 +221,7 @@ def bound_of(value: Any, is_changed: Callable[[Node], bool]) -> float:
 
 
 def _sources_of_numbers(value: Any) -> list[Any]:
-    """The arguments from which an operation takes the numbers of its result, rounded to its dtype at most."""
+    """The arguments that hold the numbers of an operation's result; the operation may only select and round them."""
     call = read_call(value) if isinstance(value, Node) else None
     if call is None:
         return []
@@ -240,7 +249,7 @@ def asks_for_shape(user: Node, node: Node) -> bool:
 
 
 def mutated_by(node: Node) -> list[Node]:
-    """The nodes whose tensors ``node`` changes in place; all its inputs, if it calls something unknown."""
+    """The nodes whose tensors ``node`` changes in place. If it calls an unknown function, these are all its inputs."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
     out = node.kwargs.get("out")
@@ -249,7 +258,7 @@ def mutated_by(node: Node) -> list[Node]:
     if node.op == "call_module" or (node.op == "call_function" and not _is_of_torch(node.target)):
         return list(node.all_input_nodes)
     name = node.target if node.op == "call_method" else node.target.__name__
-    # The operators of Python that are also keywords have such names too: ``and_``, ``or_``.
+    # Functions of ``operator`` that are named after keywords also end in "_": ``and_``, ``or_``.
     in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not node.target
     in_place = in_place or node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
     if in_place or _asks_to_work_in_place(node):
@@ -265,7 +274,7 @@ def _asks_to_work_in_place(node: Node) -> bool:
 
 @functools.cache
 def _place_of_inplace(function: Any) -> int | None:
-    """The place of the parameter ``inplace``, which functions of ``torch.nn.functional`` have."""
+    """The place of the parameter ``inplace``, which some functions of ``torch.nn.functional`` have."""
     try:
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # not written in Python
@@ -278,7 +287,7 @@ def _nodes(value: Any) -> list[Node]:
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Whether ``target`` is a function of PyTorch or Python, whose name tells whether it works in place."""
+    """Whether ``target`` is a function of PyTorch or Python, whose name tells whether it changes an argument."""
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable
     module = getattr(target, "__module__", None) or ""
@@ -289,9 +298,9 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def may_overlap(first: Node, second: Node) -> bool:
-    """Whether the tensors of two nodes may share memory: they do if their storage is one and their extents meet.
+    """Whether the tensors of two nodes may share memory: whether their extents in the same storage meet.
 
-    The fake value of a view of a wrapper subclass may have a storage of its own; there the graph decides.
+    The fake value of a view of a wrapper subclass may have another storage than its base. For those, the graph tells.
     """
     roots = (_base_of(first), _base_of(second))
     if any(is_traceable_wrapper_subclass(value_of(root)) for root in roots):
@@ -306,7 +315,7 @@ def may_overlap(first: Node, second: Node) -> bool:
 
 
 def _base_of(node: Node) -> Node:
-    """The tensor that ``node`` is or may be a view of."""
+    """The tensor that ``node`` may be a view of; ``node`` itself if it is no view."""
     while (call := read_call(node)) is not None and isinstance(call.get("input"), Node):
         changed = mutated_by(node)
         if not changed and call.name not in (*VIEWS, *PERMUTATIONS, *SAME_VALUE, *CASTS, *_PARTS):
@@ -316,13 +325,13 @@ def _base_of(node: Node) -> Node:
 
 
 def _extent(tensor: Tensor) -> tuple[Any, Any]:
-    """First byte of a tensor in its storage, and the byte after its last."""
+    """The first byte of a tensor in its storage, and the byte after its last."""
     begin = tensor.storage_offset() * tensor.itemsize
     length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return begin, begin + length * tensor.itemsize
 
 
 def is_same_view(first: Tensor, second: Tensor) -> bool:
-    """Whether two fake tensors of one storage are views of exactly the same elements in the same order."""
+    """Whether two fake tensors of the same storage view exactly the same elements in the same order."""
     place, other = ((*x.shape, *x.stride(), x.storage_offset()) for x in (first, second))
     return first.dtype is second.dtype and same_sizes(place, other)

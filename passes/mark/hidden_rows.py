@@ -1,12 +1,12 @@
-"""Rows of attention from which every key is hidden: whether there may be some, and what becomes of them.
+"""Find out whether a mask may hide every key from a row of attention.
 
-``F.scaled_dot_product_attention``, ``flex_attention`` and attention on packed caches give zeros there. A softmax that a
-model writes out divides zero by zero and gives NaN, and NaN is what a packed site gives then, too: what a model does
-with such rows (drop them, look for them, spread them) stays its own affair.
+``F.scaled_dot_product_attention``, ``flex_attention`` and attention on packed caches give zeros for such a row. A
+softmax that a model writes out divides zero by zero and gives NaN. A packed site then gives NaN, too, so that the model
+can go on to drop or detect such rows.
 
-It costs little, and nothing where the graph shows that a mask is finite, as Transformers makes its own: a reduction of
-the mask, once a step for all layers that share it, and one selection of every output, which compilers fuse with what
-follows. The kernels know nothing of it.
+NaN costs nothing if the graph shows that a mask is finite, as the masks of Transformers are. Otherwise it costs one
+reduction of the mask in each step, for all layers that share it, and one selection for every output, which compilers
+fuse with the next operation. The kernels are not involved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Stage A, on Dynamo's graph: put an opaque marker op in the place of every attention.
+"""Put an opaque marker op in the place of every attention in Dynamo's graph.
 
 Attention is a call of ``F.scaled_dot_product_attention`` or ``flex_attention``
 (:mod:`kvcompile.passes.mark.read_flex`), or it is written out in matrix products and a softmax
-(:mod:`kvcompile.passes.mark.match`). What is attention but cannot be computed on packed caches gets a marker as well,
-which says why not. :mod:`kvcompile.passes.marker` says what a marker is.
+(:mod:`kvcompile.passes.mark.match`). Attention that cannot be computed on packed caches gets a marker with the reason.
+:mod:`kvcompile.passes.marker` defines markers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARAMETERS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale
 
 
 def mark_attention(gm: GraphModule) -> int:
-    """Mark attention in place; returns how many markers there are."""
+    """Mark attention in place; returns the number of markers."""
     graph = gm.graph
     written = {attention.output: attention for attention in match_attention(graph)}
     count = 0
@@ -50,7 +50,7 @@ def mark_attention(gm: GraphModule) -> int:
 
 
 def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[GraphWriter], Node] | None:
-    """What inserts the marker of the attention whose output is ``node``; None if it is no such output."""
+    """The function that inserts the marker of the attention with output ``node``; None if it is no such output."""
     if node in written:
         return lambda writer: write_marker(writer, written[node], module_name(node))
     if is_attention(node):
@@ -67,7 +67,7 @@ def is_attention(node: Node) -> bool:
 
 
 def _is_flex(node: Node) -> bool:
-    """Whether ``node`` is the output of ``flex_attention``, the first of the results of a higher-order operator."""
+    """Whether ``node`` is the output of ``flex_attention``: the first result of a higher-order operator."""
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
     return isinstance(source, Node) and source.target is torch.ops.higher_order.flex_attention
 
@@ -84,7 +84,7 @@ def _read_sdpa(writer: GraphWriter, node: Node) -> Marker:
 def _write_sdpa(writer: GraphWriter, marker: Marker) -> Node:
     """Insert ``marker``; returns its output.
 
-    Attention of three dimensions is that of one head in every batch; of one batch, if query heads share those of keys.
+    Attention of three dimensions has a single head in every batch. With ``enable_gqa``, it has a single batch.
     """
     operands = {"original": marker.original, "query": marker.query, "key": marker.key, "value": marker.value}
     if any(value_of(node).dim() != 3 for node in operands.values()):

@@ -1,12 +1,12 @@
-"""Stage A, analysis: find attention that is written out in matrix products and a softmax, in Dynamo's graph.
+"""Find attention that is written out in matrix products and a softmax, in Dynamo's graph.
 
-One pass over the graph in its order says of every tensor what it is as a part of attention: the product of queries and
-keys, scores after a mask, weights, ... (:mod:`kvcompile.passes.mark.values`). A product of weights and another
-tensor that contracts the axis of the softmax is attention, however its parts are spelled, ordered and shaped.
+One pass over the graph, in its order, finds the role of every tensor in attention: the product of queries and keys,
+scores after a mask, weights, ... (:mod:`kvcompile.passes.mark.values`). A product of weights and another tensor that
+contracts the axis of the softmax is attention. The spelling, order and shape of its parts do not matter.
 
-The graph is not functional: ``scores += mask`` changes a tensor that may be known under several names. Such a change
-gives all of them a new value. Attention is computed where it ends, so the tensors that it takes from outside must not
-be changed between the place where the model reads them and there.
+The graph is not functional: ``scores += mask`` changes a tensor to which several nodes may refer. The change gives all
+of them a new value. Packed attention is computed where the model's attention ends. The tensors that it takes from
+outside must therefore not change between the place where the model reads them and that end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvcompile.passes.mark.calls import (
     VIEWS,
     Call,
     asks_for_shape,
+    called,
     is_same_view,
     may_overlap,
     mutated_by,
@@ -53,7 +54,7 @@ from kvcompile.passes.mark.values import (
 
 
 def match_attention(graph: Graph) -> list[WrittenAttention]:
-    """Written-out attention in Dynamo's graph, in its order; the graph stays as it is."""
+    """The written-out attention in Dynamo's graph, in its order. The graph does not change."""
     matcher = _Matcher(graph)
     for node in graph.nodes:
         matcher.visit(node)
@@ -65,7 +66,7 @@ class _Matcher:
         self.values: dict[Node, Value] = {}
         self.found: list[WrittenAttention] = []
         self.positions = {node: position for position, node in enumerate(graph.nodes)}
-        self.changes: dict[Node, list[Node]] = defaultdict(list)  # node -> what it changes in place
+        self.changes: dict[Node, list[Node]] = defaultdict(list)  # node -> the nodes whose tensors it changes in place
         for node in graph.nodes:
             for target in mutated_by(node):
                 if isinstance(value_of(target), Tensor):
@@ -107,7 +108,7 @@ class _Matcher:
         name = call.name if call is not None else node.name
         try:
             if call is None:
-                raise NotUnderstood(f"{name} is applied to its scores or weights")
+                raise NotUnderstood(f"{called(node)} is applied to its scores or weights")
             return read(call, self._context(node))
         except NotUnderstood as reason:
             softmaxed = name == "softmax" or any(are_weights(self.values[other]) for other in used)
@@ -115,7 +116,7 @@ class _Matcher:
             return unknown if has_room_for_scores(node, unknown) else None
 
     def _change(self, node: Node, target: Node, value: Value | None) -> None:
-        """``node`` has changed the tensor of ``target`` in place, to ``value`` as a part of attention."""
+        """Update all values that share memory with ``target``, whose tensor ``node`` changes in place to ``value``."""
         for other, known in list(self.values.items()):
             tensor = value_of(other)
             if other is node or not isinstance(tensor, Tensor) or not may_overlap(other, target):
@@ -123,11 +124,11 @@ class _Matcher:
             if value is not None and is_same_view(tensor, value_of(target)):
                 self.values[other] = value
             else:
-                reason = f"{node.name} changes some of its scores or weights in place"
+                reason = f"{called(node)} changes some of its scores or weights in place"
                 self.values[other] = Unknown(product_of(known), reason, are_weights(known))
 
     def _match(self, contraction: Contraction) -> None:
-        """Take note of attention that ends in this product."""
+        """Add the attention that ends in this product, if there is any."""
         for side, operand in enumerate(contraction.operands):
             weights = self.values.get(operand)
             attention = None
@@ -142,7 +143,7 @@ class _Matcher:
                 self.found.append(attention)
 
     def _attention(self, contraction: Contraction, side: int, weights: Weights) -> WrittenAttention | None:
-        """Attention, if a product of weights and another operand contracts the axis of the keys and nothing else."""
+        """The attention if a product of weights and another operand contracts the axis of the keys only; else None."""
         axes = dict(zip(contraction.labels[side], weights.layout, strict=True))
         names = [axis.name for axis in axes[contraction.contracted]]
         channels = contraction.free(1 - side)
@@ -174,7 +175,7 @@ class _Matcher:
         return WrittenAttention(contraction.node, (), product, 1, query, key, value, None, weights.reason)
 
     def _query(self, weights: Weights, output: Node) -> Source:
-        """The query, before a cast that only lends its product more precision than the output has."""
+        """The query, before a cast that only makes its product more precise than the output."""
         operand, position = weights.scores.product.operands[1 - weights.key_side], weights.scores.position
         call = self._call_of_intact(operand, position)
         if call is not None and call.name in CASTS:
@@ -184,7 +185,7 @@ class _Matcher:
         return Source(operand, position)
 
     def _key(self, operand: Node, position: int) -> Source:
-        """The key, without constant factors: a cache is read through views, not through multiplications."""
+        """The key without its constant factors, because a cache is read through views and not multiplications."""
         call = self._call_of_intact(operand, position)
         if call is None or not isinstance(call.get("input"), Node):
             return Source(operand, position)
@@ -201,11 +202,11 @@ class _Matcher:
         return Source(operand, position)
 
     def _call_of_intact(self, node: Node, position: int) -> Call | None:
-        """What computes ``node``, if nothing changes its tensor in place before ``position``."""
+        """The operation that computes ``node``, if nothing changes its tensor in place before ``position``."""
         return read_call(node) if self._changed(node, self.positions[node], position) is None else None
 
     def _obstacle(self, attention: WrittenAttention, weights: Weights) -> str | None:
-        """Why attention that is understood cannot be computed where it ends."""
+        """Why attention that is understood cannot be computed where it ends; None if it can."""
         if weights.has_sink:
             return "the weights of its sinks are not dropped before the product with the values"
         if any(value_of(node).dtype is torch.float64 for node in weights.nodes if isinstance(value_of(node), Tensor)):
@@ -213,19 +214,19 @@ class _Matcher:
         for node in weights.nodes:
             for user in node.users:
                 if user is not attention.output and user not in weights.nodes and not asks_for_shape(user, node):
-                    who = "the caller" if user.op == "output" else user.name
+                    who = "the caller" if user.op == "output" else called(user)
                     return f"its scores or weights are also used by {who}"
         for node, position in _read_from_outside(attention, weights.scores):
             if node in weights.nodes:
-                return f"{node.name} is a part of its own mask"
+                return f"{called(node)} is a part of its own mask"
             changing = self._changed(node, position, self.positions[attention.output])
             if changing is not None:
-                return f"{changing.name} changes {node.name} in place before the attention ends"
+                return f"{called(changing)} changes {called(node)} in place before the attention ends"
         return None
 
 
 def _read_from_outside(attention: WrittenAttention, scores: Scores) -> list[tuple[Node, int]]:
-    """Every tensor that attention takes from outside, and the place in the graph where the model reads it."""
+    """Every tensor that attention takes from outside, with the place in the graph where the model reads it."""
     steps = [step.operand for step in (*scores.bias, *scores.factors) if isinstance(step, (Add, Fill, Multiply))]
     operands = [attention.value, *steps, *([scores.sink] if scores.sink is not None else [])]
     read: list[Source | Operand] = [attention.query, attention.key, *operands]
@@ -237,9 +238,9 @@ def _is_one(size: object) -> bool:
 
 
 def _scores_of(call: Call, contraction: Contraction, context: Context) -> Scores | None:
-    """The scores that a product of floats makes; ``baddbmm`` scales them and adds a bias.
+    """The scores that a product of floats makes; None if it makes none. ``baddbmm`` scales them and adds a bias.
 
-    Without an axis that both operands have there is no batch: the product is of activations and a weight.
+    A product without a batch axis is a product of activations and a weight, and makes no scores.
     """
     if not contraction.batch or not value_of(call.node).is_floating_point():
         return None

@@ -1,8 +1,8 @@
 """Read matrix products in Dynamo's graph (``matmul``, ``@``, ``bmm``, ``baddbmm``, ``einsum``) as contractions.
 
-Every dimension of both operands and of the result becomes a named axis. Axes of both operands that the result keeps are
-batch axes ``n0``, ``n1``, ...; those of one operand only are ``l0``, ... (left) and ``r0``, ... (right); the contracted
-one is ``c``.
+Every dimension of both operands and of the result becomes a named axis. Batch axes, which both operands and the result
+have, are ``n0``, ``n1``, ... Axes of one operand only are ``l0``, ... (left) and ``r0``, ... (right). The contracted
+axis is ``c``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CONTRACTED = "c"
 
 @dataclass(frozen=True)
 class Contraction:
-    """The labels of a product: one for every dimension of the operands and of the result.
+    """The labels of a product: one letter for every dimension of the operands and of the result.
 
     Attributes:
         node: the product.
-        operands: left and right.
-        labels: of the left operand, of the right one.
+        operands: left and right operand.
+        labels: labels of the left and of the right operand.
         out: labels of the result, in its order.
-        contracted: the one label of both operands that the result does not have.
+        contracted: the label of both operands that the result lacks.
     """
 
     node: Node
@@ -44,11 +44,11 @@ class Contraction:
         return "".join(label for label in self.out if label in self.labels[0] and label in self.labels[1])
 
     def free(self, side: int) -> str:
-        """The labels of operand ``side`` alone, in the order of the result."""
+        """The labels that only operand ``side`` has, in the order of the result."""
         return "".join(label for label in self.out if label not in self.labels[1 - side])
 
     def size(self, label: str) -> Size:
-        """The size of a label; where one operand is broadcast along it, that of the other."""
+        """The size of a label. If one operand is broadcast along it, the other operand gives the size."""
         sizes: list[Size] = [
             value_of(operand).shape[labels.index(label)]
             for operand, labels in zip(self.operands, self.labels, strict=True)
@@ -108,7 +108,7 @@ def _read_einsum(call: Call) -> tuple[Any, str | None]:
 
 
 def _without_ellipsis(equation: str, ranks: list[int]) -> str | None:
-    """Put letters in the place of ``...``, which are right-aligned as in broadcasting."""
+    """The equation with letters in the place of ``...``, right-aligned as in broadcasting; None if that fails."""
     unused = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in equation]
     terms, out = equation.split("->")
     parts = terms.split(",")
@@ -130,15 +130,16 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Product:
-    """A product with its axes named.
+    """A product with named axes.
 
     Attributes:
         node: the product.
-        operands: left and right.
-        layouts: of the left operand, of the right one.
+        operands: left and right operand.
+        layouts: layouts of the left and of the right operand.
         out: layout of the result.
         batch: names of the batch axes, slowest first.
-        free: names of the axes of the left operand alone, of the right one alone, in the order of the result.
+        free: names of the axes that only the left operand has, and that only the right operand has, both in the order
+            of the result.
     """
 
     node: Node
@@ -152,9 +153,9 @@ class Product:
 def read_product(contraction: Contraction) -> Product:
     """Name the axes of a product.
 
-    A single batch dimension is split into batch and heads where a view in the neighbourhood tells the number of heads.
-    Attention is the same computation for every batch and head, so that a split which is not the model's own is wrong
-    for the cache alone, whose views then do not fit.
+    A single batch dimension is divided into batch and heads if a view nearby tells the number of heads. Attention is
+    the same computation for every batch and head. A division that is not the model's can therefore only fail to fit the
+    views of the cache, which refuses the site.
     """
     axes: dict[str, tuple[Axis, ...]] = {contraction.contracted: axes_of(_axis(contraction, CONTRACTED))}
     batch = tuple(f"n{index}" for index in range(len(contraction.batch)))
@@ -188,7 +189,7 @@ def _sizes(contraction: Contraction, side: int) -> list[tuple[str, Size]]:
 
 
 def _num_heads(contraction: Contraction) -> int | None:
-    """The number of heads in a single batch dimension of batch * heads, as a view from or to four dimensions has it."""
+    """The number of heads in a single batch dimension, batch * heads, that a view from or to four dimensions tells."""
     if len(contraction.batch) != 1:
         return None
     size = contraction.size(contraction.batch)
@@ -202,7 +203,7 @@ def _num_heads(contraction: Contraction) -> int | None:
 
 
 def _views_before(node: Any) -> list[Node]:
-    """The tensors that ``node`` is made of by views, nearest first."""
+    """The tensors that views and scaling make ``node`` of, nearest first."""
     found: list[Node] = []
     while isinstance(node, Node):
         call = read_call(node)

@@ -1,6 +1,7 @@
-"""What an operation of Dynamo's graph makes of attention: views, casts, softmax, dropout, dropped sinks.
+"""Read the effect of an operation on scores and weights: views, casts, softmax, dropout, dropped sinks.
 
-:func:`read` gives the value of one operation. What it does to scores is in :mod:`kvcompile.passes.mark.read_scores`.
+:func:`read` gives the value of one operation. Operations on numbers of scores are read in
+:mod:`kvcompile.passes.mark.read_scores`.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from kvcompile.passes.mark.values import (
 )
 
 _ENDS = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "layer_norm", "rms_norm", "group_norm"))
-"""Operations that no scores go through: they start the next part of a model."""
+"""Operations after which a value is not followed: they begin the next part of a model."""
 
 CHANNELS = "e"
 """The name of the axis of the values' channels."""
 
 
 def read(call: Call, context: Context) -> Value | None:
-    """The value of ``call``, of whose inputs at least one has a value; None if it has nothing to do with attention.
+    """The value of ``call``, at least one of whose inputs has a value; None if it is no part of attention.
 
     Raises:
-        NotUnderstood: it does something to scores or weights that is not known.
+        NotUnderstood: the effect of the operation on scores or weights is not known.
     """
     subject = _subject(call, context)
     if subject is None or call.name in _ENDS:
@@ -54,7 +55,7 @@ def read(call: Call, context: Context) -> Value | None:
 
 
 def _subject(call: Call, context: Context) -> Value | None:
-    """The value that ``call`` is applied to; if there are two, scores rather than what is made of them."""
+    """The value that ``call`` is applied to; scores, weights or exponentials if there are several."""
     given = [call.get("input"), call.get("other"), *tree_leaves(call.get("tensors"))]
     values = [context.values[node] for node in given if isinstance(node, Node) and node in context.values]
     return next(
@@ -96,12 +97,12 @@ def _read_unknown(call: Call, subject: Unknown) -> Unknown | None:
 
 
 def are_weights(value: Value) -> bool:
-    """Whether ``value`` may be multiplied with the values of attention: weights, normalised or not yet."""
+    """Whether attention may multiply ``value`` with its values: weights, whether normalised or not."""
     return value.softmaxed if isinstance(value, Unknown) else isinstance(value, (Weights, Exponentials))
 
 
 def has_room_for_scores(node: Node, unknown: Unknown) -> bool:
-    """Whether the tensor of ``node`` may hold what became of scores: an in-place operation may have none."""
+    """Whether the tensor of ``node`` is large enough for scores. An in-place operation may have no tensor."""
     after, scores = value_of(node), value_of(unknown.product.node)
     if not isinstance(after, Tensor):
         return after is None
@@ -164,7 +165,7 @@ def _dropout(call: Call, subject: Tensors, context: Context) -> Tensors:
 
 
 def _get_item(call: Call, subject: Tensors) -> Tensors:
-    """Indexing that only adds dimensions, or that drops the weights of the sinks."""
+    """The value after indexing that only adds dimensions, or that drops the weights of the sinks."""
     layout: list[tuple[Axis, ...]] = []
     dropped = False
     dims = iter(subject.layout)
@@ -187,7 +188,7 @@ def _get_item(call: Call, subject: Tensors) -> Tensors:
 
 
 def _entries(index: Any, rank: int) -> list[Any]:
-    """The entries of an index, one for every dimension, and None for every new one."""
+    """The entries of an index: one for every dimension, and None for every new dimension."""
     entries = list(index) if isinstance(index, (tuple, list)) else [index]
     if any(not (entry is None or entry is Ellipsis or isinstance(entry, slice)) for entry in entries):
         raise NotUnderstood("some of its scores or weights are taken out")
@@ -225,7 +226,7 @@ def _drops_sink(entry: slice, dim: tuple[Axis, ...], weights: Weights) -> bool:
 
 
 def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[Node]) -> Weights | None:
-    """Weights that are normalised along ``axis``; None if that is not the axis of keys."""
+    """Weights that are normalised along ``axis``; None if it is not the axis of keys."""
     key_axis = size_one_axis(scores) if axis == "" else axis
     sides = [side for side in (0, 1) if scores.product.free[side] == (key_axis,)]
     if key_axis is None or not sides or scores.sink_axis not in ("", key_axis):

@@ -1,8 +1,8 @@
-"""Stage A, rewriting: describe ``flex_attention`` by a marker.
+"""Describe ``flex_attention`` by a marker.
 
-Its ``score_mod`` is read as what is done to scores is read elsewhere (:mod:`kvcompile.passes.mark.read_scores`): a
-scale, a softcap, biases and masks. Its block mask becomes a bool mask: ``mask_mod`` of all queries and keys, in the
-blocks that the block mask calls partial, and all of those that it calls full.
+Its ``score_mod`` is read like written-out operations on scores (:mod:`kvcompile.passes.mark.read_scores`): a scale, a
+softcap, biases and masks. Its block mask becomes a bool mask. In partial blocks, this is ``mask_mod`` of all queries
+and keys; full blocks are visible as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from kvcompile.passes.mark.calls import mutated_by, read_call, value_of
+from kvcompile.passes.mark.calls import called, mutated_by, read_call, value_of
 from kvcompile.passes.mark.products import Product
 from kvcompile.passes.mark.read_attention import read
 from kvcompile.passes.mark.read_scalars import AllScores, output_of
@@ -28,20 +28,21 @@ from kvcompile.passes.marker import Marker
 FORM = "flex_attention"
 
 _ALL_IN_ONE_BLOCK = 1 << 30
-"""Size of the blocks that PyTorch gives attention without a block mask."""
+"""The block size that PyTorch gives to attention without a block mask."""
 
 
 @dataclass(frozen=True)
 class _BlockMask:
-    """The block mask of a call: which key blocks the queries of a block see, in part and in full.
+    """The block mask of a call: for each block of queries, the key blocks that it sees in part and in full.
 
     Attributes:
-        partial: their number, int32 [batch, num_heads, q_blocks], and indices, [..., kv_blocks]; further ones are
-            padding. Batch or heads may be 1.
-        full: the same of those that are seen in full; None if there are none.
-        block_size: queries and keys of a block.
-        mask_mod: which keys of partial blocks are seen.
-        captured: what ``mask_mod`` captures.
+        partial: the key blocks that are visible in part: their number, int32 [batch, num_heads, q_blocks], and their
+            indices, int32 [batch, num_heads, q_blocks, kv_blocks]; further indices are padding. Batch and num_heads
+            may be 1.
+        full: the key blocks that are visible in full, in the same form; None if there are none.
+        block_size: number of queries and number of keys of a block.
+        mask_mod: the function that says which keys of partial blocks are visible.
+        captured: the tensors that ``mask_mod`` captures.
     """
 
     partial: tuple[Node, Node]
@@ -113,9 +114,9 @@ def _understood(writer: GraphWriter, node: Node) -> Marker:
 
 
 def _number(scale: float | Node) -> float:
-    """A scale that may be symbolic, because head_dim is under ``dynamic=True``; that is a constant of a model.
+    """The number of a scale. It may be symbolic under ``dynamic=True``, because head_dim is.
 
-    The graph is guarded on its value.
+    The graph is then guarded on its value: head_dim is a constant of a model.
     """
     value = value_of(scale) if isinstance(scale, Node) else scale
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or free_unbacked_symbols(value):
@@ -128,7 +129,7 @@ def _matters(node: Node) -> bool:
 
 
 def _indices(writer: GraphWriter, query: Node, key: Node) -> list[Node]:
-    """The indices of all scores, int32: of sequences, heads, queries and keys, each along a dimension of its own."""
+    """The indices of all scores, int32: sequences, heads, queries and keys, each along its own dimension."""
     device = value_of(query).device
     indices = []
     for dim, (tensor, of_tensor) in enumerate(((query, 0), (query, 1), (query, 2), (key, 2))):
@@ -149,7 +150,7 @@ def _product_of_one_score(node: Node, query: Node, key: Node) -> Product:
 
 
 def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
-    """What ``score_mod`` makes of ``scores``; operands in it are nodes of the function."""
+    """The scores after ``score_mod``. Their operands are nodes of the function."""
     values: dict[Node, Value] = {_placeholders(function)[0]: scores}
     context = Context(values, 0, is_changed=lambda node: False)
     for node in function.graph.nodes:
@@ -157,7 +158,7 @@ def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
             continue
         call = read_call(node)
         if call is None or mutated_by(node):
-            raise NotUnderstood(f"{node.target} is applied to its scores")
+            raise NotUnderstood(f"{called(node)} is applied to its scores")
         value = read(call, context)
         if not isinstance(value, Scores):
             raise NotUnderstood(f"{call.name} is applied to its scores")
@@ -170,7 +171,7 @@ def _read_score_mod(function: GraphModule, scores: Scores) -> Scores:
 
 
 def _visible(writer: GraphWriter, mask: _BlockMask, key: Node, indices: list[Node]) -> Node | None:
-    """Which keys are seen, bool and broadcast against [batch, num_heads, q_len, kv_len]; None if all are."""
+    """Which keys are visible, bool, broadcastable to [batch, num_heads, q_len, kv_len]; None if all are."""
     result = output_of(mask.mask_mod)
     call = read_call(result) if isinstance(result, Node) else None
     shows_all = call is not None and call.name == "new_ones"
@@ -198,7 +199,7 @@ def _in_blocks(
     num_blocks = writer.call(operator.floordiv, past_the_end, block_size[1])
     column = writer.call(torch.arange, writer.call("size", index, 3), dtype=torch.int32, device=value_of(index).device)
     is_seen = writer.call(torch.lt, column, writer.call("unsqueeze", count, -1))
-    # What is no block goes to a column of its own, behind the last one.
+    # Padding goes to an extra column behind the last block.
     target = writer.call("to", writer.call(torch.where, is_seen, index, num_blocks), torch.int64)
     shape = [*(writer.call("size", index, dim) for dim in range(3)), writer.call(operator.add, num_blocks, 1)]
     seen = writer.call("scatter", writer.call("new_zeros", index, shape, dtype=torch.bool), -1, target, True)

@@ -1,8 +1,8 @@
-"""Stage A, rewriting: what a function of one score computes, for all scores at once.
+"""Compute a function of one score for all scores at once.
 
-``flex_attention`` is given functions of a score and its indices (sequence, head, query and key), each a tensor without
-dimensions, as Dynamo traces them. Operations that work element by element mean the same on the indices of all scores,
-[batch, 1, 1, 1], [1, num_heads, 1, 1], [1, 1, q_len, 1] and [1, 1, 1, kv_len], which broadcast against each other.
+``flex_attention`` takes functions of a score and its indices (sequence, head, query and key). As Dynamo traces them,
+each is a tensor without dimensions. Element-wise operations mean the same on the indices of all scores, [batch, 1, 1,
+1], [1, num_heads, 1, 1], [1, 1, q_len, 1] and [1, 1, 1, kv_len], which broadcast against each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvcompile.passes.mark.calls import CASTS, SAME_VALUE, mutated_by, read_call, value_of
+from kvcompile.passes.mark.calls import CASTS, SAME_VALUE, called, mutated_by, read_call, value_of
 from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.mark.writer import GraphWriter
 
@@ -37,7 +37,7 @@ FOUR_DIMENSIONS = (1, 1, 1, 1)
 
 @dataclass(frozen=True)
 class _Row:
-    """A tensor of which the first dimensions are indexed, and others are not yet."""
+    """A tensor whose first dimensions are indexed and whose other dimensions are not yet."""
 
     tensor: Node
     indices: tuple[Any, ...]
@@ -48,8 +48,8 @@ class AllScores:
 
     Args:
         writer: inserts into that graph.
-        values: of the function's placeholders, all but that of the score: indices of four dimensions, and tensors that
-            it captures.
+        values: values of the function's placeholders except the score: indices of four dimensions, and captured
+            tensors.
     """
 
     def __init__(self, writer: GraphWriter, values: Mapping[Node, Node]) -> None:
@@ -58,10 +58,10 @@ class AllScores:
         self._varies = {node for node, value in values.items() if _rank(value) != _rank(node)}
 
     def of(self, node: Any) -> Any:
-        """What ``node`` is for all scores: a number, or a tensor that is broadcast against the scores.
+        """The value of ``node`` for all scores: a number, or a tensor that broadcasts against the scores.
 
         Raises:
-            NotUnderstood: the function does something other than compute with numbers.
+            NotUnderstood: the function does not only compute with numbers.
         """
         if not isinstance(node, Node):
             return node
@@ -70,29 +70,29 @@ class AllScores:
         return self._values[node]
 
     def four_dimensional(self, node: Any) -> Any:
-        """The same, a tensor of four dimensions if it is one."""
+        """The value of ``node`` for all scores; a tensor has four dimensions."""
         value = self.of(node)
         if isinstance(value, _Row):
-            raise NotUnderstood(f"{node.name} is a part of a tensor and no number")
+            raise NotUnderstood("its function uses a part of a tensor as a number")
         if _rank(value) not in (None, 0, 4):
-            raise NotUnderstood(f"{node.name} is no number")
+            raise NotUnderstood("its function uses a whole tensor as a number")
         if _rank(value) != 0:
             return value
         return self._writer.call("view", value, FOUR_DIMENSIONS)
 
     def _computed(self, node: Node) -> Any:
-        if node.op == "placeholder":  # the only one that is not given
+        if node.op == "placeholder":  # the only placeholder without a value
             raise NotUnderstood("its function combines scores with scores")
         call = read_call(node)
         if call is None or mutated_by(node):
-            raise NotUnderstood(f"its function calls {node.target}, which does not only compute with numbers")
+            raise NotUnderstood(f"its function calls {called(node)}, which does not only compute with numbers")
         operands = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
         for operand in operands:
             self.of(operand)
         if self._varies.isdisjoint(operands):
             return self._copied(node, self.of)
         if call.name in _FILLED and _rank(node) == 0:
-            return self._copied(node, self.of)  # of no dimensions, or of those of an index: the same number everywhere
+            return self._copied(node, self.of)  # without dimensions or with an index's: the same number everywhere
         self._varies.add(node)
         if call.name == "getitem":
             return self._indexed(node)
@@ -100,7 +100,7 @@ class AllScores:
             raise NotUnderstood(f"its function calls {call.name}, which does not only compute with numbers")
         result = self._copied(node, self.four_dimensional)
         if value_of(result).dtype is not value_of(node).dtype:
-            raise NotUnderstood(f"{node.name} has another dtype for all scores than for one")
+            raise NotUnderstood(f"{call.name} has another dtype for all scores than for one")
         return result
 
     def _copied(self, node: Node, value: Any) -> Node:
@@ -109,14 +109,14 @@ class AllScores:
         return self._writer.adopt(create(node.target, args, kwargs))
 
     def _indexed(self, node: Node) -> Any:
-        """An element, ``table[b, h]`` or ``table[b][h]``, of a tensor that the function captures."""
+        """An element of a captured tensor, ``table[b, h]`` or ``table[b][h]``."""
         tensor, index = node.args
         if tensor in self._varies and not isinstance(self.of(tensor), _Row):
-            raise NotUnderstood(f"{node.name} is a part of a number")
+            raise NotUnderstood("its function indexes a number")
         row = self.of(tensor) if tensor in self._varies else _Row(self.of(tensor), ())
         given = index if isinstance(index, tuple) else (index,)
         if not all(_is_index(i) for i in given):
-            raise NotUnderstood(f"{node.name} is indexed by something other than integers")
+            raise NotUnderstood("its function indexes a tensor by something other than integers")
         row = _Row(row.tensor, (*row.indices, *(self.four_dimensional(i) for i in given)))
         if len(row.indices) < value_of(row.tensor).dim():
             return row
@@ -124,7 +124,7 @@ class AllScores:
 
 
 def _rank(node: Any) -> int | None:
-    """Dimensions of the tensor of a node; None if that is a number."""
+    """The rank of the tensor of a node; None for a number."""
     value = value_of(node)
     return value.dim() if isinstance(value, Tensor) else None
 

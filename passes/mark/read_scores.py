@@ -1,8 +1,8 @@
-"""What an operation of Dynamo's graph makes of attention scores: scale, softcap, mask or bias, sinks.
+"""Read the effect of an operation on attention scores: scale, softcap, mask or bias, sinks.
 
-The state of scores is ``bias(cap * tanh(scale * factors * query @ key^T))``, and each function here gives the state
-after one operation, or raises :class:`NotUnderstood`. Attention on packed caches computes the scores in float32, in
-that order; what the model computes in a lower precision differs by rounding alone.
+The state of scores is ``bias(cap * tanh(scale * factors * query @ key^T))``. Each function gives the state after one
+operation, or raises :class:`NotUnderstood`. Attention on packed caches computes the scores in float32 and in that
+order. Scores that the model computes in lower precision differ by rounding only.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from kvcompile.passes.mark.values import (
 )
 
 ABSORBING = -1e30
-"""A score below this is the same in float32 whatever is added to it: |score| < 1e22 is less than half its last bit."""
+"""A number below this absorbs any score that is added in float32: |score| < 1e22 is less than half its last bit."""
 
 NEVER_SEEN = -1e4
-"""A key with a score of at most this has a weight of exactly 0 beside any key with a score above ``NEVER_SEEN + 104``
-(float32 exponentials underflow at -104). Only such constants are masks."""
+"""The largest constant that is taken for a mask. A key with this score has a weight of exactly 0 beside any key with a
+score above ``NEVER_SEEN + 104``, because float32 exponentials underflow at -104."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a transition may know of the graph.
+    """The facts of the graph that reading an operation may use.
 
     Attributes:
-        values: what other tensors are.
+        values: the values of other tensors.
         position: place of the operation in the graph.
         is_changed: whether anything in the graph changes the tensor of a node in place.
     """
@@ -62,7 +62,7 @@ class Context:
         return bound_of(value, self.is_changed)
 
     def operand(self, node: Any, layout: Layout) -> Operand:
-        """A tensor that is broadcast against one of ``layout``."""
+        """A tensor that is broadcast against a tensor of layout ``layout``."""
         value = value_of(node)
         shape = value.shape if isinstance(value, Tensor) else ()
         dims = layout[len(layout) - len(shape) :]
@@ -71,7 +71,7 @@ class Context:
 
 
 def read_scores(call: Call, scores: Scores, context: Context) -> Known | None:
-    """The value of ``call`` on ``scores``; None if it has nothing to do with attention."""
+    """The value of ``call`` on ``scores``; None if it is no part of attention."""
     handler = _HANDLERS.get(call.name)
     if handler is None:
         raise NotUnderstood(f"{call.name} is applied to its scores")
@@ -79,7 +79,7 @@ def read_scores(call: Call, scores: Scores, context: Context) -> Known | None:
 
 
 def _other(call: Call, scores: Scores, context: Context) -> tuple[Any, bool]:
-    """The operand beside the scores, and whether the scores come first."""
+    """The other operand, and whether the scores come first."""
     first = context.values.get(call.get("input")) is scores
     return (call.get("other") if first else call.get("input")), first
 
@@ -122,7 +122,7 @@ def _subtract(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def _shift(scores: Scores, axis: str) -> Scores:
-    """Subtracting one number from all scores of a row does not change their softmax."""
+    """The scores after one number is subtracted from all scores of a row, which does not change their softmax."""
     if scores.shifted and axis and scores.shifted != axis:
         raise NotUnderstood("the maximum along several dimensions is subtracted from its scores")
     return replace(scores, shifted=axis or scores.shifted or "")
@@ -190,7 +190,7 @@ def _set_item(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, value: Any) -> Scores:
-    """Scores of masked keys become a constant, as it is in their dtype; :func:`check_masks` says which may."""
+    """The scores after masked keys get a constant in the dtype of the scores; :func:`check_masks` checks constants."""
     _before_sinks(call, scores)
     number = context.constant(value)
     if number is None:
@@ -207,16 +207,17 @@ def _fill(call: Call, scores: Scores, context: Context, mask: Any, where: bool, 
 
 
 def check_masks(scores: Scores) -> None:
-    """Raise NotUnderstood if a mask does not do to finished scores what their constants do.
+    """Raise NotUnderstood if a mask that is added to the scores would not have the effect of their constants.
 
-    -inf makes a bool mask. A finite constant, like the lowest number of the dtype, is not the same in rows without a
-    visible key: there all scores are equal, and the row is the mean of all values. It becomes an addend that absorbs
-    every score: the weights of such rows stay equal, and those of masked keys in any other row stay exactly 0 if the
-    constant is below any score that is seen, which is taken for granted up to ``NEVER_SEEN``.
+    A constant of -inf makes a bool mask. A finite constant, such as the lowest number of the dtype, has another effect
+    in rows without a visible key: all their scores are equal, and the row is the mean of all values. This constant
+    becomes an addend that absorbs every score. The weights of these rows stay equal. The weights of masked keys in
+    other rows stay exactly 0 if the constant is below every visible score, which is assumed of constants up to
+    ``NEVER_SEEN``.
 
-    Where more than one thing masks, the weights of rows without a visible key depend on which of them is larger. An
-    absorbing constant is written as it is. Any other one has to be written as a lower number, so nothing may be
-    compared with it: no other constant, and no tensor, whose numbers may mask as well.
+    If several steps mask, the weights of rows without a visible key depend on the larger constant. An absorbing
+    constant is written unchanged. Any other constant has to be written as a lower number, so that it must be the only
+    one: no other constant and no tensor may mask beside it.
     """
     finite = {step.value for step in scores.bias if isinstance(step, Fill) and step.value != -math.inf}
     names = " and ".join(f"{value:g}" for value in sorted(finite))
@@ -265,7 +266,7 @@ def _amax(call: Call, scores: Scores, context: Context) -> Maximum:
 
 
 def axis_of(dim: Any, layout: Layout) -> str | None:
-    """The name of the axis of dimension ``dim``; "" if its size is 1, None if it has several or is not one number."""
+    """The name of the axis of dimension ``dim``; "" if its size is 1, None if it has several axes or is no int."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     if not isinstance(dim, int) or len(layout[dim]) > 1:
@@ -274,9 +275,9 @@ def axis_of(dim: Any, layout: Layout) -> str | None:
 
 
 def _concatenate(call: Call, scores: Scores, context: Context) -> Scores:
-    """A column of sink logits beside the scores.
+    """The scores with a column of sink logits beside them.
 
-    A shift of the scores alone would change their weight against the sinks.
+    The scores must not be shifted before, which would change their weight against the sinks.
     """
     tensors = call.get("tensors")
     others = [tensor for tensor in tensors if context.values.get(tensor) is not scores]
@@ -298,7 +299,7 @@ def _concatenate(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def size_one_axis(scores: Scores) -> str | None:
-    """The axis of the keys where there is one key only: that of the right operand, if both have size 1."""
+    """The axis of the keys if there is a single key. If both operands have such an axis, the right one's."""
     present = {axis.name for dim in scores.product.out for axis in dim}
     free = [names[0] for names in reversed(scores.product.free) if len(names) == 1]
     return next((name for name in free if name not in present), None)

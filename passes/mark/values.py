@@ -1,6 +1,6 @@
-"""What a tensor of Dynamo's graph is, seen as a part of attention: scores, weights, or something made of them.
+"""The roles of tensors in written-out attention: scores, weights, and values that are made of them.
 
-All of these are immutable; :mod:`kvcompile.passes.mark.read_attention` makes one from the other, operation by
+All these records are immutable. :mod:`kvcompile.passes.mark.read_attention` makes one from another, operation by
 operation.
 """
 
@@ -30,7 +30,7 @@ class Operand:
 
     Attributes:
         node: the tensor, or a symbolic number.
-        layout: what its dimensions stand for.
+        layout: the axes of its dimensions.
         position: place in the graph where the model reads it.
     """
 
@@ -41,8 +41,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Add:
-    """``factor * operand`` is added to the scores; no number of the operand is larger than ``bound``, nor lower than
-    its negative."""
+    """``factor * operand`` is added to the scores. ``bound`` bounds the absolute values of the operand."""
 
     operand: Operand
     factor: float
@@ -51,7 +50,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Fill:
-    """Scores become ``value`` where the bool ``operand`` is ``where``."""
+    """Scores become ``value`` where the bool ``operand`` equals ``where``."""
 
     operand: Operand
     where: bool
@@ -60,7 +59,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Multiply:
-    """Scores are multiplied with (or divided by) ``operand``, which is the same for all keys."""
+    """Scores are multiplied with ``operand``, or divided by it; it is the same for all keys."""
 
     operand: Operand
     divide: bool
@@ -78,22 +77,22 @@ BiasStep = Add | Fill | Multiply | Floor
 
 @dataclass(frozen=True)
 class Scores:
-    """Products of queries and keys, and what was done to them: ``bias(cap * tanh(scale * factors * product))``.
+    """Scores of queries and keys: ``bias(cap * tanh(scale * factors * product))``.
 
     Attributes:
-        product: of queries and keys.
-        nodes: the computation from the product on.
-        layout: of the tensor.
-        position: place in the graph of the product.
+        product: the product of queries and keys.
+        nodes: the nodes that compute the scores, the product included.
+        layout: layout of the tensor.
+        position: place of the product in the graph.
         scale: constant factor of the products.
         factors: factors of the products that are the same for all keys.
-        cap: factor of the tanh; 0 if there is none.
-        bias: what was added or filled in, in this order; multiplications concern the bias so far.
+        cap: factor of the tanh; 0 if there is no tanh.
+        bias: the additions and fills, in this order. A multiplication applies to the bias before it.
         sink: logits that were concatenated to the scores.
-        sink_axis: the axis along which they were; "" if there are none.
-        sink_first: whether they stand before the first key, or behind the last one.
-        shifted: the axis along which one number was subtracted from all scores, "" if from all scores there are; None
-            if nothing was subtracted.
+        sink_axis: the axis along which they were concatenated; "" if there are none.
+        sink_first: whether the sinks come before the first key, not after the last.
+        shifted: the axis along which one number was subtracted from each row of scores; "" if it was subtracted from
+            all scores, None if nothing was subtracted.
     """
 
     product: Product
@@ -112,7 +111,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Maximum:
-    """The maximum of scores along an axis; of ``torch.max`` with a dimension the pair of maxima and indices."""
+    """The maximum of scores along an axis. ``is_pair``: it is the pair of maxima and indices of ``torch.max``."""
 
     scores: Scores
     nodes: frozenset[Node]
@@ -143,12 +142,12 @@ class Weights:
     """The softmax of scores.
 
     Attributes:
-        scores: before the softmax.
-        nodes: the computation from the product on.
-        layout: of the tensor.
+        scores: the scores before the softmax.
+        nodes: the nodes that compute the weights, the product included.
+        layout: layout of the tensor.
         key_axis: the axis that the softmax normalises.
         key_side: the operand of the product, 0 or 1, that has this axis.
-        has_sink: whether the weights of the sinks are still there.
+        has_sink: whether the weights of the sinks have not been dropped yet.
         dropout_p: probability of dropout.
         hidden_rows_are_zero: whether rows without a visible key are zero; they are NaN otherwise.
     """
@@ -165,7 +164,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Scores, or weights (their exponentials) if ``softmaxed``, to which something was done that is not understood."""
+    """Scores after an operation that is not understood. ``softmaxed``: a softmax or exponential was applied, too."""
 
     product: Product
     reason: str
@@ -179,13 +178,13 @@ Value = Known | Unknown
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand of the first product comes from, what it does to attention left out.
+    """The tensor that an operand of the first product is made of, before constant factors and casts.
 
     Attributes:
         node: the tensor.
         position: place in the graph where the model reads it.
         factor: constant factor between it and the operand.
-        views: the operations that lead from it to the operand, without the multiplications.
+        views: the operations that lead from it to the operand, except multiplications.
     """
 
     node: Node
@@ -196,17 +195,17 @@ class Source:
 
 @dataclass(frozen=True)
 class WrittenAttention:
-    """Attention that was found in matrix products and a softmax.
+    """Attention that is written out in matrix products and a softmax.
 
     Attributes:
         output: the product of weights and values.
-        output_layout: its layout; the axis of its channels is ``e``. Empty if the attention is not understood.
-        product: of queries and keys.
+        output_layout: layout of ``output``, with ``e`` for the channels. Empty if the attention is not understood.
+        product: the product of queries and keys.
         key_side: the operand of that product that holds the keys, 0 or 1.
-        query, key: the operands.
+        query, key: the origins of its operands.
         value: the values.
-        weights: what they were multiplied with; None if that is not understood.
-        unsupported: why it cannot be computed on packed caches; None if it can.
+        weights: the weights that the values are multiplied with; None if they are not understood.
+        unsupported: why the attention cannot be computed on packed caches; None if it can.
     """
 
     output: Node
@@ -223,8 +222,8 @@ class WrittenAttention:
     def dims(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """The axes of batch, heads, query rows and keys.
 
-        The first axis that both operands have is the batch, unless it is the only one beside rows and keys. The last
-        axis of the query alone are the rows, any other one are query heads that share a KV head.
+        The first axis that both operands have is the batch, unless it is the only axis beside rows and keys. The last
+        axis that only the query has is the rows. Its other own axes are query heads that share a KV head.
         """
         batch, own = self.product.batch, self.product.free[1 - self.key_side]
         shared, rows, keys = own[:-1], own[-1:], self.product.free[self.key_side][-1:]

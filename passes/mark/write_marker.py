@@ -1,4 +1,4 @@
-"""Stage A, rewriting: describe written-out attention by a marker, with operands in the shapes that a marker has."""
+"""Describe written-out attention by a marker, with operands in the shapes that a marker takes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _view(writer: GraphWriter, node: Node, steps: tuple[Step, ...]) -> Node:
 
 
 def _arrange(writer: GraphWriter, node: Node, layout: Layout, dims: Dims) -> Node:
-    """``node`` with the dimensions ``dims``; raises NotUnderstood if there is no such view."""
+    """A view of ``node`` with the dimensions ``dims``; raises NotUnderstood if there is none."""
     return _view(writer, node, _rearrangement(layout, dims).steps)
 
 
@@ -79,7 +79,7 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
 
 
 def _not_understood(writer: GraphWriter, attention: WrittenAttention, module: str, reason: str) -> Node:
-    """A marker that says why, with operands as far as they are known."""
+    """Insert a marker with ``reason``, and with the operands as far as they are known."""
     key = attention.key.node
     try:
         key = _key(writer, attention)
@@ -133,9 +133,9 @@ def _key(writer: GraphWriter, attention: WrittenAttention) -> Node:
 def _keys_or_values(
     writer: GraphWriter, node: Node, layout: Layout, attention: WrittenAttention, channels: str
 ) -> Node:
-    """[batch, num_kv_heads, kv_len, channels] of keys or values.
+    """Keys or values as [batch, num_kv_heads, kv_len, channels].
 
-    The query heads of one KV head are neighbours: of several head axes, those that the tensor lacks come last.
+    The query heads of a KV head have to be neighbours: the head axes that the tensor lacks come last.
     """
     batch, heads, _, keys = attention.dims
     lacks = [name not in names_of(layout) for name in heads if name in names_of(attention.product.out)]
@@ -145,7 +145,7 @@ def _keys_or_values(
 
 
 def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAttention) -> Node:
-    """A tensor that is broadcast against the scores, as one that is broadcast against [B, H, q_len, kv_len]."""
+    """A tensor that broadcasts against the scores, viewed so that it broadcasts to [batch, heads, q_len, kv_len]."""
     heads = [name for name in attention.dims[1] if name in names_of(attention.product.out)]
     has = [name in names_of(operand.layout) for name in heads]
     if any(has) and not all(has):
@@ -154,9 +154,9 @@ def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAtte
 
 
 def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:
-    """The sink logits of every head, which must be the same for all rows and sequences.
+    """The sink logits [num_heads], which must be the same for all rows and sequences.
 
-    Sinks without elements stand beside no row of scores: then the output is empty, too, and nothing depends on them.
+    None if there are no sinks, or if they have no elements: the scores then have no rows, and the output is empty.
     """
     if sink is None or statically_known_true(value_of(sink.node).numel() == 0):
         return None

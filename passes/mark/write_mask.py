@@ -1,4 +1,4 @@
-"""Stage A, rewriting: one mask that does to scores what a model does, step by step."""
+"""Write one mask that has the effect of all steps by which a model changes its scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcompile.passes.mark.values import Add, BiasStep, Fill, Floor, Multiply, O
 from kvcompile.passes.mark.writer import GraphWriter
 
 LOWEST = torch.finfo(torch.float32).min
-"""Stands for the one finite constant of a mask that would not absorb every score."""
+"""The number that replaces a mask's only finite constant if the constant would not absorb every score."""
 
 
 def write_mask(
@@ -23,21 +23,21 @@ def write_mask(
     place: Callable[[Operand], Node],
     multiply: Callable[[Node, Multiply], Node],
 ) -> Node | None:
-    """Insert a mask, bool or float, of all the steps; None if there are none.
+    """Insert one mask, bool or float, for all steps; None if there are no steps.
 
     Args:
-        writer: inserts.
-        steps: what is done to the scores, in this order; :func:`kvcompile.passes.mark.read_scores.check_masks` has
-        passed.
-        place: inserts an operand as one that is broadcast against [batch, num_heads, q_len, kv_len].
-        multiply: inserts the product of a tensor that is broadcast so, and a factor.
+        writer: inserts the nodes.
+        steps: the steps that change the scores, in this order. They have passed
+            :func:`kvcompile.passes.mark.read_scores.check_masks`.
+        place: inserts a view of an operand that broadcasts to [batch, num_heads, q_len, kv_len].
+        multiply: inserts the product of such a tensor and a factor.
     """
     if all(isinstance(step, Fill) and step.value == -torch.inf for step in steps):
         return _bool_mask(writer, steps, place)
     first = steps[0]
     if len(steps) == 1 and isinstance(first, Add) and first.factor == 1 and _is_narrow_float(first.operand):
         return place(first.operand)
-    # In float32, whatever the model adds them in: a sum of two lowest float16 numbers would be -inf.
+    # The mask is float32 even if the model adds in float16, where the sum of two lowest numbers would be -inf.
     mask = writer.call(torch.zeros, (), dtype=torch.float32, device=value_of(writer.like).device)
     for step in steps:
         if isinstance(step, Add):
@@ -60,7 +60,7 @@ def _is_narrow_float(operand: Operand) -> bool:
 
 
 def _bool_mask(writer: GraphWriter, steps: tuple[BiasStep, ...], place: Callable[[Operand], Node]) -> Node | None:
-    """Where attention is allowed: nowhere where a step fills in -inf."""
+    """A bool mask that is True where no step fills in -inf; None if there are no steps."""
     mask = None
     for step in steps:
         assert isinstance(step, Fill), "nothing else makes a bool mask"

@@ -18,22 +18,22 @@ from kvcompile.passes.marker import Marker
 
 @dataclass
 class GraphWriter:
-    """Inserts operations at the graph's insertion point, each with its fake value and the origin of ``like``."""
+    """Inserts operations at the graph's insertion point, each with its fake value and the metadata of ``like``."""
 
     graph: Graph
     like: Node
     inserted: list[Node] = field(default_factory=list)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call of a function, or of a method by its name."""
+        """Insert a call of a function, or of a method by name."""
         create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
         return self.adopt(create(target, args, kwargs))
 
     def adopt(self, node: Node) -> Node:
-        """Give a node that was just inserted its fake value and origin.
+        """Give a node that was just inserted its fake value and metadata.
 
         Raises:
-            NotUnderstood: PyTorch rejects the operation for these sizes. The model itself never asks for it.
+            NotUnderstood: PyTorch rejects the operation for these sizes.
         """
         self.inserted.append(node)
         args, kwargs = tree_map_only(Node, value_of, (node.args, node.kwargs))
@@ -47,7 +47,7 @@ class GraphWriter:
         return self._described(node, value)
 
     def insert(self, marker: Marker) -> Node:
-        """Insert a marker, which has the value of its original."""
+        """Insert a marker; it has the value of its original."""
         node = marker.insert(self.graph)
         self.inserted.append(node)
         return self._described(node, value_of(marker.original))
@@ -64,14 +64,14 @@ class GraphWriter:
 
 
 def _fake_mode_of(value: Any) -> FakeTensorMode:
-    """That of a fake tensor, or of those of which another tensor subclass is made."""
+    """The fake mode of a fake tensor, or of the fake tensors inside another tensor subclass."""
     while not isinstance(value, FakeTensor):
         value = getattr(value, value.__tensor_flatten__()[0][0])
     return value.fake_mode
 
 
 def insert_in_place_of(node: Node, write: Callable[[GraphWriter], Node]) -> None:
-    """Let ``write`` insert operations behind ``node``; what it returns takes the place of ``node`` for its users."""
+    """Let ``write`` insert operations behind ``node``, and let the users of ``node`` use its result instead."""
     users = list(node.users)
     with node.graph.inserting_before(node.next):
         result = write(GraphWriter(node.graph, node))

@@ -1,7 +1,7 @@
-"""What a node does for an attention site, kept in the node's metadata, so that a graph can be read and drawn by site.
+"""The role of a node for attention sites, kept in the node's metadata, so that a graph can be read and drawn by site.
 
-Stage B notes the parts of every site while it knows them: before the rewrite the nodes of the logical caches, after it
-the nodes that it inserted. Nothing that is compiled depends on these notes.
+Packing notes the roles of the nodes of logical caches before the rewrite, and the roles of the nodes that the rewrite
+inserts. Nothing that is compiled depends on these notes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _KEY = "kvcompile_role"
 
 @dataclass(frozen=True)
 class NodeRole:
-    """What a node does, and for whom.
+    """What a node does, and for which sites.
 
     Attributes:
         name: e.g. ``key cache``, ``key write``, ``key read``, ``attention``, ``packed key cache``, ``key store``.
-        sites: positions of the sites it serves among the markers of the graph; several share one cache.
-        modules: the qualified names of those sites.
+        sites: positions of its sites among the markers of the graph. Several sites may share a cache.
+        modules: the qualified module names of these sites.
     """
 
     name: str
@@ -35,19 +35,19 @@ class NodeRole:
 
 
 def role_of(node: Node) -> NodeRole | None:
-    """What ``node`` was noted to do."""
+    """The role that was noted for ``node``; None if there is none."""
     role: NodeRole | None = node.meta.get(_KEY)
     return role
 
 
 def note_role(node: Node, role: NodeRole) -> None:
-    """Note what ``node`` does, unless that is known already."""
+    """Note the role of ``node``, unless it has one."""
     node.meta.setdefault(_KEY, role)
 
 
 @contextlib.contextmanager
 def noting_new_nodes(gm: GraphModule, role: Callable[[Node], NodeRole]) -> Iterator[None]:
-    """Note the part of every node that is made in the block."""
+    """Note the role of every node that is made in the block."""
     made: list[Node] = []
 
     def remember(node: Node) -> None:
@@ -58,5 +58,5 @@ def noting_new_nodes(gm: GraphModule, role: Callable[[Node], NodeRole]) -> Itera
         yield
     finally:
         gm._unregister_create_node_hook(remember)
-    for node in made:  # only now: node_copy overwrites the metadata of the node that it has made
+    for node in made:  # at the end, because node_copy overwrites the metadata of the node that it makes
         note_role(node, role(node))

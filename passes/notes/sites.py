@@ -1,4 +1,4 @@
-"""Note the parts of every attention site: of its logical caches before the rewrite, of the inserted nodes after it."""
+"""Note the roles of nodes for every attention site: logical caches before the rewrite, inserted nodes during it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SiteNotes:
     """The sites of one graph, and the caches that were proven behind them."""
 
     def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | AttentionOnLatents | None]) -> None:
-        """``sites`` and ``attentions``: one for every marker of the graph; None where the caches were not proven."""
+        """``sites`` and ``attentions``: one for every marker of the graph; None if the caches were not proven."""
         self._sites = sites
         self._attentions = attentions
         self._readers: dict[Node, list[int]] = {}
@@ -27,7 +27,7 @@ class SiteNotes:
                 self._readers.setdefault(cache.root, []).append(index)
 
     def note_logical(self, gm: GraphModule) -> None:
-        """Note the nodes of the graph as it was traced."""
+        """Note the roles of the nodes of the graph before the rewrite."""
         for index, (marker, attention) in enumerate(zip(markers_of(gm.graph), self._attentions, strict=True)):
             note_role(marker, self._role("attention", [index]))
             operands = _operands(marker) if attention is None else _proven(attention)
@@ -36,11 +36,11 @@ class SiteNotes:
                     note_role(node, self._role(name, self._readers.get(root, [index])))
 
     def storing(self, gm: GraphModule, cache: Cache) -> AbstractContextManager[None]:
-        """While the storage and the writes of ``cache`` are being rewritten."""
+        """Note the nodes that are made in the block, in which the storage and the writes of ``cache`` are rewritten."""
         return noting_new_nodes(gm, lambda node: self._role(_packed_name(node, cache), self._readers[cache.root]))
 
     def attending(self, gm: GraphModule, site: Site) -> AbstractContextManager[None]:
-        """While the marker of ``site`` is being rewritten."""
+        """Note the nodes that are made in the block, in which the marker of ``site`` is rewritten."""
         index = next(index for index, other in enumerate(self._sites) if other is site)
         return noting_new_nodes(gm, lambda node: self._role("packed attention", [index]))
 
@@ -56,7 +56,7 @@ def _reads(attention: Attention | AttentionOnLatents) -> list[tuple[Cache, Seque
 
 
 def _proven(attention: Attention | AttentionOnLatents) -> Iterator[tuple[str, Node, Sequence[Node]]]:
-    """(name of the part, value of the cache that is read, nodes) of the caches of a site."""
+    """(name of the role, value of the cache that is read, nodes) for the caches of a site."""
     for cache, chain in _reads(attention):
         yield f"{cache.role} read", cache.root, chain
         written = "rows" if cache.kind == "fresh" else "write"
@@ -70,7 +70,7 @@ def _proven(attention: Attention | AttentionOnLatents) -> Iterator[tuple[str, No
 
 
 def _operands(marker: Node) -> Iterator[tuple[str, Node, Sequence[Node]]]:
-    """The same of a site whose caches were not proven: what its operands read."""
+    """(name of the role, origin of the operand, nodes) for the operands of a site whose caches were not proven."""
     call = Marker.of(marker)
     for role, operand in (("key", call.key), ("value", call.value)):
         root, chain = view_chain(operand, frozenset())

@@ -1,7 +1,7 @@
 """The neighbourhood of an attention site in a graph, small enough to keep and to draw.
 
-The nodes of one part of the site (:mod:`kvcompile.passes.notes.roles`) become one box, however many they are; every
-node beside them that they use, or that uses them, becomes a box of its own. Boxes hold text only, nothing of the graph.
+All nodes with the same role for the site (:mod:`kvcompile.passes.notes.roles`) become one box. Each other node that
+they use, or that uses them, becomes a box of its own. Boxes hold text only, so that they do not keep the graph alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcompile.passes.notes.roles import role_of
 BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
 
 MAX_CONSUMERS = 4
-"""Other users of a box that are drawn; a constant or a position has a user in every layer."""
+"""The most other users of a box that are drawn. A constant or a position has a user in every layer."""
 
 _MAX_OPS = 4
 
@@ -29,9 +29,9 @@ class Box:
     """One box of a drawing.
 
     Attributes:
-        label: the name of a part, or of an operation.
-        detail: the operations of a part, or how many there are; the dtype and shape of what comes out.
-        kind: what it does for the site.
+        label: the name of a role, or of an operation.
+        detail: the operations of the nodes, or their number; then dtype and shape of the result.
+        kind: its kind, which decides how it is drawn.
     """
 
     label: str
@@ -49,14 +49,14 @@ class Neighbourhood:
 
 @dataclass(frozen=True)
 class SiteView:
-    """The neighbourhood of one site in the ATen graph, and in the rewritten one; None where there is none."""
+    """The neighbourhood of one site in the ATen graph and in the rewritten graph; None where it has none."""
 
     before: Neighbourhood | None = None
     after: Neighbourhood | None = None
 
 
 def neighbourhoods(graph: Graph, num_sites: int) -> list[Neighbourhood | None]:
-    """The neighbourhood of every site; None for one that no node of the graph has a part in."""
+    """The neighbourhood of every site; None for a site without any node that has a role for it."""
     members: list[dict[Node, str]] = [{} for _ in range(num_sites)]
     order: dict[Node, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -113,7 +113,7 @@ def _kind_of_role(name: str) -> BoxKind:
 
 
 def _operations(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """The operations of a part in order, each once; their number if they are many."""
+    """The operations of some nodes in order, each once; their number if there are many."""
     calls = [node for node in nodes if node.op != "placeholder" and node.target is not operator.getitem]
     names = list(dict.fromkeys(map(operation_name, calls)))
     if len(names) > _MAX_OPS:
@@ -122,7 +122,7 @@ def _operations(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 
 def operation_name(node: Node) -> str:
-    """``index_put``, ``kvcompile.store``, ``split[1]``: what ``node`` calls, in the words of PyTorch."""
+    """The name of the operation that ``node`` calls: ``index_put``, ``kvcompile.store``, ``split[1]``."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return f"{operation_name(node.args[0])}[{node.args[1]}]"
     target = node.args[0] if str(node.target) == "auto_functionalized_v2" else node.target
@@ -132,7 +132,7 @@ def operation_name(node: Node) -> str:
 
 
 def _value(node: Node) -> tuple[str, ...]:
-    """``float16 [1, 8, s27, 128]``, or nothing if the node makes no tensor."""
+    """The dtype and shape of a node, ``float16 [1, 8, s27, 128]``; empty if it makes no tensor."""
     value: Any = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ()

@@ -1,4 +1,4 @@
-"""Stage B, analysis: find the caches behind every marker and prove that each use of them is understood.
+"""Find the caches that every marker reads, and prove that each of their uses is understood.
 
 This room imports graph and the contracts. It changes no graph.
 """

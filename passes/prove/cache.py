@@ -1,4 +1,4 @@
-"""A KV cache that was proven in a graph: how it comes in, what is written, who reads it, and what goes out."""
+"""A proven KV cache of a graph: how it comes in, its writes, its readers, and the output that it becomes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ class Cache:
     """A proven cache.
 
     Attributes:
-        root: its value after all writes; what attention reads.
+        root: its value after all writes, which attention reads.
         role: ``key`` or ``value``.
-        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph, returned), ``growing`` (an input
-            concatenated and returned), ``fresh`` (new keys returned, to be a growing cache) or ``read-only`` (an input
-            that is packed already, or that an object holds as it holds a cache; the encoder's part of one, say).
+        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph and returned), ``growing`` (an
+            input that is concatenated and returned), ``fresh`` (new keys or values that are returned as a growing
+            cache) or ``read-only`` (an input that is packed already, or an attribute of an object of the caller, such
+            as an encoder's keys in a cache).
         base: its value before all writes; for ``fresh``, its new rows.
-        in_growing_buffer: whether its packed data lies, or will lie, in a growing buffer.
-        writes: in order of execution.
-        axes: the order of the dimensions of ``base``; of a pool, that of the cache of one sequence.
+        in_growing_buffer: whether its packed data is in a growing buffer, now or after the graph.
+        writes: its writes, in order of execution.
+        axes: the order of the dimensions of ``base``. For a pool, the order of its cache of one sequence.
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
-        kept: the slice of ``root`` that is returned in its place, for ``growing`` and ``fresh``, or copied back, for
-            ``static``; a window does that.
-        returned: the output that it is, for ``allocated``, ``growing`` and ``fresh``.
+        kept: for a sliding window, the slice of ``root`` that it keeps. ``growing`` and ``fresh`` caches return the
+            slice in the place of ``root``, and ``static`` caches copy it back.
+        returned: the output that is the cache, for ``allocated``, ``growing`` and ``fresh``.
         reads: how each site reads it.
         readers: the markers of those sites.
-        is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks; its
+        is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks. Its
             later states are a cache [1, num_slots, num_kv_heads, head_dim].
         heads_first: whether it is a pool whose blocks hold heads before tokens.
-        computing: the nodes that lead from it, a cache of latents, to attention whose keys and values are computed.
-        serves_both: whether a site reads it as its keys and as its values, such as latents; its role is then ``key``.
+        computing: for a cache of latents, the nodes that lead from it to attention.
+        serves_both: whether a site reads it both as keys and as values. Its role is then ``key``.
     """
 
     root: Node
@@ -63,7 +64,7 @@ class Cache:
 
     @property
     def changes(self) -> list[CacheWrite]:
-        """Its writes, and what becomes of it after attention has read it."""
+        """Its writes, and the slice that a sliding window keeps."""
         return self.writes if self.kept is None else [*self.writes, self.kept]
 
     @property
@@ -88,7 +89,7 @@ class Cache:
         return SLOT_AXES if len(shape_of(self.base)) == 3 else BLOCK_AXES[self.heads_first]
 
     def size(self, axis: str) -> Any:
-        """Its size after the writes along ``b``, ``h``, ``t`` or ``d``."""
+        """Its size along ``b``, ``h``, ``t`` or ``d``, after the writes."""
         return self.shape[self.axes.index(axis)]
 
     @property
@@ -131,7 +132,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionOnLatents:
-    """A marker whose keys and values are computed from caches, with these proven."""
+    """A marker whose keys and values are computed from caches of latents, with these caches proven."""
 
     marker: Node
     caches: tuple[Cache, ...]

@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def accepted(self) -> bool:
-        """Whether nothing stands against packing its caches so far."""
+        """Whether no check has refused it so far."""
         return self.site.rewritten
 
     @property

@@ -1,8 +1,8 @@
-"""Stage B, analysis: find the KV caches behind marked attention, and prove that every use of them is understood.
+"""Find the KV caches that marked attention reads, and prove that every use of them is understood.
 
-A site is rewritten only if both its caches are proven: the cache arrives as an input (or is made in the graph, or is
-returned from it), is written by recognised writes alone, is read by attention alone, and is not visible otherwise. Any
-other use raises a Refusal, which becomes the site's reason.
+A site is rewritten only if both its caches are proven. A proven cache is an input of the graph, is made in the graph,
+or is returned from it. Only recognised writes write it, only attention reads it, and nothing else sees it. Any other
+use raises a Refusal, which becomes the site's reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CacheFinder:
-    """Finds caches by the value that attention reads; remembers them, so that sites can share one."""
+    """Finds caches by the value that attention reads, and remembers them, so that sites can share a cache."""
 
     def __init__(
         self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], held_inputs: Collection[Node] = ()
@@ -46,7 +46,7 @@ class CacheFinder:
         """
         Args:
             graph: functional ATen graph with markers.
-            packed_inputs: placeholders whose caller passes a packed cache already.
+            packed_inputs: placeholders that arrive as packed caches.
             held_inputs: placeholders of plain tensors that may be packed although the graph only reads them.
         """
         self.output = graph.output_node()
@@ -87,7 +87,7 @@ class CacheFinder:
             return True
         if node.target in WRITE_OPS and first_state(node).op == "placeholder":
             return True
-        # New rows of a single token say nothing of the axis of tokens; where heads come first, it is the usual one.
+        # New rows of a single token do not tell the axis of tokens. With heads first, it is the third.
         return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
 
     def _latents(self, root: Node, role: Role) -> Cache:
@@ -113,7 +113,7 @@ class CacheFinder:
         return attention
 
     def _read(self, operand: Node, role: Role) -> Read:
-        """How the operand reads a cache that exists, or else rows that the graph returns."""
+        """How ``operand`` reads an existing cache, or new rows that the graph returns."""
         root, _ = view_chain(operand, self.dropping)
         if root.target is GATHER_SLOTS:
             return trace_read(operand, self.dropping, role)
@@ -160,9 +160,9 @@ class CacheFinder:
         return cache
 
     def _history(self, read: Read, role: Role) -> tuple[list[Node], list[CacheWrite]]:
-        """The states of the cache from before its writes to the value read, and the writes that led there.
+        """The states of the cache, from before its writes to the value that is read, and the writes in between.
 
-        A write through ``cache.transpose(1, 2)`` becomes one between two transposes, which are states as well.
+        A write through ``cache.transpose(1, 2)`` is a write between two transposes in the graph, which are states, too.
         """
         node, axes = read.root, read.axes
         states: list[Node] = [node]
@@ -184,7 +184,7 @@ class CacheFinder:
     def _kind(
         self, read: Read, states: list[Node], writes: list[CacheWrite], axes: str, role: Role
     ) -> tuple[Kind, Node | None]:
-        """What kind of cache, of which the first state is in the order ``axes``, and the copy back into that."""
+        """The kind of the cache whose first state has the order ``axes``, and the copy back into that state."""
         root, base = read.root, states[0]
         keeps_order = not any(map(permutes_vectors, states))
         kept, returned = self._returned(read)
@@ -217,7 +217,7 @@ class CacheFinder:
         raise no_cache(root, role)
 
     def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
-        """The output that is the cache or a slice of its tokens, and that slice as a move."""
+        """The slice of the cache that is returned, as a move, and the output that is the cache or that slice."""
         root = read.root
         if root in self.dropping:
             dropped = self.windows[root.args[0]]
@@ -229,7 +229,7 @@ class CacheFinder:
         return kept, None if kept is None else window.output
 
     def _shifted(self, read: Read) -> CacheWrite | None:
-        """The slice that a window of fixed size keeps, if attention reads more than that."""
+        """The slice that a window of fixed size keeps, if attention reads further tokens."""
         window = self.windows.get(read.root)
         return None if window is None or window.is_returned else match_slice(window.output, read.axes)
 
@@ -238,8 +238,7 @@ class CacheFinder:
         return node in self.dropping or (node.target is aten.slice.Tensor and bool(writes) and writes[0].form == "cat")
 
     def _check_earlier_states(self, cache: Cache, states: list[Node]) -> None:
-        """No one else may look at the cache before or between its writes, nor a write at what it does not replace;
-        raises Refusal."""
+        """Check that only its writes use the cache before and between them, in one place each; raises Refusal."""
         own = {write.node: write.own for write in cache.writes}
         views = {node for nodes in own.values() for node in nodes if node.target in (*VIEW_OPS, aten.select.int)}
         for state, later in pairwise([*states, cache.root]):
@@ -254,10 +253,10 @@ class CacheFinder:
                         raise used_elsewhere(cache.role, node, other_use)
 
     def check_reads(self, cache: Cache) -> None:
-        """Nothing but attention, the write-back and the caller may see the cache after its writes; raises Refusal."""
+        """Check that after its writes only attention, the copy back and the caller see the cache; raises Refusal."""
         if cache.kind == "fresh":
             self._check_other_outputs(cache)
-            return  # the rows themselves stay as they are; only attention and the caller see them quantized
+            return  # other users read the rows in full precision; only attention and the caller see them quantized
         returned = cache.returned if cache.kind in ("allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
@@ -275,20 +274,27 @@ class CacheFinder:
                     raise Refusal(Reason.escaping_view, role=cache.role, user=user_name(other_use))
 
     def _check_other_outputs(self, cache: Cache) -> None:
-        """What the caller writes to the cache must show in no other output; raises Refusal."""
+        """Check that no other output shares memory with the returned cache; raises Refusal.
+
+        A later write of the caller to the cache would show in that output.
+        """
         returned = cache.returned
         for other in self.outputs - {returned}:
             if returned is not None and share_memory(returned, other):
                 raise Refusal(Reason.escaping_view, role=cache.role, user=f"another output, {operation(other)}")
 
     def _other_use(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> Node | None:
-        """What uses ``node``, a value of the cache or a view of it, in none of the known ways: ``user`` or, if that is
-        a view, what uses this.
+        """The node that uses ``node``, a value of the cache or a view of it, in an unknown way; None if there is none.
 
-        Known are: it is in ``understood``; it computes keys or values from latents; it asks for a size; it serves only
-        originals of sites that read the cache, which are erased if they are rewritten (and if one is not, neither is
-        any other reader of the cache); it is the marker of such a site, and ``node`` is what it reads as its key or
-        value and nothing else; it is a view with known uses only.
+        It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
+
+        - ``user`` is in ``understood``.
+        - It computes keys or values from latents.
+        - It asks for a size.
+        - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten, and if
+          one site is not, no other reader of the cache is.
+        - It is the marker of such a site, and reads ``node`` as its key or value and as nothing else.
+        - It is a view with known uses only.
         """
         if user in understood or user in cache.computing or user.target in SIZE_OPS:
             return None
@@ -310,10 +316,10 @@ def _count_uses(node: Node, user: Node) -> int:
 
 
 def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
-    """``node`` as a write of a cache; raises Refusal for one in a form that is not understood.
+    """``node`` as a write of a cache, or None; raises Refusal if a write of an input is not understood.
 
-    One into a tensor that the graph has made assembles new rows (a part with rotary positions and one without, say) or
-    something that is made for this attention alone, however it does that.
+    A write into a tensor that the graph makes is no cache write if it is not understood. It assembles new rows (such as
+    channels with rotary positions and channels without) or a tensor for this attention alone.
     """
     try:
         return match_slice(node, axes) or match_write(node, axes, role)
@@ -324,7 +330,7 @@ def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
 
 
 def _holds_tokens(root: Node) -> bool:
-    """Whether ``root`` is a tensor that there was before, or a later state of one; not new rows, however made."""
+    """Whether ``root`` is an input or a buffer without tokens, or a later state of either; False for new rows."""
     if root.target not in WRITE_OPS:
         return root.op == "placeholder"
     first = first_state(root)
@@ -336,7 +342,7 @@ def _is_overwritten(base: Node) -> bool:
 
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
-    """The ``copy_`` into ``base`` of ``node``, in the order ``axes``, or of a permutation of it."""
+    """The ``copy_`` into ``base`` of ``node``, which has the order ``axes``, or of a permutation of ``node``."""
     for user in node.users:
         if user.target is aten.copy_.default and user.args[0] is base and axes == axes_of_base:
             return user
@@ -356,7 +362,7 @@ def _is_zeros(node: Node) -> bool:
 
 
 def _is_new_rows(node: Node) -> bool:
-    """Whether a returned ``cat`` only assembles new rows (as rotary embeddings do), rather than extending a cache."""
+    """Whether a returned ``cat`` only assembles new rows, as rotary embeddings do, and extends no cache."""
     if node.target is not aten.cat.default:
         return False
     base = node.args[0][0]
@@ -366,10 +372,10 @@ def _is_new_rows(node: Node) -> bool:
 
 
 def _check_heads(marker: Node, attention: Attention) -> None:
-    """Grouped-query attention over the same tokens; raises Refusal.
+    """Check that the shapes form grouped-query attention over the same tokens; raises Refusal.
 
-    Comparing symbolic sizes here guards on the answer. That is wanted: head counts and head_dim are constants of a
-    model even under ``dynamic=True``, and a key and a value cache of distinct symbolic lengths grow together.
+    Comparing symbolic sizes here guards on the answer, as intended. Head counts and head_dim are constants of a model
+    even under ``dynamic=True``, and key and value caches with different symbols for their lengths grow together.
     """
     call = Marker.of(marker)
     query = shape_of(call.query)
@@ -387,11 +393,11 @@ def _check_heads(marker: Node, attention: Attention) -> None:
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
     if ranges is None:
-        raise Refusal(Reason.unknown_read, role="value", op="a repetition of its heads other than that of the keys")
+        raise Refusal(Reason.unknown_read, role="value", op="a repetition of heads that the keys do not have")
     if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):
         raise Refusal(Reason.shared_key_value, detail="only some of its heads are read")
     if key is value and attention.key_read.first_sequence != attention.value_read.first_sequence:
-        raise Refusal(Reason.shared_key_value, detail="keys and values are those of different sequences")
+        raise Refusal(Reason.shared_key_value, detail="keys and values are read from different sequences")
 
 
 assert VIEW_OPS.isdisjoint(WRITE_OPS), "an op is either a view of a cache or a write of it"

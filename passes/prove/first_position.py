@@ -1,7 +1,8 @@
-"""Where in a cache a graph writes first: a caller who fills caches from their beginning wrote all tokens before that.
+"""Find the first position that a graph writes in a cache.
 
-The positions of a write are computed by a few nodes, mostly from one input. Those nodes become a graph of their own,
-which can run on the inputs of a call before the call does.
+If the caller fills caches from the beginning, all tokens before this position are written. A few nodes compute the
+positions of a write, mostly from one input. They become a separate graph, which can run on the inputs of a call before
+the call does.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.passes.calling import FirstPosition
 
 _MAX_NODES = 200
-"""More nodes than compute positions anywhere; a model that chooses them by its outputs has thousands."""
+"""More nodes than any model needs to compute positions. If they depend on its outputs, there are thousands."""
 
 
 def first_position(
     gm: GraphModule, inputs: Sequence[Node], positions: Node, valid: Node | None
 ) -> FirstPosition | None:
-    """The first of ``positions`` that are ``valid``; None if they are not computed from integer inputs in a few nodes.
+    """A graph for the first of ``positions`` that is ``valid``; None unless a few nodes compute them from integers.
 
     Args:
         gm: a functional graph.
-        inputs: the placeholders of what its caller passes, in order.
+        inputs: its placeholders, in the order in which the caller passes values.
         positions: int64 [n] or [batch, n].
-        valid: bool of a shape that broadcasts with them; None for all.
+        valid: bool, of a shape that broadcasts with ``positions``; None for all.
     """
     wanted = {positions} if valid is None else {positions, valid}
     pending = list(wanted)

@@ -1,4 +1,4 @@
-"""Stage B, analysis: ask the policy for the formats of every proven cache, and check that they can hold it."""
+"""Ask the policy for the formats of every proven cache, and check that they can hold it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
 
 ChooseFormats = Callable[[str, int | None, int], FormatPair | None]
-"""(module, layer, number of layers) -> formats, or None to leave the layer alone."""
+"""(module, layer, number of layers) -> formats, or None to leave the layer unchanged."""
 
 
 def choose_formats(
@@ -23,9 +23,9 @@ def choose_formats(
     """Give the caches of every accepted candidate their layouts, or refuse its site.
 
     Args:
-        candidates: of one graph.
-        policy: which formats a layer gets.
-        packed_inputs: the placeholders whose caller passes a packed cache: these keep their layout.
+        candidates: the candidates of one graph.
+        policy: gives the formats of a layer.
+        packed_inputs: the placeholders that arrive as packed caches, which keep their layout.
     """
     layers = num_layers([candidate.site for candidate in candidates])
     for candidate in candidates:
@@ -44,7 +44,7 @@ def choose_formats(
 
 
 def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None) -> PackedLayout:
-    """The layout that the policy gives to a cache; one that is packed already keeps its own."""
+    """The layout that the policy gives to a cache. A cache that is packed already keeps its own."""
     if packed is not None:
         if not packed.is_cache:
             raise Refusal(Reason.packed_otherwise, role=cache.role, how="as other parts of a larger tensor")
@@ -69,26 +69,26 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if attention cannot read a cache of this layout as it does."""
+    """Raise Refusal if a layout does not suit a cache that serves as keys and values, or attention on a GPU."""
     on_gpu = cache.root.meta["val"].device.type == "cuda"
     holds_latents = cache.serves_both or cache.computing
     if on_gpu and not layout.format.has_levels and not (holds_latents and layout.residual is None):
-        detail = "on a GPU it is for latents that serve as keys and values, none of them kept as they are"
+        detail = "on a GPU it is for latents that serve as keys and values, without tokens in full precision"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if cache.serves_both and cache.is_pool:
         raise Refusal(Reason.shared_key_value, detail="sequences share it as a pool of slots")
     if cache.serves_both and layout.format.granularity == "channel":
-        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} are those of key channels")
+        raise Refusal(Reason.shared_key_value, detail=f"the scales of {layout.format_name} belong to channels of keys")
 
 
 def _check_moves(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if the graph moves tokens that share their bytes with others."""
+    """Raise Refusal if tokens may move that share scales or blocks with other tokens."""
     if layout.residual is not None and any(change.moves for change in cache.changes):
-        detail = "the model moves tokens within its window, and this format keeps or scales some of them together"
+        detail = "the model moves tokens within its window, and this format keeps or scales neighbours together"
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     if layout.residual is not None and cache.is_pool:
         detail = (
             "sequences share a pool of slots, and this format keeps or scales tokens of neighbouring slots together; "
-            "use one whose scales are per token, without residual_length and sink_tokens"
+            "use a format whose scales are per token, without residual_length and sink_tokens"
         )
         raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)

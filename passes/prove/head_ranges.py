@@ -1,8 +1,8 @@
-"""Attention whose keys or values are some of the heads of a cache.
+"""Divide attention that reads some heads of a cache into ranges of heads.
 
-Differential attention, for one, gives the keys of all heads the values of one half of them, twice in turn. The heads
-of the operands are cut into ranges in which keys and values are neighbours in their caches. Each is grouped-query
-attention of its own, on a part of the packed data: heads lie apart there.
+Differential attention, for example, pairs the keys of all heads with the values of half of the heads, twice in turn.
+The heads of the operands are divided into ranges in which keys and values are neighbours in their caches. Each range is
+a grouped-query attention of its own. It reads a part of the packed data, in which heads are separate.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class HeadRange:
-    """One of ``count`` equal ranges of the operands' heads, and where its keys and values lie in their caches.
+    """One of ``count`` equal ranges of the operands' heads, and the places of its keys and values in their caches.
 
     Attributes:
-        index: of the range.
-        count: ranges.
-        key: the first KV head of its keys.
-        value: the first KV head of its values.
-        num_heads: of its KV heads.
-        tiles: how often it has all of them in turn.
+        index: position of the range among the ranges.
+        count: number of ranges.
+        key: the first KV head of its keys, as an index in their cache.
+        value: the first KV head of its values, as an index in their cache.
+        num_heads: number of its KV heads.
+        tiles: how often the range repeats all its KV heads in turn.
     """
 
     index: int
@@ -39,7 +39,7 @@ class HeadRange:
 
 
 def head_ranges(key: Read, value: Read) -> list[HeadRange] | None:
-    """The ranges of an attention that reads keys and values so; None if heads do not lie side by side in any."""
+    """The ranges of an attention with these reads; None if its keys and values have different numbers of heads."""
     num_heads = key.num_heads * key.head_tiles
     if num_heads != value.num_heads * value.head_tiles:
         return None

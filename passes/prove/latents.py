@@ -1,9 +1,9 @@
-"""Stage B, analysis: attention whose keys and values a model computes from caches in every step.
+"""Find the caches of attention whose keys and values are computed from caches in every step.
 
-Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) caches a *latent* of each token, a vector
-of one head, and beside it the rotary part of its keys, which all heads share. A projection makes the keys and values of
-all heads of them. Such caches are packed, and dequantized where the model reads them: beside what it computes there of
-all tokens, which is many times as large, that is little.
+Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) caches one vector for each token, its
+*latent*, and the rotary channels of its keys, which all heads share. In every step a projection computes the keys and
+values of all heads from them. These caches are packed, and dequantized where the model reads them. The dequantized
+latents are small beside the keys and values of all heads, which the model computes anyway.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LatentsRead:
     """How attention depends on caches of latents.
 
     Attributes:
-        roles: the cache values that it depends on, in the order of the graph, and the role that each is packed in. That
-            which keys and values are computed from is a key; beside it, one that only keys are computed from is a value
-            (Transformers keeps the two in ``keys`` and ``values`` of a layer). Otherwise each has the role of the
-            operand that is computed from it.
-        computing: the nodes that lead from them to the attention, its marker included.
+        roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
+            packed in. A cache behind both keys and values has the role ``key``. If there is one, a cache behind keys
+            only has the role ``value``: Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the
+            role is the role of the operand that is computed from the cache.
+        computing: the nodes that lead from these values to the attention, its marker included.
     """
 
     roles: dict[Node, Role]
@@ -47,17 +47,19 @@ class LatentsRead:
 
 
 def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead | None:
-    """The caches of latents that attention is computed from, up to the attention before it.
+    """The caches of latents that keys and values of an attention are computed from.
+
+    The search stops at the attention of earlier layers.
 
     Args:
-        marker: of the attention.
-        is_cache: whether a node may be the value of a cache, after its writes.
+        marker: the marker of the attention.
+        is_cache: whether a node may be the value of a cache after its writes.
 
     Returns:
-        None unless both its keys and values depend on such caches, and one of them is projected from them.
+        None unless keys and values both depend on such caches, and a matrix product computes one of them.
 
     Raises:
-        Refusal: its query is computed from one of them, too.
+        Refusal: the query is computed from one of these caches, too.
     """
     call = Marker.of(marker)
     key, value = (computed_from([operand], is_cache) for operand in (call.key, call.value))
@@ -77,9 +79,9 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
 
 
 def has_one_head(node: Node, *axes: int) -> bool:
-    """Whether ``node``, no result of attention, is [batch, 1, tokens, width] or [batch, tokens, 1, width], of floats.
+    """Whether ``node`` is [batch, 1, tokens, width] or [batch, tokens, 1, width], of floats, and no marker.
 
-    ``axes``: those that may be that of heads; 1 and 2 if none is given.
+    ``axes``: the dimensions that may be the heads; 1 and 2 by default.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
@@ -88,7 +90,7 @@ def has_one_head(node: Node, *axes: int) -> bool:
 
 
 def read_whole(root: Node) -> Read:
-    """The read of all tokens of a cache value of one head, whose tokens are on the axis along which it is written."""
+    """A read of all tokens of ``root``, a cache value with one head. Its tokens are on the axis of its writes."""
     shape = shape_of(root)
     orders = [axes for axes in CACHE_AXES if statically_known_true(shape[axes.index("h")] == 1)]
     axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
@@ -96,7 +98,7 @@ def read_whole(root: Node) -> Read:
 
 
 def views_of(root: Node, computing: Collection[Node]) -> set[Node]:
-    """Those of ``computing`` that are views of ``root``."""
+    """The nodes in ``computing`` that are views of ``root``."""
     views: set[Node] = set()
     pending = [root]
     while pending:

@@ -1,9 +1,9 @@
-"""Look through the views between a cache and an attention operand.
+"""Follow the views between a cache and an attention operand.
 
-Attention wants [batch, heads, tokens, head_dim]. Models get there from the cache by transposing, by repeating heads
-(each one, as ``repeat_kv`` does by unsqueeze, expand, clone and view, or all of them in turn), by casting, and by
-reading a prefix of the tokens. Instead of matching such chains one by one, every dimension of every intermediate tensor
-is tracked as a product of the cache's dimensions.
+Attention takes [batch, heads, tokens, head_dim]. Models make it from a cache by transposing, by casting, by reading the
+first tokens, and by repeating heads: each head in place, as ``repeat_kv`` does with unsqueeze, expand, clone and view,
+or all heads in turn. There are no patterns for such chains. Every dimension of every intermediate tensor is tracked as
+a product of dimensions of the cache.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 SLOTS = -2
-"""The axis of tokens that an index has gathered: in any order, of any sequences."""
+"""The axis of tokens that an index gathers, in any order and of any sequences."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a dimension: cache dimension ``axis``, a repetition (``axis`` -1) or gathered tokens (SLOTS).
+    """A factor of a dimension: a cache dimension, a repetition or gathered tokens.
 
-    ``start``: if it is a slice of a cache dimension, the index of its first element there. ``half``: if that dimension
-    was divided in two, which of them it is.
+    Attributes:
+        axis: the cache dimension, -1 for a repetition, or SLOTS for gathered tokens.
+        size: number of elements.
+        start: for a slice of a cache dimension, the index of its first element.
+        half: if the cache dimension was divided in two, 0 for the slower half and 1 for the faster one.
     """
 
     axis: int
@@ -46,7 +49,7 @@ class Factor:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is 1 and says nothing."""
+        """Whether its size is 1 and it is no slice, so that it can be dropped."""
         return self.start is None and statically_known_true(self.size == 1)
 
 
@@ -56,17 +59,17 @@ class Read:
 
     Attributes:
         root: the cache value that is read, of rank 4.
-        chain: the view nodes between root and operand, root excluded, operand included. If the first is no view but
+        chain: the views from ``root`` (excluded) to the operand (included). If the first is
             ``kvcompile::gather_slots``, ``root`` is a pool.
-        axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
-        num_tokens: how many tokens, from the first on, are visible; of a pool, how many are read for a sequence.
-        num_channels: how many channels, from the first on; of keys all of them.
-        num_heads: how many heads.
-        num_sequences: how many sequences; of a pool, those of the query.
-        first_head: the first of them.
-        first_sequence: the first of those; None if they are all.
-        head_tiles: how often the operand has them in turn; within each turn, every head may be repeated besides.
-        divides_batch: whether batch and heads are the two parts of what is the batch of ``root``, which has one head.
+        axes: the order of the dimensions of ``root`` (:mod:`kvcompile.passes.graph.permutations`).
+        num_tokens: number of tokens that are read, from the first on. For a pool, number of tokens per sequence.
+        num_channels: number of channels that are read, from the first on. Keys are read with all channels.
+        num_heads: number of heads that are read.
+        num_sequences: number of sequences that are read. For a pool, the sequences of the query.
+        first_head: the first head that is read.
+        first_sequence: the first sequence that is read; None if all are.
+        head_tiles: how often the operand repeats all heads in turn. Each head may be repeated in place as well.
+        divides_batch: whether the batch of ``root``, which has one head, is divided into sequences and heads.
     """
 
     root: Node
@@ -88,7 +91,7 @@ class Read:
 
 
 def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
-    """Find the cache value behind ``operand`` (an SDPA key or value) and how it is read; raises Refusal."""
+    """Find the cache value that ``operand``, a key or value of attention, reads, and how; raises Refusal."""
     root, chain = view_chain(operand, stop)
     if root.target is GATHER_SLOTS:
         root, chain = root.args[0], (root, *chain)
@@ -105,12 +108,12 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
 
 
 def _apply(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
-    """The dimensions of ``node`` in terms of those of its input."""
+    """The dimensions of ``node``, a view, from the dimensions of its input."""
     target, args = node.target, node.args
     if target in SAME_OPS:
         return dims
     if target in CASTS:
-        # Rounding to the dtype that attention computes in is lost in that of the format; that to integers is not.
+        # Rounding to the compute dtype of attention is small beside the format's rounding. Rounding to integers is not.
         if node.meta["val"].dtype not in _COMPUTE_DTYPES:
             raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {node.meta['val'].dtype}")
         return dims
@@ -172,8 +175,10 @@ def _repeat(node: Node, dims: list[list[Factor]]) -> list[list[Factor]]:
 
 
 def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Factor]]:
-    """A reshape: the same factors in the same order, grouped anew. Gathered tokens may be divided, and other dimensions
-    in two."""
+    """A reshape: it groups the same factors, in the same order, into other dimensions.
+
+    Gathered tokens may be divided into several dimensions, and every other factor into two.
+    """
     factors = _merged([factor for dim in dims for factor in dim])
     sizes = list(node.meta["val"].shape)
     result: list[list[Factor]] = []
@@ -195,7 +200,7 @@ def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Facto
 
 
 def _is_divided(factor: Factor, sizes: list[Size]) -> bool:
-    """Whether the first two sizes divide all of a cache dimension."""
+    """Whether the first two sizes divide a whole cache dimension."""
     is_whole = factor.axis >= 0 and factor.start is None and factor.half is None
     if not is_whole or len(sizes) < 2 or any(statically_known_true(size == 1) for size in sizes[:2]):
         return False
@@ -203,7 +208,7 @@ def _is_divided(factor: Factor, sizes: list[Size]) -> bool:
 
 
 def _merged(factors: list[Factor]) -> list[Factor]:
-    """Factors other than 1; neighbours of gathered tokens, and the parts of one dimension, as one."""
+    """The factors other than 1. Neighbouring factors of gathered tokens, and the halves of a dimension, are merged."""
     merged: list[Factor] = []
     for factor in factors:
         if factor.is_one:
@@ -217,7 +222,7 @@ def _merged(factors: list[Factor]) -> list[Factor]:
 
 
 def _taken(factors: list[Factor], size: Size) -> tuple[list[Factor], Size]:
-    """The first factors, taken from the list until their product is ``size``, and the product."""
+    """The first factors and their product; they are removed from the list until the product is ``size``."""
     taken: list[Factor] = []
     product: Size = 1
     if factors and statically_known_true(factors[0].size == size):  # also a slice of one
@@ -229,7 +234,7 @@ def _taken(factors: list[Factor], size: Size) -> tuple[list[Factor], Size]:
 
 
 def _divided(sizes: list[Size], total: Size) -> tuple[list[list[Factor]], Size]:
-    """Dimensions of gathered tokens of the first sizes, taken from the list until their product is ``total``."""
+    """Dimensions of gathered tokens, and their product; sizes are removed from the list until it is ``total``."""
     dims = [[Factor(SLOTS, sizes.pop(0))]]
     product = dims[0][0].size
     while not statically_known_true(product == total) and sizes:
@@ -272,9 +277,10 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
 
 
 def _axes_of_root(dims: list[list[Factor]], shape: torch.Size, gathers: bool) -> str | None:
-    """The order of a cache of which ``dims`` are [batch, heads, tokens, head_dim]; None if it has no such order.
+    """The order of a cache whose view ``dims`` are [batch, heads, tokens, head_dim]; None if no order fits.
 
-    Where several fit, because of sizes of 1, it is that of which the views show most.
+    Several orders may fit because of sizes of 1. Then the order is taken in which the view has the most dimensions of
+    the cache in their place.
     """
     if gathers:
         in_place = _are(dims[1], 2, shape, repeated=True) and _are(dims[3], 3, shape)
@@ -298,7 +304,7 @@ def _axes_of_root(dims: list[list[Factor]], shape: torch.Size, gathers: bool) ->
 
 
 def _are(factors: list[Factor], axis: int, shape: torch.Size, *, repeated: bool = False) -> bool:
-    """Whether a dimension is ``axis`` of the cache and nothing else; its elements, or all of them, may be repeated."""
+    """Whether a dimension is ``axis`` of the cache and nothing else, apart from repetitions if ``repeated``."""
     if any(factor.half is not None for factor in factors):
         return False
     found = [factor for factor in _axes_in(factors) if not (repeated and factor == -1)]
@@ -306,7 +312,7 @@ def _are(factors: list[Factor], axis: int, shape: torch.Size, *, repeated: bool 
 
 
 def _divides(dims: list[list[Factor]], batch: int) -> bool:
-    """Whether sequences and heads are the two parts of dimension ``batch`` of the cache; heads may be repeated."""
+    """Whether sequences and heads are the two halves of dimension ``batch`` of the cache. Heads may be repeated."""
     halves = [[factor for factor in dim if not factor.is_one] for dim in dims[:2]]
     halves[1] = [factor for factor in halves[1] if factor.axis != -1]
     return [[(factor.axis, factor.start, factor.half) for factor in half] for half in halves] == [
@@ -320,7 +326,7 @@ def _axes_in(factors: list[Factor]) -> list[int]:
 
 
 def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
-    """Raise Refusal if the last dimension of a cache is not that of channels."""
+    """Raise Refusal if the last dimension of a cache is not its channels."""
     last = [[factor for factor in dim if factor.axis == 3 and not factor.is_one] for dim in dims]
     if any(factor.half is not None for dim in last for factor in dim):
         detail = "it holds several heads"
@@ -333,9 +339,9 @@ def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
 
 
 def _check_slices(dims: list[list[Factor]], shape: torch.Size, axes: str, role: str) -> None:
-    """Raise Refusal for a slice of anything but sequences, heads, the first tokens, or the first channels of values.
+    """Raise Refusal for a slice other than of sequences, heads, the first tokens, or the first channels of values.
 
-    The first channels of values give the first channels of the output; a score takes all channels of its key.
+    The first channels of values give the first channels of the output. A score depends on all channels of its key.
     """
     for factor in (factor for dim in dims for factor in dim if factor.axis >= 0):
         axis, is_whole = axes[factor.axis], statically_known_true(factor.size == shape[factor.axis])

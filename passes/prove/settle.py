@@ -1,4 +1,4 @@
-"""Stage B, analysis: a cache is packed only if all sites that read it are."""
+"""Refuse sites that share a cache with a refused site: a cache is packed only if all its readers are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settle_sites(candidates: Sequence[Candidate]) -> None:
 
 
 def _refuse_partners(candidates: Sequence[Candidate]) -> bool:
-    """Refuse the sites that share a cache with one that is refused now; whether there was any."""
+    """Refuse the sites that share a cache with a refused site; returns whether there were any."""
     lost = {
         cache.root: candidate.site for candidate in candidates if not candidate.accepted for cache in candidate.caches
     }

@@ -1,4 +1,4 @@
-"""Stage B, analysis: prove the caches of every site, or note why they cannot be packed."""
+"""Prove the caches of every site, or note why they cannot be packed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcompile.passes.refusal import Reason, Refusal
 
 
 def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
-    """A candidate for every marker of ``gm``, whose caches ``finder`` looks for."""
+    """A candidate for every marker of ``gm``, with the caches that ``finder`` proves."""
     candidates = [Candidate(site) for site in sites_of(gm)]
     for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
         try:
@@ -34,7 +34,7 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
 
 
 def _prove(finder: CacheFinder, marker: Node, candidate: Candidate) -> None:
-    """Prove the caches of a site, and that attention on them can be packed; raises Refusal."""
+    """Prove the caches of a site, and check that its attention can be computed on packed caches; raises Refusal."""
     call = Marker.of(marker)
     try:
         _check_shapes(call)

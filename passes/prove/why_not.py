@@ -1,7 +1,7 @@
-"""Stage B, analysis: why what attention reads is no cache, or not one of its own.
+"""Say why an operand of attention is no cache that can be packed.
 
-It is made of new rows alone, or of a cache in a way that cannot be packed; it is a part of something larger; something
-else uses it.
+The graph may compute it from new rows alone, or from a cache in a way that cannot be packed. It may be a part of a
+larger tensor, or something else may use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e
 
 
 def no_cache(root: Node, role: Role) -> Refusal:
-    """Why ``root`` is no cache."""
+    """The reason why ``root``, the origin of an operand of attention, is no cache."""
     values = list(_reached(root, _values_of))
     codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
     if codes is not None:
@@ -42,13 +42,13 @@ def no_cache(root: Node, role: Role) -> Refusal:
         first = first_state(root)
         op = operation(root if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
-    # Attention of earlier layers is no part of how it is made: what a model computes from that is new.
+    # The search stops at attention of earlier layers: a value that is computed from its result is new.
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
     return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)
 
 
 def _is_copied_back(root: Node) -> bool:
-    """Whether an input is overwritten with ``root``, a later state of it, or a new tensor of which it is a part."""
+    """Whether an input is overwritten with ``root``, with a later state of it, or with a tensor that contains it."""
     states = states_of(root)
     made_here = states[0].op == "call_function"
     copied = (states_of(copy.args[1]) for copy in root.graph.find_nodes(op="call_function", target=aten.copy_.default))
@@ -58,7 +58,7 @@ def _is_copied_back(root: Node) -> bool:
 
 
 def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Iterable[Node]:
-    """``root`` and what it is made of, as far as ``operands_of`` leads."""
+    """``root`` and the nodes that ``operands_of`` leads to from it."""
     pending, seen = [root], {root}
     while pending:
         node = pending.pop()
@@ -69,9 +69,9 @@ def _reached(root: Node, operands_of: Callable[[Node], Iterable[Node]]) -> Itera
 
 
 def _values_of(node: Node) -> list[Node]:
-    """The operands whose values ``node`` has, number by number, however changed or arranged.
+    """The operands of ``node`` that give one number for each number of the result, in any order.
 
-    Those of a sum or product that are broadcast are none of them (scales and masks), nor are those of a projection.
+    Broadcast operands of sums and products (scales and masks) and the operands of projections do not.
     """
     operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
     if len(operands) < 2 or node.target in _ARRANGING:
@@ -91,7 +91,7 @@ def _changes_device(node: Node) -> bool:
 
 
 def _is_later_state(node: Node) -> bool:
-    """Whether ``node`` is a cache that was passed in, after a write."""
+    """Whether ``node`` is a written state of an input of four dimensions."""
     return node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder"
 
 
@@ -113,5 +113,5 @@ def check_whole(root: Node, role: Role) -> None:
 
 
 def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:
-    """``user`` uses ``state`` of a cache in a way of its own."""
+    """The refusal of a cache whose value ``state`` is also used by ``user``."""
     return Refusal(Reason.used_elsewhere, role=role, source=cache_name(state), user=user_name(user))

@@ -1,6 +1,6 @@
-"""Sliding windows: ``cat`` appends to a cache, and a slice drops the tokens that have left the window.
+"""Recognise sliding windows: ``cat`` appends to a cache, and a slice drops the tokens that have left the window.
 
-A cache that grows is returned; one of fixed size, as the window, is overwritten with the slice.
+A window that grows first is returned. A window of fixed size is an input, which the slice overwrites.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Window:
-    """A slice that a graph returns, or copies into an input, while it does not return what was sliced.
+    """A slice that a graph returns, or copies into an input, without returning the whole tensor.
 
     Attributes:
-        output: what is returned or copied, the slice or a copy of it.
+        output: the value that is returned or copied: the slice or a copy of it.
         slice: the slice.
-        is_returned: whether it is returned.
+        is_returned: whether the graph returns it; otherwise the graph copies it into an input.
     """
 
     output: Node
@@ -34,7 +34,7 @@ class Window:
 
     @property
     def drops_appended(self) -> bool:
-        """Whether tokens are dropped from what ``cat`` appends to: attention then reads what is left, or all of it."""
+        """Whether the slice drops tokens of a ``cat``. Attention then reads the remaining tokens, or all of them."""
         whole, axis = with_defaults(self.slice, None, 0)[:2]
         if whole.target is not aten.cat.default:
             return False
@@ -45,7 +45,7 @@ class Window:
 
 
 def windows_of(output: Node) -> dict[Node, Window]:
-    """The windows that a graph returns or copies into inputs, by what they are slices of."""
+    """The windows that a graph returns or copies into inputs, by the whole tensor."""
     windows: dict[Node, Window] = {}
     for node in output.args[0]:
         chain = sliced_by(node) if isinstance(node, Node) else ()
@@ -59,13 +59,13 @@ def windows_of(output: Node) -> dict[Node, Window]:
 
 
 def is_growing(changes: Sequence[CacheWrite]) -> bool:
-    """Whether they append tokens and, at most once, drop some."""
+    """Whether the changes append tokens and drop tokens at most once."""
     forms = [write.form for write in changes]
     return "cat" in forms and forms.count("slice") <= 1 and forms.count("cat") >= len(forms) - 1
 
 
 def is_shifting(changes: Sequence[CacheWrite], base: Node, axes: str) -> bool:
-    """Whether they drop tokens of ``base``, before or after they append some, and leave as many as it has."""
+    """Whether the changes drop as many tokens of ``base`` as they append, before or after appending."""
     forms = [write.form for write in changes]
     before, after = (shape_of(state)[axes.index("t")] for state in (base, changes[-1].node))
     fits = statically_known_true(before == after)

@@ -1,8 +1,8 @@
 """Recognise the ways in which models write a KV cache, after functionalisation.
 
-Every recognised write is brought to one normal form: tokens ``x`` [batch, num_kv_heads, n, head_dim] go to integer
-``positions`` ([n], or [batch, n]) along the token axis, optionally only where ``valid``. They have the dtype of the
-cache: an assignment rounds to it, and a write whose result has another is none of a cache.
+Every recognised write gets one normal form: tokens ``x`` [batch, num_kv_heads, n, head_dim] go to integer ``positions``
+([n], or [batch, n]) along the token axis, optionally only where ``valid``. The tokens have the dtype of the cache,
+because an assignment rounds to it. A write whose result has another dtype is refused.
 
 ====================================  ===========================================
 in the model                          in the functional graph
@@ -19,10 +19,12 @@ in the model                          in the functional graph
                                       put back by ``slice_scatter(cache, ..., 0)``
 ====================================  ===========================================
 
-Two more do not write new tokens but move those that are there, as a window does that is full: ``roll`` along the
-tokens, or ``cache[:, :, index]`` with as many tokens as before, is ``index(cache, [None, None, source])``, and
-``cache[:, :, :-n] = cache[:, :, n:].clone()`` a ``slice_scatter`` of a slice of the same cache; of a cache that grows
-``cache[:, :, a:b]``, before or after the ``cat``, is ``slice(cache, ...)``.
+Some writes move the tokens of the cache instead of writing new ones, as a full window does:
+
+- ``roll`` along the tokens, or ``cache[:, :, index]`` with as many tokens as before, is
+  ``index(cache, [None, None, source])``.
+- ``cache[:, :, :-n] = cache[:, :, n:].clone()`` is a ``slice_scatter`` of a slice of the same cache.
+- ``cache[:, :, a:b]`` of a growing cache, before or after the ``cat``, is ``slice(cache, ...)``.
 """
 
 from __future__ import annotations
@@ -54,15 +56,15 @@ class CacheWrite:
     """One write of a cache.
 
     Attributes:
-        node: the functional write; its value is the cache after it.
+        node: the functional write, whose value is the cache after it.
         base: the cache before it.
-        form: what kind of write, for the report.
-        axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
-        own: nodes beside ``node`` through which it uses ``base``, of which they read the shape or what they put back.
-        normalise: inserts the nodes of ``(x, positions, valid)`` into a graph, at its insertion point; of a move,
-            ``(None, source, None)``: token ``i`` becomes the one that was at ``source[i]``.
+        form: the kind of write, for the report.
+        axes: the order of the dimensions of ``base`` (:mod:`kvcompile.passes.graph.permutations`).
+        own: further nodes through which the write uses ``base``: they read its shape, or values that are put back.
+        normalise: inserts the nodes of ``(x, positions, valid)`` at a graph's insertion point. For a move, these are
+            ``(None, source, None)``: token ``i`` becomes the token that was at ``source[i]``.
         moves: whether it moves tokens.
-        first_sequence: of some neighbouring sequences that it writes, an int or a node of one; None if it is all.
+        first_sequence: the first of the neighbouring sequences that it writes, an int or a node; None if it writes all.
     """
 
     node: Node
@@ -76,7 +78,7 @@ class CacheWrite:
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether fewer tokens are left than before."""
+        """Whether the cache has fewer tokens after it than before."""
         before, after = (_num_tokens(state, self.axes) for state in (self.base, self.node))
         return self.form == "slice" and not statically_known_true(before == after)
 
@@ -84,7 +86,7 @@ class CacheWrite:
 def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     """Read ``node`` as a write along the tokens of a cache in the order ``axes``.
 
-    Returns None if it is no cache write at all; raises Refusal if it is one in a form that is not understood.
+    Returns None if ``node`` is no cache write. Raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
     write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
@@ -94,7 +96,7 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 
 def match_slice(node: Node, axes: str) -> CacheWrite | None:
-    """Read ``node``, a slice or a copy of one, as a move of the tokens that it keeps to the beginning of a cache.
+    """Read ``node``, a slice or a copy of a slice, as a move: the tokens that it keeps move to the first positions.
 
     Returns None if it is no slice of tokens.
     """
@@ -102,9 +104,9 @@ def match_slice(node: Node, axes: str) -> CacheWrite | None:
 
 
 def _with_later_sizes(match: Callable[[], CacheWrite | None]) -> CacheWrite | None:
-    """The write that ``match`` finds; matched anew when its nodes are inserted.
+    """The write that ``match`` finds. It is matched again when its nodes are inserted.
 
-    Sizes are as they are known by then: what is checked after the first match may have made symbols constant.
+    Checks after the first match may have made symbols constant, and the second match takes the sizes known by then.
     """
     write = match()
 
@@ -126,7 +128,7 @@ def _refuse(node: Node, role: str, detail: str) -> Refusal:
 
 
 def _whole(node: Node, axes: str, n: Any) -> list[Any]:
-    """The shape of ``n`` tokens in the layout of the cache that ``node`` updates."""
+    """The shape of ``n`` tokens in the order of the cache that ``node`` updates."""
     shape = list(shape_of(node))
     shape[axes.index("t")] = n
     return shape
@@ -137,7 +139,7 @@ def _num_tokens(node: Node, axes: str) -> Any:
 
 
 def _has_size_1(shape: Sequence[Any], axes: str) -> bool:
-    """Whether heads and channels are of size 1, so that what has this shape is the same for all of a token."""
+    """Whether heads and channels have size 1, so that a tensor of this shape has one number for each token."""
     return all(statically_known_true(shape[axes.index(axis)] == 1) for axis in "hd")
 
 
@@ -151,7 +153,7 @@ def _write(
     *args: Any,
     own: tuple[Node, ...] = (),
 ) -> CacheWrite:
-    """The write that ``fn`` makes of ``value``, in the dtype of the cache, and ``args``."""
+    """The write whose normal form ``fn`` computes from ``value``, in the dtype of the cache, and ``args``."""
 
     def normalise(graph: Graph) -> Normalised:
         return inline(graph, fn, converted(graph, value, node), *_materialise(graph, args))
@@ -162,7 +164,7 @@ def _write(
 def _move(
     node: Node, base: Node, form: str, axes: str, source: Callable[..., Tensor], *args: Any, own: tuple[Node, ...] = ()
 ) -> CacheWrite:
-    """The move to which every token comes from its ``source``, which ``source`` makes of ``args``."""
+    """The move whose source positions ``source`` computes from ``args``."""
 
     def normalise(graph: Graph) -> Normalised:
         return None, inline(graph, source, *_materialise(graph, args)), None
@@ -175,10 +177,11 @@ def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
 
 
 def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
-    """Positions with Python's meaning of negative ones; those outside the cache point behind its packed data.
+    """Positions counted from the first. Negative positions count from the end, as in Python.
 
-    The last block may have room for tokens that the model's cache has not. A write there must not go unnoticed, so it
-    is sent to where the store checks bounds: generated C++ raises, and the Triton store writes nothing.
+    A position outside the cache becomes one behind its packed data. The last block may have room for more tokens than
+    the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds: generated C++
+    raises, and the Triton store writes nothing.
     """
     positions = positions.long()
     positions = torch.where(positions < 0, positions + num_tokens, positions)
@@ -210,13 +213,13 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
 
         return _write(node, base, "index_put", axes, shared, value, index)
 
-    # Indices of two dimensions give the first dimensions of the value, unless those are neighbours behind another one.
+    # Two indices give the first dimensions of the value, unless they index neighbours behind another dimension.
     if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
 
         def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
             pos = torch.broadcast_tensors(sequence, pos)[1]
             x = x.expand(*pos.shape, num_heads, head_dim)
-            if pos.dim() == 1:  # a position for each sequence; or several, for the only one
+            if pos.dim() == 1:  # one position for each sequence, or several for the only sequence
                 added = 0 if batch == 1 else 1
                 pos, x = pos.unsqueeze(added), x.unsqueeze(added)
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
@@ -227,7 +230,7 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
 
 
 def _is_arange(node: Node, size: Any) -> bool:
-    """Whether ``node`` is ``arange(size)``, possibly as a column."""
+    """Whether ``node`` is ``arange(size)``, as a vector or a column."""
     shape = shape_of(node)
     if len(shape) == 2 and not statically_known_true(shape[1] == 1):
         return False
@@ -242,7 +245,7 @@ def _is_arange(node: Node, size: Any) -> bool:
 
 
 def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The value behind ``copy(slice(cache), value)``, and the nodes of that idiom that touch the cache."""
+    """The new value in ``copy(slice(cache), value)``, and the nodes of that idiom that use the cache."""
     value = node.args[1]
     if value.target is aten.copy.default:
         return value.args[1], (value, value.args[0])
@@ -275,7 +278,7 @@ def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 
 def _match_shift(node: Node, axes: str) -> CacheWrite | None:
-    """Neighbouring tokens of a cache copied to another place in it."""
+    """Neighbouring tokens of a cache that are copied to another place in it; None for another write."""
     value, read = _source(node)
     base, first = _slice_of_tokens(value, axes)
     if base is not node.args[0] or not same_sizes(shape_of(value), shape_of(node.args[1])):
@@ -292,7 +295,7 @@ def _match_shift(node: Node, axes: str) -> CacheWrite | None:
 
 
 def _match_some_sequences(node: Node, axes: str, role: str) -> CacheWrite:
-    """A write to a slice of the batch, which is then put back."""
+    """A write to a slice of the batch that is put back."""
     part = node.args[1]
     write = match_write(part, axes, role)
     if write is None or write.moves or write.first_sequence is not None or not _is_put_back(node, part):
@@ -307,7 +310,7 @@ def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
 
 
 def _is_put_back(scatter: Node, part: Node) -> bool:
-    """Whether ``scatter`` puts ``part``, a write to a slice, to where that was taken from."""
+    """Whether ``scatter`` puts ``part``, a write to a slice, back where the slice was taken."""
     base, _, *place = with_defaults(scatter, None, None, 0, None, None, 1)
     taken = part.args[0]
     if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
@@ -317,7 +320,7 @@ def _is_put_back(scatter: Node, part: Node) -> bool:
 
 
 def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
-    """The first index of a slice of the batch, an int or a node of one."""
+    """The first index of a slice of the batch, an int or a node."""
     start, _, step = with_defaults(scatter, None, None, 0, None, None, 1)[3:]
     if step != 1:
         raise _refuse(scatter, role, "it writes sequences that are not neighbours")
@@ -328,7 +331,7 @@ def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
 
 
 def _first_of_slice(start: Any, size: Any) -> Any:
-    """The first index of a slice; a node of it may still be negative, and count from the end."""
+    """The first index of a slice. If it is a node, it may be negative and count from the end."""
     start = 0 if start is None else start
     return torch.sym_max(start + size, 0) if isinstance(start, int) and start < 0 else start
 
@@ -412,7 +415,7 @@ def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 
 def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
-    """Tokens of a cache in another order: every token of the result is one of the cache."""
+    """Tokens of a cache in another order, with as many tokens as before; None for another index."""
     base, indices = node.args
     token_axis = axes.index("t")
     index = indices[token_axis] if len(indices) > token_axis else None
@@ -426,7 +429,7 @@ def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 
 def _slice_of_tokens(node: Node, axes: str) -> tuple[Node | None, Any]:
-    """The tensor of which ``node`` is a slice, or a copy of one, of neighbouring tokens, and the first of them."""
+    """(tensor, first token) if ``node`` is a slice of neighbouring tokens or a copy of one; else (None, None)."""
     chain = sliced_by(node)
     if chain and len(shape_of(node)) == 4:
         base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
@@ -449,7 +452,7 @@ def _match_slice(node: Node, axes: str) -> CacheWrite | None:
 
 
 def returned_rows(node: Node, axes: str) -> CacheWrite:
-    """New keys or values that the graph returns, as the first write of a cache that grows from nothing."""
+    """New keys or values that the graph returns, as the first write of a growing cache."""
 
     def normalise(x: Tensor) -> tuple[Tensor, Tensor, None]:
         x = heads_first(x, axes)

@@ -1,8 +1,8 @@
-"""Stage B, rewriting: logical caches become packed ones, writes become stores, markers become packed attention.
+"""Replace logical caches by packed caches, their writes by stores, and markers by attention on packed data.
 
-The graph's inputs keep their number and order: the placeholder of a cache is replaced, at its place, by that of its
-packed data, so that everything that refers to inputs by position stays true. The caller of the compiled graph passes
-packed data there; :class:`InputAction` and :class:`OutputAction` say what it has to do with each input and output.
+The graph's inputs keep their number and order, because AOTAutograd and Inductor refer to inputs by position. A
+placeholder of packed data takes the place of the placeholder of each cache. The caller of the compiled graph passes
+packed data there. :class:`InputAction` and :class:`OutputAction` tell its duties for each input and output.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 aten = torch.ops.aten
 
 _LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int, POOL_VIEW, GATHER_SLOTS}
-"""Operations that proven caches go through; left without users, they are remains of the logical cache."""
+"""Operations on proven caches. Nodes without users after the rewrite are remains of the logical cache."""
 
 
 def is_mutated(placeholder: Node) -> bool:
-    """Whether a functional graph changes an input: copies into it at its end, or hands it to an op that does."""
+    """Whether a functional graph changes an input, by a copy into it at its end or by an op that mutates it."""
     return any(user.op == "call_function" and user.is_impure(impure_random=False) for user in placeholder.users)
 
 
@@ -65,7 +65,7 @@ class CacheRewriter:
 
     def rewrite_cache(self, cache: Cache, layout: PackedLayout) -> None:
         """Pack the storage of ``cache`` and turn its writes into stores; attention is rewritten afterwards."""
-        # Everything goes right behind the logical write: its operands are defined there, and its readers come later.
+        # New nodes go right behind the logical write: its operands are defined there, and its readers come later.
         anchors = [write.node.next for write in cache.writes]
         if cache.base.op == "placeholder":
             data = self._packed_placeholder(cache, layout)
@@ -93,7 +93,7 @@ class CacheRewriter:
             self._replace_outputs(cache, layout, state)
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
-        """Let all that computes keys and values from a cache of latents read its packed data instead."""
+        """Let the nodes that compute keys and values from a cache of latents read its dequantized tokens."""
         dtype, axes = cache.dtype, cache.axes
 
         def latents(data: Tensor, num_tokens: int) -> Tensor:
@@ -164,7 +164,7 @@ class CacheRewriter:
         return result
 
     def _read(self, read: Read, layout: PackedLayout) -> Node:
-        """The packed data that attention reads, inserted at the graph's insertion point if it is not all of a cache."""
+        """The packed data that attention reads. If it is a part of a cache, its nodes go to the insertion point."""
         data = self.packed[read.root]
         if read.gathers:
             return insert_gather(self.graph, data, layout, insert_operand_slots(self.graph, read))
@@ -179,7 +179,7 @@ class CacheRewriter:
         return part
 
     def erase_logical(self, caches: list[Cache]) -> None:
-        """Remove what is left of the logical caches: write-backs, reads, writes and placeholders."""
+        """Remove the remaining nodes of the logical caches: write-backs, reads, writes and placeholders."""
         for cache in caches:
             if cache.write_back is not None:
                 self.graph.erase_node(cache.write_back)
@@ -201,7 +201,7 @@ class CacheRewriter:
         return (count(self._stored_tokens(cache)), cache.size("b"), cache.num_kv_heads, layout.block_bytes)
 
     def _stored_tokens(self, cache: Cache) -> Any:
-        """Tokens that the storage of a cache holds before some are dropped."""
+        """Number of tokens that the storage of a cache holds before a window drops some."""
         if cache.kind == "static" or not cache.drops_tokens:
             return cache.num_tokens
         stored = takewhile(lambda write: not write.drops_tokens, cache.writes)
@@ -234,10 +234,10 @@ class CacheRewriter:
         return inline(self.graph, lambda *sizes: torch.zeros(sizes, dtype=torch.uint8, device=device), *shape)
 
     def _write_back(self, cache: Cache, data: Node, state: Node) -> None:
-        """The packed input is mutated: its last state is copied into it, which Inductor turns into in-place stores.
+        """Mutate the packed input: copy its last state into it. Inductor turns the stores into in-place stores.
 
-        Nothing else aliases the packed data: it replaces one placeholder, whose logical tensor AOTAutograd had already
-        found to alias no other input, and the stores are its only users beside attention, which reads the last state.
+        Nothing else aliases the packed data. It replaces one placeholder, and AOTAutograd has already found that the
+        logical tensor aliases no other input. Its only users are the stores, and attention reads the last state.
         """
         anchor = cache.write_back if cache.write_back is not None else self.output
         with self.graph.inserting_before(anchor):
@@ -250,15 +250,15 @@ class CacheRewriter:
         return inline(self.graph, lambda n: torch.arange(n, device=device), count)
 
     def _window(self, cache: Cache, layout: PackedLayout, state: Node, source: Node, write: CacheWrite) -> Node:
-        """New packed data whose first tokens are those at ``source``, byte by byte, with room for those that follow.
+        """New packed data whose first tokens are a byte-by-byte copy of the tokens at ``source``, with room for more.
 
-        A window that began where its first token lies would copy nothing. But that is another token of a block at
-        every step, and each compiled graph and kernel would have to take it as an argument. A copy is bounded by the
-        window, which attention reads at every step anyway; and it goes to data of its own, so that the cache that was
-        passed, and all that share its storage, keep their tokens. The next step appends to a block of spare room.
+        A window without a copy would begin at its first token. In every step this is another token of a block, so that
+        each compiled graph and kernel would have to take its place as an argument. The size of the copy is bounded by
+        the window, which attention reads at every step anyway. The copy goes to new data, so that the cache that was
+        passed, and every tensor that shares its storage, keeps its tokens. The next step appends to spare room in it.
 
-        A window of fixed size keeps its input, into which the last state is copied. Attention reads more than that:
-        tokens that no longer are in the window of the last query are in that of the first.
+        A window of fixed size keeps its input, into which the last state is copied. Attention reads more tokens than
+        this state has: the first query's window holds tokens that the last query's window has dropped.
         """
         if cache.returned is not None:
             count = layout.growing_blocks(shape_of(cache.returned)[cache.axes.index("t")] + BLOCK_TOKENS)
@@ -283,6 +283,6 @@ class CacheRewriter:
             growing, shape = cache.kind != "allocated", tuple(shape_of(cache.returned))
             self.output_actions.append(OutputAction(index, growing, shape, cache.dtype, layout, cache.axes))
         self.output.args = (tuple(outputs),)
-        # Inductor keeps the strides of these outputs; a packed one has strides of its own, and None has none.
+        # Inductor keeps the strides of the outputs in this list. Packed data has other strides, and None has none.
         visible = self.output.meta.get("user_visible_output_idxs", ())
         self.output.meta["user_visible_output_idxs"] = [index for index in visible if index not in replaced]

@@ -1,4 +1,4 @@
-"""Stage B, after rewriting: pools that stayed plain are indexed with PyTorch's own operators again."""
+"""Index pools that stay plain with PyTorch's own operators again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ aten = torch.ops.aten
 
 
 def expand_pools(graph: Graph) -> None:
-    """Index pools themselves, with PyTorch's own operators, where the two that stand for that are left."""
-    pools: dict[Node, Node] = {}  # state of a cache -> state of the pool that it is a view of
+    """Replace the remaining ``kvcompile::pool_view`` and ``kvcompile::gather_slots`` by indexing of the pools."""
+    pools: dict[Node, Node] = {}  # state of a cache -> the state of the pool that it is a view of
     heads_first: dict[Node, bool] = {}
     for node in list(graph.nodes):
         cache = node.args[0] if node.op == "call_function" and node.args else None
@@ -54,7 +54,7 @@ def _gather(heads_first: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _indices(pool: Tensor, slots: Tensor, heads_first: bool) -> list[Tensor | None]:
-    """The indices of a pool that name these slots of it."""
+    """The indices by which a pool's own dimensions name ``slots``."""
     if pool.dim() == 3:
         return [slots]
     block_size = pool.shape[2 if heads_first else 1]

@@ -1,8 +1,8 @@
-"""Query heads that take the KV heads in turn, brought to the order of grouped-query attention.
+"""Compute attention of some heads, or of query heads that take the KV heads in turn, as grouped-query attention.
 
-Grouped-query attention gives neighbouring query heads one KV head: with ``num_kv_heads`` 2 and four query heads the
-order is 0 0 1 1. ``keys.repeat(1, 2, 1, 1)`` makes it 0 1 0 1. The same attention results if query heads are put in the
-other order before, and those of the output back after it; the packed cache stays as it is.
+In grouped-query attention, neighbouring query heads share a KV head: with four query heads and ``num_kv_heads`` 2,
+their KV heads are 0 0 1 1. ``keys.repeat(1, 2, 1, 1)`` gives them 0 1 0 1. The result is the same if the query heads
+are reordered before attention and the output's heads are reordered back after it. The packed cache does not change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from kvcompile.passes.prove.head_ranges import HeadRange
 
 
 def group_heads(graph: Graph, marker: Marker, num_kv_heads: int, tiles: int) -> Marker:
-    """``marker`` with the query heads of every KV head side by side, where it has all KV heads ``tiles`` times in turn.
+    """``marker`` with its query heads reordered, so that the query heads of each KV head are neighbours.
 
-    Query, mask and sinks are taken in that order; nodes are inserted at the graph's insertion point.
+    In ``marker`` they take all KV heads ``tiles`` times in turn. Query, mask and sinks are reordered by nodes at the
+    graph's insertion point.
     """
     num_heads = shape_of(marker.query)[1]
 
@@ -38,18 +39,18 @@ def group_heads(graph: Graph, marker: Marker, num_kv_heads: int, tiles: int) -> 
 
 
 def tile_heads(graph: Graph, output: Node, num_kv_heads: int, tiles: int) -> Node:
-    """The output of attention, [batch, num_heads, q_len, v_head_dim], with its heads back in the order of the model."""
+    """The output of attention, [batch, num_heads, q_len, v_head_dim], with its heads in the order of the model."""
     result: Node = inline(graph, lambda x: _swap(x, 1, num_kv_heads, tiles), output)
     return result
 
 
 def _swap(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Dimension ``dim`` of ``outer * inner`` groups with ``inner`` as the slower of the two."""
+    """``x`` with ``outer`` and ``inner`` exchanged in dimension ``dim``, of size outer * inner * remaining."""
     return x.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def narrowed(graph: Graph, marker: Marker, heads: HeadRange) -> Marker:
-    """``marker`` for the query heads of a range; nodes are inserted at the graph's insertion point."""
+    """``marker`` for the query heads of one range; nodes go to the graph's insertion point."""
     if heads.count == 1:
         return marker
     num_heads = int(shape_of(marker.query)[1])
@@ -68,7 +69,7 @@ def narrowed(graph: Graph, marker: Marker, heads: HeadRange) -> Marker:
 
 
 def data_of_heads(graph: Graph, data: Node, first: int, num_heads: int) -> Node:
-    """Packed data of some KV heads, a view, inserted at the graph's insertion point unless it is that of all."""
+    """Packed data of ``num_heads`` KV heads: ``data`` itself if it has no more, else a view at the insertion point."""
     if shape_of(data)[2] == num_heads:
         return data
     result: Node = inline(graph, lambda data: data.narrow(2, first, num_heads), data)
@@ -76,7 +77,7 @@ def data_of_heads(graph: Graph, data: Node, first: int, num_heads: int) -> Node:
 
 
 def joined(graph: Graph, outputs: list[Node]) -> Node:
-    """The output of attention from those of its ranges."""
+    """The output of attention, from the outputs of its ranges of heads."""
     if len(outputs) == 1:
         return outputs[0]
     result: Node = inline(graph, lambda *outputs: torch.cat(outputs, 1), *outputs)

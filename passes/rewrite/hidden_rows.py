@@ -1,4 +1,4 @@
-"""Stage B, rewriting: NaN in the rows of attention from which a mask hides every key."""
+"""Put NaN into the rows of attention from which a mask hides every key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvcompile.passes.graph.inline import inline
 
 
 def insert_nan_in_hidden_rows(graph: Graph, out: Node, mask: Node, kv_len: Any) -> Node:
-    """Insert ``out`` with NaN in the rows to which ``mask`` shows no key; returns the node of it.
+    """Insert ``out`` with NaN in the rows from which ``mask`` hides every key; returns its node.
 
     Args:
-        graph: inserted into at its insertion point.
-        out: of attention, [batch, num_heads, q_len, channels].
+        graph: the graph; nodes go to its insertion point.
+        out: output of attention, [batch, num_heads, q_len, channels].
         mask: bool or float, of four dimensions that broadcast to [batch, num_heads, q_len, kv_len].
-        kv_len: number of keys. The sum of no values at all is zero, masked or not.
+        kv_len: number of keys. If it is 0, the output is zero whatever the mask is.
     """
     if statically_known_true(kv_len == 0):
         return out

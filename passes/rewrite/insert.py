@@ -1,9 +1,9 @@
 """Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
 
 On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
-plain-PyTorch meaning is traced into the graph and Inductor generates the code; but a store of many tokens to a cache
-with a residual is the op there too: it changes whole blocks, which ones is known when it runs, and code that is traced
-before would go through the whole cache.
+plain-PyTorch meaning is traced into the graph, and Inductor generates the code. The exception is a store of many tokens
+to a cache with a residual, which is the op everywhere. It changes whole blocks that are known only at run time, and
+traced code would have to go through the whole cache.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def insert_store(
 ) -> Node:
     """Insert a store at the graph's insertion point; returns the packed data after it.
 
-    The result is functional: ``data`` is not changed. A copy back into a graph input makes Inductor's reinplacing pass
-    (or its scatter lowering, on a CPU) do it in place.
+    The store is functional: it does not change ``data``. If the result is copied back into a graph input, Inductor's
+    reinplacing pass (or its scatter lowering, on a CPU) stores in place.
 
     Args:
         graph: the graph.
         data: packed data.
-        layout: of ``data``.
-        x: new tokens, of all sequences or of neighbouring ones.
-        positions: theirs, int64 [n] or [batch of x, n].
-        valid: bool of the same shape: which are written.
-        first_sequence: the first of neighbouring sequences.
+        layout: layout of ``data``.
+        x: new tokens [batch of x, num_kv_heads, n, head_dim], of all sequences or of neighbouring ones.
+        positions: positions of the tokens, int64 [n] or [batch of x, n].
+        valid: which tokens are written, bool of the shape of ``positions``; None for all.
+        first_sequence: the first of the neighbouring sequences; None if ``x`` is of all sequences.
     """
     if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
 
@@ -80,7 +80,7 @@ def insert_store(
 
 
 def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[str, Any]:
-    """What tells ``auto_functionalized_v2`` that an op is given a slice of its base: the sequences of ``x``."""
+    """The arguments that tell ``auto_functionalized_v2`` to pass a slice of its base: the sequences of ``x``."""
     if first_sequence is None:
         return {}
     first = first_sequence.meta["val"] if isinstance(first_sequence, Node) else first_sequence
@@ -89,7 +89,7 @@ def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[s
 
 
 def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -> Node:
-    """Insert packed data of the tokens of a pool at ``slots``, int64 [batch, n], at the graph's insertion point."""
+    """Insert the packed data of a pool's tokens at ``slots``, int64 [batch, n]; nodes go to the insertion point."""
     if _uses_kernels(data):
         op = torch.ops.kvcompile.gather.default
         return insert_call(graph, op, data, slots, layout.spec, layout.role, layout.head_dim)
@@ -100,7 +100,7 @@ def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -
 def insert_attention(
     graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
 ) -> Node:
-    """Insert the attention of ``marker`` on packed caches at the graph's insertion point; returns its output."""
+    """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
 
@@ -134,7 +134,7 @@ def insert_attention(
 
 
 def _visible_range(graph: Graph, mask: Node, q_len: Any, kv_len: Any) -> Node:
-    """What ``mask`` shows: one node for all layers, which come after the first that asks."""
+    """The range of keys that ``mask`` shows. All layers share the node of the first that asks."""
     op, args = torch.ops.kvcompile.visible_range.default, (mask, q_len, kv_len)
     known = next((user for user in mask.users if user.target is op and user.args == args), None)
     return known if known is not None else insert_call(graph, op, *args)

@@ -1,14 +1,13 @@
-"""Make a rewritten graph one that a CUDA graph can record once and replay with any caches.
+"""Let a CUDA graph record a rewritten graph once and replay it with any caches.
 
-A CUDA graph replays fixed addresses. Inductor copies inputs to addresses of its own, except those that it takes for
-static; it does not record graphs that mutate the others. Here no input of a decode step has to be static but weights:
+A CUDA graph replays fixed addresses. Inductor copies inputs to fixed addresses, except static inputs, and it does not
+record graphs that mutate other inputs. After this pass only the weights of a decode step have to be static:
 
-- A packed cache is passed *by reference* (see :mod:`kvcompile.kernels.layout.references`): kernels find its address in
-device
-  memory at every replay. Stores into it stand in the graph as they are: no pass of Inductor may copy a reference, which
-  is what it does with a functional store that it cannot reinplace.
-- What else the graph mutates (the number of tokens that a cache holds, say) is passed by value: its new value becomes
-  an output, which the caller of the graph copies back.
+- A packed cache is passed *by reference* (:mod:`kvcompile.kernels.layout.references`). Kernels find its address in
+  device memory at every replay. Stores into it mutate the reference in the graph. They are not functional, because
+  Inductor would copy the data of a functional store that it cannot reinplace, and nothing may copy a reference.
+- Another input that the graph mutates, such as a cache's number of tokens, is passed by value. Its new value becomes an
+  output, which the caller of the graph copies back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvcompile.kernels.layout.references import reference_strides
 from kvcompile.passes.calling import Rewritten
 
 SMALL_NBYTES = 4096
-"""Static inputs up to this size are passed by value, too: one copy costs less than recording a graph anew."""
+"""Static inputs up to this size in bytes are passed by value, too: a copy costs less than another recording."""
 
 copy_ = torch.ops.aten.copy_.default
 
@@ -35,17 +34,17 @@ _TAKE_REFERENCES = (torch.ops.kvcompile.attention.default, torch.ops.kvcompile.g
 
 
 def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
-    """Whether a recording of a graph would serve more than one call.
+    """Whether a recording of the graph would serve more than one call.
 
-    Growing caches have another length at every step. Caches that the graph makes would lie in memory that belongs to
-    the recording, and the next replay would overwrite them. And only our operators take references, to whole caches: a
-    graph that moves packed tokens about, as a full sliding window does, or uses some sequences, needs the data.
+    Growing caches have another length at every step. Caches that the graph makes would lie in the recording's memory,
+    and the next replay would overwrite them. Only our operators take references, and only to whole caches. A graph that
+    moves packed tokens, as a full sliding window does, or that uses some sequences of a cache needs the data.
     """
     if rewritten.outputs or any(action.kind == "growing" for action in rewritten.inputs):
         return False
     placeholders = gm.graph.find_nodes(op="placeholder")
     states = [placeholders[action.index] for action in rewritten.inputs]
-    for state in states:  # grows
+    for state in states:  # the list grows
         for user in state.users:
             if user.target is auto_functionalized_v2 and not _views_bases(user):
                 states += user.users
@@ -55,21 +54,21 @@ def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:
 
 
 def _views_bases(call: Node) -> bool:
-    """Whether an op is given parts of its bases."""
+    """Whether an op takes slices of its bases."""
     return any(name.endswith("_slice_dim") for name in call.kwargs)
 
 
 def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:
-    """Change ``gm``, a graph that :func:`can_replay`, as described above.
+    """Pass caches by reference and other mutated inputs by value, in a graph that :func:`can_replay`.
 
     Args:
-        gm: the rewritten graph.
+        gm: the rewritten graph; changed in place.
         rewritten: its caller's duties.
-        static_inputs: positions of the inputs whose address stays the same from call to call.
+        static_inputs: positions of the inputs whose address is the same at every call.
 
     Returns:
-        The caller's new duties: the outputs of the graph are followed by the new values of ``returned_inputs``, and its
-        caches are passed by reference.
+        The caller's new duties. The new values of ``returned_inputs`` follow the outputs of the graph, and caches are
+        passed by reference.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     caches = {action.index for action in rewritten.inputs}
@@ -89,10 +88,10 @@ def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequen
 
 
 def _store_in_place(gm: GraphModule, caches: set[Node]) -> None:
-    """Replace functional stores into caches, and the final copies into these, by stores that mutate them.
+    """Replace functional stores into caches, and the final copies into caches, by stores that mutate them.
 
-    The graph keeps its order, in which attention comes after the stores whose result it reads, and nothing reads a
-    cache as it was before: the rewrite made it so.
+    The graph keeps its order. The rewrite has put attention after the stores whose result it reads, and nothing reads
+    the state of a cache before a store.
     """
     for call in gm.graph.find_nodes(op="call_function", target=auto_functionalized_v2):
         bases = call.kwargs["_all_bases"]
@@ -127,8 +126,8 @@ def _return_new_values(gm: GraphModule, by_value: dict[Node, int]) -> tuple[int,
         index = by_value.get(node.args[0])
         if index is None:
             continue
-        # AOTAutograd's graph is functional but for these copies at its end: nobody reads the input after them, or what
-        # they return, except as an output.
+        # AOTAutograd's graph is functional except for these copies at its end. Only outputs read the results of the
+        # copies, and nothing reads the inputs after them.
         values.append(node.args[1])
         returned.append(index)
         node.replace_all_uses_with(node.args[1])

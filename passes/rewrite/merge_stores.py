@@ -1,6 +1,6 @@
-"""Merge the store of keys and that of values into one operation, where both write the same positions.
+"""Merge the store of keys and the store of values of a layer into one operation, if both write the same positions.
 
-A decode step writes one token a layer: what a store costs is launching it.
+A decode step writes one token for each layer, so that the cost of a store is its launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_stores(graph: Graph) -> bool:
 
 
 def merge_stores(graph: Graph) -> None:
-    """Merge functional stores as inserted by :mod:`kvcompile.passes.rewrite.insert`."""
+    """Merge pairs of the functional stores that :mod:`kvcompile.passes.rewrite.insert` inserts."""
     stores = _stores(graph)
     while stores:
         first = stores.pop(0)
@@ -40,7 +40,7 @@ def _stores(graph: Graph) -> list[Node]:
 
 
 def _fit(first: Node, second: Node) -> bool:
-    """Whether ``first`` can wait for ``second``, which writes other data at the same positions."""
+    """Whether ``first`` can run together with ``second``, which writes another cache at the same positions."""
     (result,) = first.users
     same_tokens = all(first.kwargs[name] is second.kwargs[name] for name in ("positions", "valid"))
     return (
@@ -59,7 +59,7 @@ def _base(store: Node) -> Node:
 
 
 def _views(store: Node, name: str, base_index: int) -> dict[str, Any]:
-    """Which part of its base the data of a store is, as ``auto_functionalized_v2`` is told of the argument ``name``."""
+    """The arguments that tell ``auto_functionalized_v2`` which slice of its base the argument ``name`` is."""
     own = {key: value for key, value in store.kwargs.items() if key.startswith("_data_")}
     return {key.replace("_data", name, 1): value for key, value in (own | {"_data_base_index": base_index}).items()}
 

@@ -1,7 +1,7 @@
-"""Which slots of a pool an attention operand reads.
+"""Compute the slots of a pool that an attention operand reads.
 
-Models bring what they gather to [batch, heads, tokens, head_dim] by all kinds of views. What they do to the gathered
-vectors, they do to the slots that these come from: the same views of the slots are the slots of the operand's tokens.
+Models bring gathered vectors to [batch, heads, tokens, head_dim] by many kinds of views. The same views, applied to the
+slots of the vectors, give the slots of the operand's tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvcompile.passes.prove.writes import wrapped
 
 
 def insert_operand_slots(graph: Graph, read: Read) -> Node:
-    """Insert the slots that an operand reads, int64 [batch, kv_len]; those outside the pool lie behind its packed data.
+    """Insert the slots that an operand reads, int64 [batch, kv_len]. Slots outside the pool become one behind its data.
 
-    ``read`` gathers; its chain is known to keep every vector whole, and to repeat heads alike for all slots.
+    ``read`` reads a pool. Its proof guarantees that its views keep every vector whole, and repeat heads in the same way
+    for all slots.
     """
     gather, *views = read.chain
     _, num_slots, *vector_shape = shape_of(read.root)

@@ -1,4 +1,4 @@
-"""Stage B, rewriting: the caches and the attention of all accepted sites, one after the other."""
+"""The packed caches of all accepted sites: their layouts, and their summaries for the report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.site import CacheSummary
 
 Layouts = dict[Node, tuple[Cache, PackedLayout]]
-"""The caches that are packed, by their last state, and the layout of each."""
+"""The packed caches and their layouts, by the last state of the cache."""
 
 
 def layouts_of(candidates: Iterable[Candidate]) -> Layouts:
-    """The caches of accepted candidates; one that several read is there once."""
+    """The caches of accepted candidates and their layouts. A cache with several readers is there once."""
     layouts: Layouts = {}
     for candidate in candidates:
         for cache in candidate.caches:

@@ -123,7 +123,7 @@ def _one_of(at: Node, value: Value, dim: int, index: int) -> Value:
 
 
 def _stacked(node: Node, dim: int) -> list[Value] | None:
-    """The tensors that ``stack``, or ``unsqueeze`` and ``cat``, joined to ``node`` along ``dim``; None without such."""
+    """The tensors that ``stack`` (or ``unsqueeze`` and ``cat``) joined to ``node`` along ``dim``; else None."""
     if node.target is aten.permute.default:
         return _stacked_and_permuted(node, dim)
     joined = node.args[0] if node.target is aten.view.default else node

@@ -467,7 +467,7 @@ UNSUPPORTED: dict[Form, str] = {
     bits_reinterpreted: "view regroups",
     one_score_assigned: "some of its scores are assigned to",
     changed_through_a_view: "in place",
-    mask_changed_in_between: "changes mask in place before the attention ends",
+    mask_changed_in_between: "mask.zero_()) changes clone (",
     scores_added_to_the_mask: "in place before the attention ends",
     keys_changed_in_between: "in place before the attention ends",
     changed_by_an_activation: "hardswish is applied to its scores",
