@@ -1,10 +1,10 @@
-"""Write the parts of these pages that are made from the code.
+"""Write the generated parts of these pages.
 
     python docs/make_pages.py            # after a change of formats, policy, refusals or passes
     python docs/make_pages.py --check    # change nothing; exit with 1 if a page is out of date
 
-Pages are written by hand, except what stands between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->``: that is
-what the function returns. ``tests/pages/test_docs.py`` fails when a page is out of date.
+The text between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->`` is the result of the function. All other text
+is written by hand. ``tests/pages/test_docs.py`` fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PART = re.compile(r"(<!-- made by (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def pages() -> list[Path]:
-    """The pages with parts that are made."""
+    """The pages with generated parts."""
     return [path for path in sorted(FOLDER.glob("*.md")) if PART.search(path.read_text(encoding="utf-8"))]
 
 
 def made(text: str) -> str:
-    """A page's text with all its parts made anew."""
+    """A page's text with all its parts generated again."""
 
     def make(part: re.Match[str]) -> str:
         begin, module, function, end = part.groups()

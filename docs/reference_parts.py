@@ -1,6 +1,6 @@
-"""The parts of the reference pages that are made from the code: passes, formats, presets, policy fields, refusals.
+"""The generated parts of the reference pages: passes, formats, presets, policy fields, refusals.
 
-Every public function here returns Markdown for one part; :mod:`make_pages` puts them into the pages.
+Every public function returns Markdown for one part; :mod:`make_pages` puts the parts into the pages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pipeline_passes() -> str:
 
 
 def format_families() -> str:
-    """For every file of formats what its docstring says, and the bytes of its formats."""
+    """The docstring of every file of formats, and the bytes of its formats."""
     families: dict[ModuleType, list[Format]] = {}
     for fmt in (*FORMATS.values(), *LATENT_FORMATS.values()):
         families.setdefault(sys.modules[type(fmt).__module__], []).append(fmt)
@@ -115,7 +115,7 @@ def _unusable(formats: list[Format]) -> list[str]:
 
 
 def preset_table() -> str:
-    """What every preset stands for, and its bytes beside those of bfloat16."""
+    """The formats of every preset, their bytes, and the share of bfloat16."""
     rows = []
     for name, pair in presets.PRESETS.items():
         nbytes = FORMATS[pair.key].bytes_per_token() + FORMATS[pair.value].bytes_per_token()
@@ -126,7 +126,7 @@ def preset_table() -> str:
 
 
 def section_table() -> str:
-    """Where the parts of a block lie, for formats of each kind."""
+    """The sections of a block, for formats of each kind."""
     rows = []
     for name in ("int8_per_token_head", "int4_per_token_head", "int4_per_group_32", "turboquant_3bit"):
         packed = PackedLayout(name, "key", 128)
@@ -150,7 +150,7 @@ def packing() -> str:
 
 
 def block_layout() -> str:
-    """Where the bytes of a cache lie."""
+    """The places of the bytes of a cache."""
     return from_docstring(layout)[1]
 
 
@@ -211,13 +211,13 @@ def _default(field: dict[str, Any], required: bool) -> str:
 
 
 def policy_names() -> str:
-    """Every name that a dtype may have."""
+    """All valid names of a dtype."""
     singles = [name for name in FORMATS if name not in presets.PRESETS]
     lists = {
         "Presets": list(presets.PRESETS),
-        "Formats that are no preset": singles,
+        "Formats with names of their own": singles,
         "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
-        "Neither": [presets.AUTO],
+        "No format, the cache stays unpacked": [presets.AUTO],
     }
     text = "\n".join(f"- {title}: {', '.join(f'`{name}`' for name in names)}." for title, names in lists.items())
     wrapped = [textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in text.splitlines()]
@@ -228,7 +228,7 @@ def policy_names() -> str:
 
 
 def refusals() -> str:
-    """Every reason, with what the user reads and what to do."""
+    """Every reason, with its message and its remedy."""
     return "\n\n".join(_refusal(reason) for reason in Reason)
 
 

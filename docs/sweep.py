@@ -1,12 +1,12 @@
-"""Run architectures of Transformers under ``kvquant``, and write down what was packed and what was not.
+"""Run architectures of Transformers under ``kvquant``, and record which attention was packed.
 
-    python docs/sweep.py                          # all of them: half an hour on a few cores
-    python docs/sweep.py --architectures llama,t5 # these; the others stay as they are in coverage.json
+    python docs/sweep.py                          # all architectures: half an hour on a few cores
+    python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
     python docs/sweep.py --missing                # cases that are not in coverage.json yet
 
-Every architecture runs in a process of its own with each attention implementation and kind of cache that it has
-(``docs/sweep_case.py``); one that crashes or hangs is a row like any other. Results go to ``coverage.json`` as they
-come, and in the end ``coverage.md`` is made from it.
+Every architecture runs in its own process, with each attention implementation and kind of cache that it supports
+(``docs/sweep_case.py``). An architecture that crashes or hangs becomes a row like any other. Results go to
+``coverage.json`` after each architecture, and ``coverage.md`` is made from it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Results = dict[str, list[CaseResult]]
 
 
 def run_all(architectures: Mapping[str, Cases], jobs: int) -> Iterator[tuple[str, list[CaseResult]]]:
-    """Those cases of each architecture, as they are finished; ``jobs`` processes at a time.
+    """Run the cases of each architecture, ``jobs`` processes at a time; yields architectures as they finish.
 
-    A process that dies or hangs takes the cases with it that it has not finished.
+    If a process dies or hangs, its unfinished cases are failures.
     """
-    torch.set_num_threads(1)  # the models are small; and a process without threads can be forked
-    run_case("gpt2", "sdpa", "static")  # what is set up once, is set up before the first fork
+    torch.set_num_threads(1)  # the models are small, and only a process without threads can be forked
+    run_case("gpt2", "sdpa", "static")  # do one-time initialisation before the first fork
     waiting, running = list(architectures.items()), []
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -54,7 +54,7 @@ def run_all(architectures: Mapping[str, Cases], jobs: int) -> Iterator[tuple[str
 
 
 class Run:
-    """The cases of one architecture in a process of its own, which writes a line of JSON for each."""
+    """The cases of one architecture in their own process, which writes a line of JSON for each case."""
 
     def __init__(self, architecture: str, cases: Cases, folder: Path) -> None:
         self.architecture = architecture
@@ -85,7 +85,7 @@ class Run:
 
 
 def is_covered(cases: Iterable[CaseResult]) -> bool:
-    """Whether every layer with a cache and without a window is rewritten, in every case that there is."""
+    """Whether every layer with a cache and without a window is rewritten, in every case that exists."""
     return all(
         not case.failure
         and case.error <= MAX_ERROR
@@ -95,7 +95,7 @@ def is_covered(cases: Iterable[CaseResult]) -> bool:
 
 
 def problems(cases: Iterable[CaseResult]) -> list[str]:
-    """What must not be: cases that fail, and results that differ."""
+    """The problems among the cases: failures, and logits that differ."""
     found = []
     for case in cases:
         name = f"{case.architecture}, {case.attention}, {case.cache}"
@@ -118,8 +118,8 @@ def page(results: Results, versions: Mapping[str, str]) -> str:
         "",
         *_INTRODUCTION.format(steps=", ".join(map(str, STEPS)), max_error=MAX_ERROR, **versions).splitlines(),
         "",
-        f"Of {len(results)} architectures {covered} ({100 * covered / max(len(results), 1):.0f} %) have every cached "
-        "layer without a sliding window",
+        f"{covered} of {len(results)} architectures ({100 * covered / max(len(results), 1):.0f} %) are covered: every "
+        "cached layer without a sliding window is",
         f"rewritten, in each of their cases. {len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
         "",
         "| architecture | attention | static | error | dynamic | error |",
@@ -132,17 +132,18 @@ def page(results: Results, versions: Mapping[str, str]) -> str:
 
 
 _INTRODUCTION = """\
-What `kvquant` makes of small random models of Transformers {transformers}, with PyTorch {torch} on a CPU, under
-`int8_per_token_head`. Each model is called with {steps} tokens, one call after the other: with a static cache, filled
-in eager code and compiled from the second call on as `generate()` does it, and with a dynamic one, compiled from the
-first call on. Windows of sliding layers are 16 tokens. Graphs are rewritten and run node by node; no code is generated.
+This page tests `kvquant` on small random models of Transformers {transformers}, with PyTorch {torch} on a CPU, under
+`int8_per_token_head`. Each model is called with {steps} tokens, one call after the other, once with a static cache and
+once with a dynamic cache. A static cache is filled in eager code and compiled from the second call on, as in
+`generate()`. A dynamic cache is compiled from the first call on. Windows of sliding layers are 16 tokens. Graphs are
+rewritten and run node by node; no code is generated.
 
-`2 of 3` are attention modules that were rewritten in every graph, of layers that keep a cache, cross-attention counted
-besides. The error is the relative L2 distance of all logits from the uncompiled model whose caches hold what packed
-ones hold, quantized on write and dequantized on read; attention that was left alone sees new keys and values before
-that. The limit is {max_error:g}, less than one wrong token in a mask makes. A code that is rounded the other way makes
-1e-4, rows without one are at 1e-7. Numbers in brackets are reasons and notes, below the table; `-` stands for a case
-that the model does not run in, compiled or not.
+`2 of 3` means that 2 of 3 layers with a cache were rewritten in every graph; cross-attention counts as a layer. The
+error is the relative L2 distance of all logits from a reference: the uncompiled model, whose caches are quantized on
+write and dequantized on read. In the reference, attention that was not packed reads new keys and values before they are
+quantized. The limit is {max_error:g}, which is less than the effect of one wrong token in a mask. A code that is
+rounded the other way changes the logits by 1e-4; rows without such a code are at 1e-7. Numbers in brackets refer to
+reasons and notes below the table. `-` stands for a case that the model does not support, compiled or not.
 
 ```sh
 python docs/sweep.py
@@ -174,7 +175,7 @@ def _reference(reason: str, reasons: dict[str, int]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the results."""
+    """The versions that determine the results."""
     return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
 
 

@@ -1,13 +1,12 @@
 """One case of the sweep: an architecture with an attention implementation and a kind of cache, under ``kvquant``.
 
-The case feeds a prompt, single tokens and a chunk of tokens, enough to fill a sliding window. Graphs are rewritten by
-the passes and then run node by node, because generating code would take most of the time and show nothing about them.
+The case feeds a prompt, single tokens and a chunk of tokens, enough to fill a sliding window. The passes rewrite the
+graphs, which then run node by node: generating code would take most of the time and test nothing about the passes.
 
-What it must equal is the uncompiled model with caches of the same meaning: quantized on write, dequantized on read. The
-reference is the model with plain caches whose new keys and values pass through the spec of the format; in each step for
-exactly those layers that the compiled run keeps packed by then. Attention that was left alone sees new keys and values
-before they are quantized. Some models compute something else under ``torch.compile``, whatever the backend; they are
-compared with themselves under the backend ``eager``.
+The reference is the uncompiled model with plain caches. Its new keys and values pass through the specification of the
+format, in each step for exactly the layers that the compiled run has packed by then. In the reference, attention that
+was not packed reads new keys and values before they are quantized. Some models compute different logits under
+``torch.compile`` with any backend; these are compared with the same model under the backend ``eager``.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ BATCH = 2
 SOURCE_TOKENS = 9
 MAX_LEN = 48
 STEPS = (11, 1, 1, 4, 1, 1)
-"""Tokens of each call: 19 in all, and the windows of the small models are 16 long."""
+"""Tokens of each call. They are 19 in total; the windows of the small models have 16 tokens."""
 MAX_ERROR = 2e-3
-"""Relative L2 error of the logits. One code of int8 that is rounded the other way makes about a tenth of it; one token
-too many or too few in a mask makes ten times as much."""
+"""Largest relative L2 error of the logits. One int8 code that is rounded the other way causes about a tenth of it; one
+token too many or too few in a mask causes ten times as much."""
 UNDER_DYNAMO = "compared under torch.compile with the backend eager, which alone changes the logits of this model"
 
 CacheKind = Literal["static", "dynamic"]
@@ -48,20 +47,20 @@ Implementation = Literal["sdpa", "eager", "flex_attention"]
 
 @dataclass
 class CaseResult:
-    """What became of one case.
+    """The result of one case.
 
     Attributes:
-        architecture, attention, cache: which case it is.
-        cached: layers of the model that wrote to a cache, cross-attention counted besides.
-        full: those of them without a sliding window.
-        packed: layers whose cache was packed at the end.
-        packed_full: those of them without a sliding window.
-        rewritten: modules all of whose attention was rewritten, in every graph.
-        refusals: reason -> modules, of attention that was left alone although its layer has a cache.
-        notes: what the report notes about calls.
+        architecture, attention, cache: the case.
+        cached: number of layers that wrote to a cache; cross-attention counts as a layer.
+        full: number of cached layers without a sliding window.
+        packed: number of layers whose cache was packed at the end.
+        packed_full: number of packed layers without a sliding window.
+        rewritten: number of modules whose attention was rewritten in every graph.
+        refusals: reason -> modules whose attention was not packed although their layer has a cache.
+        notes: the notes of the report.
         error: relative L2 error of the logits.
-        failure: why there is no result; None if there is one.
-        skipped: why the case does not exist; None if it does.
+        failure: why the case has no result; None if it has one.
+        skipped: why the case does not exist; None if it exists.
     """
 
     architecture: str
@@ -84,7 +83,7 @@ class CaseResult:
 
 @contextlib.contextmanager
 def flex_attention_is_not_compiled() -> Iterator[None]:
-    """Let uncompiled models compute ``flex_attention`` in eager code, where Transformers compiles it by itself."""
+    """Let uncompiled models run ``flex_attention`` eagerly, although Transformers compiles it separately."""
     from torch.nn.attention import flex_attention
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -97,11 +96,11 @@ def flex_attention_is_not_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_code_generation() -> Iterator[None]:
-    """Run graphs node by node: what the passes make of a graph is seen, not the code that Inductor generates."""
+    """Run the rewritten graphs node by node, without Inductor's code generation."""
 
     def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            node.target = torch.ops.aten.reshape.default  # Inductor makes a view a copy where strides ask for it
+            node.target = torch.ops.aten.reshape.default  # Inductor copies where the strides do not allow a view
         gm.recompile()
         return make_boxed_func(gm.forward)
 
@@ -121,7 +120,7 @@ def run_case(
     policy: str = "int8_per_token_head",
     steps: Sequence[int] = STEPS,
 ) -> CaseResult:
-    """Run one case, in calls of so many tokens. Whatever goes wrong in it is part of the result."""
+    """Run one case, with one call for each number of tokens in ``steps``. Failures are part of the result."""
     result = CaseResult(architecture, attention, kind)
     try:
         model = ARCHITECTURES[architecture].build(architecture, attention)
@@ -143,7 +142,7 @@ def run_case(
 
 
 class _Case:
-    """A model, its inputs, and what is known of its caches call by call."""
+    """A model, its inputs, and the state of its caches after each call."""
 
     def __init__(self, model: Any, kind: CacheKind, policy: Policy, steps: list[int]) -> None:
         self.model, self.kind, self.policy, self.steps = model, kind, policy, steps
@@ -168,13 +167,13 @@ class _Case:
         result.cached, result.full = len(layers), len(full)
         result.packed, result.packed_full = len(packed), len(packed & full)
         result.rewritten, result.refusals = _by_module(report)
-        if not result.refusals:  # behind a graph break in a layer Dynamo knows no names: its sites look like one
+        if not result.refusals:  # after a graph break in a layer, Dynamo knows no names, and its sites look like one
             result.rewritten = result.packed
         result.notes = list(report.notes)
 
     @torch.no_grad()
     def _compiled(self) -> tuple[Tensor, Any, Report]:
-        """As ``generate()`` runs it: a static cache is filled in eager code and compiled from the first decode on."""
+        """Run as ``generate()`` does: a static cache is filled in eager code, and the decode steps are compiled."""
         compiled = torch.compile(self.model, backend="kvquant", options={"policy": self.policy})
         cache = self._new_cache()
         logits = []
@@ -193,7 +192,7 @@ class _Case:
 
     @torch.no_grad()
     def fails_uncompiled(self) -> bool:
-        """Whether the model itself cannot do what the case asks of it."""
+        """Whether the uncompiled model fails in this case as well."""
         self.packed_after = self.left_alone = [set() for _ in self.steps]
         try:
             self._reference(self.model)
@@ -246,7 +245,7 @@ def _parts(cache: Any) -> list[Any]:
 
 
 def _layers(cache: Any) -> dict[tuple[int, int], Any]:
-    """(0 or, of cross-attention, 1; index) -> the layers of a cache that hold keys."""
+    """The layers of a cache that hold keys, by (0 for self-attention or 1 for cross-attention, index)."""
     return {
         (place, index): layer
         for place, part in enumerate(_parts(cache))
@@ -260,9 +259,9 @@ def _is_packed(layer: Any) -> bool:
 
 
 def _by_module(report: Report) -> tuple[int, dict[str, list[str]]]:
-    """How many modules were rewritten in every graph, and the others by reason.
+    """The number of modules that were rewritten in every graph, and the other modules by reason.
 
-    Attention that no graph finds a cache for has none: that of an encoder.
+    Attention of an encoder has no cache and is skipped.
     """
     rewritten: dict[str, bool] = defaultdict(bool)
     reasons: dict[str, dict[str, None]] = defaultdict(dict)
@@ -283,8 +282,11 @@ def _by_module(report: Report) -> tuple[int, dict[str, list[str]]]:
 def _quantizing(
     cache: Any, layers: set[tuple[int, int]], left_alone: set[tuple[int, int]], policy: Policy
 ) -> Iterator[None]:
-    """Updates of these layers of a plain cache store what a packed one would hold, and have always held; those that are
-    left alone return what they were given."""
+    """Let updates of these layers of a plain cache store quantized values, as a packed cache does.
+
+    Tokens that the layers hold already are quantized as well. The updates of layers in ``left_alone`` return the new
+    keys and values before they are quantized.
+    """
     formats = policy.formats_for("", 0, 1)
     assert formats is not None, "the sweep packs every layer"
 

@@ -43,7 +43,7 @@ _T5 = {
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 96,
-    "num_layers": 2,  # of a cache of Transformers too
+    "num_layers": 2,  # the caches of Transformers read it too
     "num_decoder_layers": 2,
     "num_heads": 4,
     "pad_token_id": 0,
@@ -75,7 +75,7 @@ _WINDOW_AND_FULL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attent
 _SHARED = {
     **_WINDOW,
     "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,  # the last ones attend to keys and values of the others
+    "num_kv_shared_layers": 2,  # the last two layers attend to the keys and values of the first two
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -88,17 +88,17 @@ class Architecture:
 
     Attributes:
         sizes: fields of its configuration.
-        is_encoder_decoder: whether it reads a source besides the tokens it continues.
+        is_encoder_decoder: whether the model has an encoder.
     """
 
     sizes: Mapping[str, Any] = field(default_factory=dict)
     is_encoder_decoder: bool = False
 
     def build(self, model_type: str, attn_implementation: str) -> Any:
-        """A model in float32, whose weights are random and large enough for attention to be selective.
+        """A model in float32 with random weights that are large enough to make attention selective.
 
         Raises:
-            ValueError: it has no such attention.
+            ValueError: the model does not support this attention implementation.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -1,7 +1,7 @@
-"""The parts of the page on how the passes work: one decode step, its graph at every stage, and its output code.
+"""The generated parts of the page on how the passes work: a decode step, its graph at every stage, its output code.
 
-The step is compiled for real, up to the code that Inductor generates, without a C++ compiler and without a GPU. Every
-public function returns Markdown for one part; :mod:`make_pages` puts them into the page.
+The step is really compiled, up to the code that Inductor generates, without a C++ compiler and without a GPU. Every
+public function returns Markdown for one part; :mod:`make_pages` puts the parts into the page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvcompile.report.report import Report
 POLICY = "int8_per_token_head"
 COLUMNS = 110
 SCALAR = {"cpp.simdlen": 1, "cpp.threads": 1, "fx_graph_cache": False}
-"""Code that is the same on every CPU: no vector instructions, one thread."""
+"""Settings that give the same code on every CPU: no vector instructions, one thread."""
 
 
 class CachedAttention(nn.Module):
@@ -55,7 +55,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One layer, without the projections around its attention: those stay as they are."""
+    """One layer, without the projections around its attention, which the backend does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class _CodeSeenError(Exception):
 
 
 class Walk:
-    """What becomes of a decode step; also what :class:`kvcompile.debugging.stages.Watcher` asks for.
+    """A decode step at every stage; has the methods of :class:`kvcompile.debugging.stages.Watcher`.
 
     Attributes:
         texts: the graph at each stage.
-        on_cuda: the graph after the rewrite, had its tensors been on a GPU.
-        report: what became of its attention.
-        output_code: what Inductor generates for the CPU.
+        on_cuda: the rewritten graph for tensors on a GPU.
+        report: the report on its attention.
+        output_code: the code that Inductor generates for the CPU.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Walk:
         pass
 
     def run(self, packing: Packing) -> Iterator[Pass]:
-        """The pipeline, tried first on a copy of the graph whose tensors are on a GPU."""
+        """Run the pipeline, first on a copy of the graph with tensors on a GPU, then on the graph itself."""
         on_cuda = copy.deepcopy(packing.gm)
         for node in on_cuda.graph.nodes:
             node.meta["val"] = _on_cuda(node.meta.get("val"))
@@ -114,7 +114,7 @@ class Walk:
 
 
 def _on_cuda(values: Any) -> Any:
-    """Fake tensors as if they were on a GPU; no GPU is needed for that."""
+    """Copies of fake tensors on a fake GPU; this needs no GPU."""
 
     def move(tensor: FakeTensor) -> Tensor:
         with tensor.fake_mode:
@@ -146,13 +146,13 @@ def walk() -> Walk:
 
 
 def torch_version() -> str:
-    """The version of PyTorch that graphs and code are of, without its build."""
+    """The version of PyTorch that made the graphs and the code, without its build."""
     return torch.__version__.partition("+")[0]
 
 
 def made_with() -> str:
-    """What the graphs and the code depend on beside this repository."""
-    return f"Graphs and code are those of PyTorch {torch_version()}."
+    """The version that the graphs and the code depend on."""
+    return f"The graphs and the code are from PyTorch {torch_version()}."
 
 
 def model() -> str:
@@ -174,7 +174,7 @@ def aten_graph() -> str:
 
 
 def rewritten_inputs() -> str:
-    """What the inputs of the graph are after the rewrite."""
+    """The inputs of the rewritten graph."""
     lines = walk().texts[Stage.rewritten].split("# inputs:\n")[1].partition("\n\n")[0].splitlines()
     return _block("text", "\n".join(line.removeprefix("#").strip() for line in lines))
 
@@ -184,7 +184,7 @@ def rewritten_on_cuda() -> str:
 
 
 def rewritten_on_cpu() -> str:
-    """The operations that quantize the keys: those of the store whose result is a tensor of floats or bytes."""
+    """The operations that quantize the keys: operations of the store that return a tensor of floats or bytes."""
     lines = [
         line
         for line in _statements(walk().texts[Stage.rewritten])
@@ -194,7 +194,7 @@ def rewritten_on_cpu() -> str:
 
 
 def output_calls() -> str:
-    """What the generated wrapper calls, in order."""
+    """The calls of the generated wrapper, in order."""
     body = walk().output_code.partition("def call(self, args):")[2].partition("return ")[0]
     return _block("python", _wrapped(re.findall(r"^ +((?:\w+ = torch\.ops|cpp_).*)$", body, re.MULTILINE)))
 
@@ -219,7 +219,7 @@ def _block(language: str, text: str) -> str:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """The statements of a graph, each on one line, without those that only rename an input or free memory."""
+    """The statements of a graph, each on one line; statements that only rename an input or free memory are skipped."""
     body = text.partition("def forward(")[2]
     for line in body.splitlines()[1:]:
         line = re.sub(r";  (?:\w+ = )+None", "", line.strip())
@@ -236,7 +236,7 @@ def _lines_with(words: str, text: str) -> str:
 
 
 def _wrapped(lines: Iterable[str]) -> str:
-    """Statements on lines of bearable width; what they do for a site stands before the first that does it."""
+    """Statements wrapped to COLUMNS, with a comment before the first statement of each role for a site."""
     wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     result, last = [], ""
     for line in lines:
@@ -249,6 +249,6 @@ def _wrapped(lines: Iterable[str]) -> str:
 
 
 def _loop_nest(is_wanted: Callable[[str], bool]) -> str:
-    """The first loop nest of the generated C++ that is wanted."""
+    """The first loop nest of the generated C++ for which ``is_wanted`` is true."""
     nests = re.findall(r"^    \{\n.*?^    \}\n", walk().output_code, re.MULTILINE | re.DOTALL)
     return textwrap.dedent(next(nest for nest in nests if is_wanted(nest))).rstrip()

@@ -167,8 +167,8 @@ def test_rules_name_layers_where_those_are_unique_and_modules_elsewhere() -> Non
     [
         (torch.randn(3, 4), "expected token ids, integers"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), "expected token ids, integers"),
-        (torch.zeros(2, dtype=torch.int64), "1 rows of 2 tokens; a row takes 3 or more"),
-        ({"pixel_values": 1}, "a mapping without input_ids"),
+        (torch.zeros(2, dtype=torch.int64), "1 rows of 2 tokens are too few"),
+        ({"pixel_values": 1}, "the mapping has no input_ids"),
         ({"input_ids": torch.ones(1, 8, dtype=torch.int64), "attention_mask": torch.tensor([[0] + [1] * 7])}, "padded"),
     ],
 )
