@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
-from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_tensors
+from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.report import report
 
@@ -196,8 +196,8 @@ class Generation:
             self._caches = None
             report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {error}")
             return None
-        if not packed_tensors(cache):
-            self._caches = None  # the policy packs no layer of this model
+        if not packed_layers(cache):
+            self._caches = None  # the policy packs no layer of this model, or all have windows
         elif mode != _ASSISTED or can_crop(cache):
             return cache
         return None

@@ -44,14 +44,9 @@ class RequestCaches:
         num_tokens = num_blocks(num_tokens) * BLOCK_TOKENS
         with self._lock:
             kept, self._kept = self._kept, None
-        if kept is not None:
-            tensor = packed_tensors(kept)[0]
-            if self._is_for(tensor, batch_size):
-                if tensor.shape[2] >= num_tokens:
-                    _clear(kept)
-                    return kept
-                num_tokens = max(num_tokens, tensor.shape[2])
-            del tensor
+        if kept is not None and self._serves(kept, batch_size, num_tokens):
+            _clear(kept)
+            return kept
         kept = None  # before the new cache exists
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             cache = static_cache(self._model, batch_size, num_tokens, self._policy)
@@ -61,11 +56,12 @@ class RequestCaches:
     def give_back(self, cache: StaticCache) -> None:
         """Keep the cache of a finished request."""
         with self._lock:
-            self._kept = cache if packed_tensors(cache) else None
+            self._kept = cache
 
-    def _is_for(self, tensor: PackedTensor, batch_size: int) -> bool:
-        parameter = next(self._model.parameters())
-        return (tensor.shape[0], tensor.device, tensor.dtype) == (batch_size, parameter.device, parameter.dtype)
+    def _serves(self, cache: StaticCache, batch_size: int, num_tokens: int) -> bool:
+        keys, parameter = packed_layers(cache)[0].keys, next(self._model.parameters())
+        is_alike = (keys.shape[0], keys.device, keys.dtype) == (batch_size, parameter.device, parameter.dtype)
+        return is_alike and keys.shape[2] >= num_tokens
 
 
 def hand_out(cache: StaticCache) -> None:
@@ -75,10 +71,10 @@ def hand_out(cache: StaticCache) -> None:
     cache.__class__ = StaticCache
 
 
-def packed_tensors(cache: Cache) -> list[PackedTensor]:
-    """The packed keys and values of a cache, layer by layer."""
-    both = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return [tensor for tensor in both if isinstance(tensor, PackedTensor)]
+def packed_layers(cache: Cache) -> list[Any]:
+    """The layers of a static cache, those with windows excepted, whose keys and values are packed."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if _is_static(layer)]
+    return [layer for layer in layers if isinstance(layer.keys, PackedTensor)]
 
 
 def can_crop(cache: Cache) -> bool:
@@ -92,10 +88,10 @@ def make_room(cache: Cache, num_new_tokens: int) -> None:
     Raises:
         KVCompileError: it is too short, and a layer of it has a sliding window, which may be shorter than the model's.
     """
-    static = [layer for layer in getattr(cache, "layers", ()) if _is_static(layer)]
-    if not static or not packed_tensors(cache):
+    packed = packed_layers(cache)
+    if not packed:
         return
-    room, needed = static[0].max_cache_len, int(cache.get_seq_length()) + num_new_tokens
+    room, needed = packed[0].max_cache_len, int(cache.get_seq_length()) + num_new_tokens
     if room >= needed:
         return
     if any(getattr(layer, "max_cache_len", 0) == room for layer in cache.layers if not _is_static(layer)):
@@ -104,7 +100,7 @@ def make_room(cache: Cache, num_new_tokens: int) -> None:
             "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
         )
     needed = num_blocks(needed) * BLOCK_TOKENS
-    for layer in static:
+    for layer in filter(_is_static, cache.layers):
         for name in ("keys", "values"):
             with torch.inference_mode(False):
                 setattr(layer, name, _extended(getattr(layer, name), needed))
@@ -126,12 +122,11 @@ def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
 def _clear(cache: StaticCache) -> None:
     """Make a cache what it was when it was new."""
     for layer in cache.layers:
-        tensors = [x for x in (layer.keys, layer.values) if isinstance(x, PackedTensor)]
-        if not tensors:
+        if not (_is_static(layer) and isinstance(layer.keys, PackedTensor)):
             layer.reset()
             continue
-        for tensor in tensors:
-            tensor.packed.zero_()
+        layer.keys.packed.zero_()
+        layer.values.packed.zero_()
         layer.cumulative_length.zero_()
 
 
