@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvcompile.caches.file import load_cache as load_cache
     from kvcompile.caches.file import save_cache as save_cache
     from kvcompile.caches.static import static_cache as static_cache
+    from kvcompile.compiling import compile as compile
+    from kvcompile.compiling import uncompile as uncompile
     from kvcompile.debugging.debug import debug as debug
     from kvcompile.errors import CacheFileError as CacheFileError
     from kvcompile.errors import KVCompileError as KVCompileError
@@ -52,6 +54,7 @@ _HOME = {
     "cache_nbytes": "packed.memory",
     "collect_reports": "report.report",
     "compare": "evaluation.compare",
+    "compile": "compiling",
     "debug": "debugging.debug",
     "explain": "explaining",
     "kvquant": "backend",
@@ -61,6 +64,7 @@ _HOME = {
     "save_cache": "caches.file",
     "static_cache": "caches.static",
     "tune": "evaluation.tune",
+    "uncompile": "compiling",
 }
 
 __all__ = sorted(_HOME)

@@ -72,7 +72,9 @@ def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) ->
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            # A compiled model would be compiled for this call, or run kernels on tensors that have no memory.
+            model = getattr(model, "_orig_mod", model)
+            model._call_impl(input_ids=ids, past_key_values=cache, use_cache=True)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KVCompileError(

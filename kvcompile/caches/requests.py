@@ -1,0 +1,163 @@
+"""Caches of the requests of one model: packed from the start, and used again by the next request."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from kvcompile.caches.static import static_cache
+from kvcompile.errors import KVCompileError
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
+from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import Cache, StaticCache
+
+
+class RequestCaches:
+    """Packed static caches for the requests of one model.
+
+    The cache of a finished request is kept for the next one of the same batch size that needs no more room. Requests
+    may run in several threads: each has a cache of its own, and the one that was given back last is kept.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._model = model
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._kept: StaticCache | None = None
+
+    def take(self, batch_size: int, num_tokens: int) -> StaticCache:
+        """An empty cache of ``batch_size`` sequences with room for at least ``num_tokens`` tokens each.
+
+        It can also be cropped, and its beams be reordered without new memory.
+
+        Raises:
+            PolicyError, KVCompileError: see :func:`kvcompile.static_cache`.
+        """
+        num_tokens = num_blocks(num_tokens) * BLOCK_TOKENS
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None and self._serves(kept, batch_size, num_tokens):
+            _clear(kept)
+            return kept
+        kept = None  # before the new cache exists
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            cache = static_cache(self._model, batch_size, num_tokens, self._policy)
+        cache.__class__ = _request_cache_class()
+        return cache
+
+    def give_back(self, cache: StaticCache) -> None:
+        """Keep the cache of a finished request."""
+        with self._lock:
+            self._kept = cache
+
+    def _serves(self, cache: StaticCache, batch_size: int, num_tokens: int) -> bool:
+        keys, parameter = packed_layers(cache)[0].keys, next(self._model.parameters())
+        is_alike = (keys.shape[0], keys.device, keys.dtype) == (batch_size, parameter.device, parameter.dtype)
+        return is_alike and keys.shape[2] >= num_tokens
+
+
+def hand_out(cache: StaticCache) -> None:
+    """Make a cache of :class:`RequestCaches` one that callers know: it can be saved, copied and passed on."""
+    from transformers import StaticCache
+
+    cache.__class__ = StaticCache
+
+
+def packed_layers(cache: Cache) -> list[Any]:
+    """The layers of a static cache, those with windows excepted, whose keys and values are packed."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if _is_static(layer)]
+    return [layer for layer in layers if isinstance(layer.keys, PackedTensor)]
+
+
+def can_crop(cache: Cache) -> bool:
+    """Whether the last tokens of a static cache can be forgotten: windows and states have dropped what came before."""
+    return all(_is_static(layer) for layer in cache.layers)
+
+
+def make_room(cache: Cache, num_new_tokens: int) -> None:
+    """Give a packed static cache room for so many more tokens, in place; other caches stay unchanged.
+
+    Raises:
+        KVCompileError: it is too short, and a layer of it has a sliding window, which may be shorter than the model's.
+    """
+    packed = packed_layers(cache)
+    if not packed:
+        return
+    room, needed = packed[0].max_cache_len, int(cache.get_seq_length()) + num_new_tokens
+    if room >= needed:
+        return
+    if any(getattr(layer, "max_cache_len", 0) == room for layer in cache.layers if not _is_static(layer)):
+        raise KVCompileError(
+            f"generate: past_key_values has room for {room} tokens, this request may need {needed}, and a cache with "
+            "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
+        )
+    needed = num_blocks(needed) * BLOCK_TOKENS
+    for layer in filter(_is_static, cache.layers):
+        for name in ("keys", "values"):
+            with torch.inference_mode(False):
+                setattr(layer, name, _extended(getattr(layer, name), needed))
+            torch._dynamo.mark_static_address(getattr(layer, name))
+        layer.max_cache_len = needed
+
+
+def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    shape = (*tensor.shape[:2], num_tokens, tensor.shape[3])
+    if isinstance(tensor, PackedTensor):
+        longer = PackedTensor.zeros(shape, tensor.dtype, tensor.packed_layout, tensor.axes, tensor.device)
+        longer.packed[: tensor.packed.shape[0]].copy_(tensor.packed)
+        return longer
+    plain = tensor.new_zeros(shape)
+    plain[:, :, : tensor.shape[2]].copy_(tensor)
+    return plain
+
+
+def _clear(cache: StaticCache) -> None:
+    """Make a cache what it was when it was new."""
+    for layer in cache.layers:
+        if not (_is_static(layer) and isinstance(layer.keys, PackedTensor)):
+            layer.reset()
+            continue
+        layer.keys.packed.zero_()
+        layer.values.packed.zero_()
+        layer.cumulative_length.zero_()
+
+
+def _is_static(layer: Any) -> bool:
+    from transformers.cache_utils import StaticLayer
+
+    return type(layer) is StaticLayer
+
+
+@functools.cache
+def _request_cache_class() -> type:
+    from transformers import StaticCache
+
+    class RequestCache(StaticCache):
+        """A packed static cache that forgets its last tokens, and reorders its sequences in place."""
+
+        def crop(self, tokens_to_remove: int) -> None:
+            """Forget the last ``-tokens_to_remove`` tokens: they are overwritten, and masked until then."""
+            if tokens_to_remove > 0:
+                raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
+            for layer in self.layers:
+                layer.cumulative_length.add_(tokens_to_remove)
+
+        def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+            """Sequence ``i`` becomes what sequence ``beam_idx[i]`` was; addresses stay, for compiled code."""
+            for layer in self.layers:
+                if not isinstance(layer.keys, PackedTensor):
+                    layer.reorder_cache(beam_idx)
+                    continue
+                for tensor in (layer.keys, layer.values):
+                    reordered = tensor.packed.index_select(PACKED_DIM["b"], beam_idx.to(tensor.device))
+                    tensor.packed.copy_(reordered)
+
+    return RequestCache

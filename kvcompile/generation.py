@@ -1,0 +1,227 @@
+"""``generate()`` of a compiled Transformers model: its cache is packed from the start, and decode steps are compiled.
+
+``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. It compiles
+decode steps on GPUs only, and neither for beams, nor for assisted decoding, nor on its default cache, which grows.
+A :class:`Generation` replaces three methods of one model, and how that model is called:
+
+- ``generate`` begins and ends a request;
+- ``_prepare_cache_for_generation`` takes a packed cache for the request, whose memory the next request uses again;
+- decode steps with that cache, or with one that the caller passed, run compiled, and all other calls run eagerly;
+- ``_valid_auto_compile_criteria`` is false then, so that Transformers does not compile the model once more.
+
+Requests that cannot be served run as without it: without a cache, with one that Transformers offloads or quantizes, as
+an assistant, or with models whose state is no cache of keys and values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from kvcompile.backend import ConfiguredBackend
+from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
+from kvcompile.errors import KVCompileError, OptionsError, PolicyError
+from kvcompile.report import report
+
+if TYPE_CHECKING:
+    from transformers import Cache, StaticCache
+
+_ATTRIBUTE = "_kvcompile_generation"
+"""The attribute of a model that holds its Generation."""
+
+_METHODS = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria")
+"""The methods of a model that a Generation replaces by its own."""
+
+_ASSISTED = "assisted_generation"
+_SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
+_GROWING = (None, "dynamic")
+_SERVED_CACHES = (*_GROWING, "static")
+
+
+@dataclass
+class Request:
+    """A call of ``generate()``, while it runs.
+
+    Attributes:
+        is_custom: whether code of the caller decodes, which may keep the cache.
+        served: the packed cache that was taken for the request.
+        decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's.
+        keeps_outputs: whether hidden states of all steps are returned, which CUDA graphs would overwrite.
+    """
+
+    is_custom: bool = False
+    served: StaticCache | None = None
+    decodes_with: Cache | None = None
+    keeps_outputs: bool = False
+
+    def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with ``kwargs`` reads one more token of each sequence, with the cache of this request."""
+        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+        return cache is not None and cache is self.decodes_with and ids is not None and ids.shape[1:] == (1,)
+
+
+class Generation:
+    """How one model generates, until :meth:`remove`.
+
+    Several threads may generate with the model at the same time. Copies of it, pickled ones too, generate as their
+    class does.
+    """
+
+    def __init__(self, model: Any, backend: ConfiguredBackend, **how: Any) -> None:
+        """
+        Args:
+            model: a model for which :func:`is_generative` holds.
+            backend: compiles it; on GPUs, decode steps become CUDA graphs unless it has a mode of its own.
+            how: keywords of ``torch.compile``.
+        """
+        self._model = model
+        self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
+        self._of_thread = threading.local()
+        self._compiled = torch.compile(model._call_impl, backend=backend, **how)
+        self._recorded = torch.compile(model._call_impl, backend=backend.with_mode("reduce-overhead"), **how)
+        replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
+        replaced |= {"_compiled_call_impl": self._call_model, _ATTRIBUTE: self}
+        self._before = {name: vars(model).get(name) for name in replaced}
+        vars(model).update(replaced)
+
+    @staticmethod
+    def of(model: nn.Module) -> Generation | None:
+        """The Generation of ``model``, if it has one."""
+        return vars(model).get(_ATTRIBUTE)
+
+    def remove(self) -> None:
+        """Make the model what it was."""
+        for name, value in self._before.items():
+            del vars(self._model)[name]
+            if value is not None:
+                vars(self._model)[name] = value
+
+    # Called in place of the model's own methods; see their docstrings in Transformers
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
+            result = self._original("generate")(*args, **kwargs)
+            if request.served is not None and getattr(result, "past_key_values", None) is request.served:
+                hand_out(request.served)
+                request.served = None  # it is the caller's from now on
+        return result
+
+    def _prepare_cache_for_generation(
+        self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        request, cache = self._request, model_kwargs.get("past_key_values")
+        if request is not None and config.compile_config is not None:
+            raise OptionsError(
+                "generate: compile_config is given, and kvcompile.compile has compiled this model already; drop "
+                "compile_config, or call kvcompile.uncompile(model) first"
+            )
+        if request is not None and cache is None and self._can_serve(request, config, mode.value):
+            num_sequences = batch_size * max(config.num_beams, config.num_return_sequences)
+            cache = self._taken(num_sequences, max(max_cache_length, config.max_cache_len or 0), mode.value)
+            if cache is not None:
+                model_kwargs["past_key_values"] = request.served = cache
+        if request is None or request.served is None:
+            self._original("_prepare_cache_for_generation")(config, model_kwargs, mode, batch_size, max_cache_length)
+            if cache is not None:
+                make_room(cache, max_cache_length)  # enough even if the prompt does not repeat what the cache holds
+        if request is not None:
+            request.decodes_with = None if config.disable_compile else cache
+            request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        compiles = self._request is not None and self._request.decodes_with is not None
+        return not compiles and self._original("_valid_auto_compile_criteria")(*args, **kwargs)
+
+    def _call_model(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._model._call_impl(*args, **kwargs)
+        request = self._request
+        if request is None:
+            return self._compiled(*args, **kwargs)
+        if not request.is_decode_step(kwargs):
+            return self._model._call_impl(*args, **kwargs)
+        records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable and not request.keeps_outputs
+        return (self._recorded if records else self._compiled)(*args, **kwargs)
+
+    # How they do it
+
+    @contextmanager
+    def _requested(self, request: Request) -> Iterator[Request]:
+        """``request`` runs inside, perhaps within another one of the same thread; its cache is kept afterwards."""
+        outer, self._of_thread.request = self._request, request
+        try:
+            yield request
+        finally:
+            self._of_thread.request = outer
+            if request.served is not None and self._caches is not None:
+                self._caches.give_back(request.served)
+
+    @property
+    def _request(self) -> Request | None:
+        """The request that runs in this thread."""
+        return getattr(self._of_thread, "request", None)
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        """A method of the model as it was before."""
+        return self._before[name] or MethodType(getattr(type(self._model), name), self._model)
+
+    def _can_serve(self, request: Request, config: Any, mode: str) -> bool:
+        """Whether Transformers would make a cache of keys and values for a request, one that stays where it is."""
+        return (
+            mode in _SERVED_MODES
+            and not request.is_custom
+            and config.use_cache is not False
+            and not config.is_assistant  # an assistant passes its cache to longer and longer requests
+            and config.cache_implementation in (_GROWING if mode == _ASSISTED else _SERVED_CACHES)
+            and self._model._supports_default_dynamic_cache()
+            and "mamba" not in type(self._model).__name__.lower()
+        )
+
+    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> StaticCache | None:
+        """An empty packed cache for a request, or None if the model or the mode does not allow it."""
+        if self._caches is None:
+            return None
+        try:
+            cache = self._caches.take(num_sequences, num_tokens)
+        except PolicyError:
+            raise
+        except KVCompileError as error:
+            self._caches = None
+            report.note(f"generate() of this {type(self._model).__name__} runs without a packed cache: {error}")
+            return None
+        if not packed_layers(cache):
+            self._caches = None  # the policy packs no layer of this model, or all have windows
+        elif mode != _ASSISTED or can_crop(cache):
+            return cache
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def is_generative(model: nn.Module) -> bool:
+    """Whether ``model`` is one of Transformers that generates with one cache, so not an encoder-decoder."""
+    return any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__) and not model.config.is_encoder_decoder
+
+
+def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
+    """A method for ``model`` that calls the one of its Generation; for a copy of ``model``, the one of its class."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        generation = Generation.of(self)
+        if generation is None:
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return getattr(generation, name)(*args, **kwargs)
+
+    forward.__name__ = name  # a pickled method is looked up by its name, and is then the one of the class
+    return MethodType(forward, model)

@@ -1,0 +1,428 @@
+"""``kvcompile.compile(model)`` prepares ``generate()``: packed from the start, and its memory is used again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kvcompile
+from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_reports
+from kvcompile.generation import Generation
+
+transformers = pytest.importorskip("transformers")
+from tiny_llama import tiny_llama  # noqa: E402
+
+LOSSLESS = {"default": {"dtype": "float32"}}
+"""Packed caches hold float32 as it is, so that tokens must be those of the model without kvcompile."""
+
+FORMATS = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
+
+REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
+
+
+def left_padded(num_tokens: int = 20) -> dict[str, Tensor]:
+    ids = torch.randint(3, 97, (2, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = ids[0, :7] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def generated(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    return model.generate(**{**common, **arguments})
+
+
+def compiled_llama(policy: Any = LOSSLESS, **sizes: Any) -> Any:
+    model = tiny_llama(**{"num_layers": 1, **sizes})
+    return kvcompile.compile(model, policy=policy, on_unsupported="error")
+
+
+def assistant() -> Any:
+    """A model that mostly, but not always, guesses what the tiny Llama says."""
+    model = tiny_llama(num_layers=1)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _node_by_node(request: pytest.FixtureRequest) -> None:
+    """Graphs run node by node; the tests with generated code are in test_compiled_generate_code.py."""
+    request.getfixturevalue("without_code_generation")
+    counters.clear()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The caches that are made for requests."""
+    from kvcompile.caches import requests
+
+    caches = []
+    make = requests.static_cache
+
+    def remember(*args: Any) -> Any:
+        caches.append(make(*args))
+        return caches[-1]
+
+    monkeypatch.setattr(requests, "static_cache", remember)
+    return caches
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "greedy": {"inputs": REPETITIVE},
+    "a batch of left-padded sequences": left_padded(),
+    "sampling, several answers to a prompt": {**left_padded(), "do_sample": True, "num_return_sequences": 3},
+    "beams, which reorder the cache": {**left_padded(), "num_beams": 3},
+    "sampled beams": {**left_padded(), "num_beams": 2, "do_sample": True},
+    "prompt lookup, which crops the cache": {"inputs": REPETITIVE, "prompt_lookup_num_tokens": 3},
+    "a static cache": {**left_padded(), "cache_implementation": "static"},
+    "a static cache, prefilled in chunks": {**left_padded(), "prefill_chunk_size": 8, "cache_implementation": "static"},
+    "a prompt of one token": {"inputs": REPETITIVE[:, :1]},
+    "one new token": {"inputs": REPETITIVE, "max_new_tokens": 1},
+    "embeddings": {"inputs_embeds": torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1))},
+    "guidance, which runs the model on a second cache": {"inputs": REPETITIVE, "guidance_scale": 1.5},
+    "past a block of 64 tokens": {"inputs": REPETITIVE, "max_new_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
+    arguments: dict[str, Any], made: list[Any]
+) -> None:
+    expected = generated(tiny_llama(num_layers=1), **arguments)
+    model = compiled_llama()
+    with collect_reports() as report:
+        for _ in range(2):
+            assert torch.equal(generated(model, **arguments), expected)
+    (cache,) = made
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    if not {"prompt_lookup_num_tokens", "max_new_tokens"} & arguments.keys():  # which may decode in eager code alone
+        assert len(report.graphs) == 1
+        assert report.totals.rewritten == report.totals.sites == 1
+        assert report.notes == []
+
+
+def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    model, helper = compiled_llama(), kvcompile.compile(assistant(), policy=LOSSLESS)
+    for assisting in (assistant(), helper):
+        assert torch.equal(generated(model, inputs=REPETITIVE, assistant_model=assisting), expected)
+    assert len(made) == 1, "the assistant has the cache that Transformers makes"
+
+
+@pytest.mark.parametrize("policy", FORMATS)
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
+    plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
+    for num_tokens in (60, 30):  # the second request takes the memory of the first one
+        arguments |= left_padded(num_tokens)
+        cache = kvcompile.static_cache(plain, 2 * arguments.get("num_beams", 1), 128, policy)
+        expected = generated(plain, past_key_values=cache, **arguments)
+        assert torch.equal(generated(model, **arguments), expected)
+
+
+# Memory
+
+
+def test_the_next_request_of_the_same_or_a_smaller_length_uses_the_memory_again(made: list[Any]) -> None:
+    model = compiled_llama("int4")
+    counts, addresses = [], []
+    for num_tokens in (60, 60, 9, 40):
+        generated(model, **left_padded(num_tokens))
+        counts.append(counters["stats"]["unique_graphs"])
+        addresses.append(made[0].layers[0].keys.packed.data_ptr())
+    assert len(made) == 1
+    assert counts == [1, 1, 1, 1]
+    assert len(set(addresses)) == 1
+
+
+def test_the_memory_of_a_cache_that_is_too_small_is_freed_before_a_larger_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvcompile.caches import requests
+
+    alive: list[Callable[[], Any]] = []
+    make = requests.static_cache
+
+    def watch(*args: Any) -> Any:
+        gc.collect()
+        assert [reference() for reference in alive] == [None] * len(alive)
+        cache = make(*args)
+        alive.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(requests, "static_cache", watch)
+    model = compiled_llama()
+    for num_tokens in (20, 100, 20):
+        generated(model, **left_padded(num_tokens))
+    generated(model, inputs=REPETITIVE)
+    assert len(alive) == 3
+
+
+def test_a_request_that_fails_leaves_nothing_behind() -> None:
+    class Stop(Exception):
+        pass
+
+    def fail(ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        raise Stop
+
+    expected = generated(tiny_llama(num_layers=1), **left_padded())
+    model = compiled_llama()
+    with pytest.raises(Stop):
+        generated(model, **left_padded(40), stopping_criteria=[fail])
+    assert torch.equal(generated(model, **left_padded()), expected)
+
+
+def test_requests_in_inference_mode_and_outside_of_it_take_turns() -> None:
+    expected = generated(tiny_llama(num_layers=1), **left_padded())
+    model = compiled_llama()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(generated(model, **left_padded()), expected)
+
+
+def test_two_requests_at_once_have_caches_of_their_own(made: list[Any]) -> None:
+    prompts = [left_padded(20), left_padded(30)]
+    expected = [generated(tiny_llama(num_layers=1), **prompt) for prompt in prompts]
+    model, together = compiled_llama(), Barrier(2)
+
+    def meet(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        together.wait(timeout=60)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    def answer(prompt: dict[str, Tensor]) -> Tensor:
+        common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        return model.generate(**prompt, **common, stopping_criteria=[meet])
+
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(answer, prompts))
+    for tokens, right in zip(answers, expected, strict=True):
+        assert torch.equal(tokens, right)
+    assert len(made) == 2
+
+
+# Caches that callers see
+
+
+@pytest.mark.parametrize("policy", [LOSSLESS, "int4"], ids=["lossless", "int4"])
+def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy: Any) -> None:
+    plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
+    first = generated(model, **left_padded(), return_dict_in_generate=True)
+    cache = first.past_key_values
+    assert type(cache) is transformers.StaticCache
+    before = cache.layers[0].keys.packed.clone()
+    generated(model, **left_padded(25))
+    assert torch.equal(cache.layers[0].keys.packed, before)
+    by_hand = kvcompile.static_cache(plain, 2, 300, policy)
+    right = generated(plain, **left_padded(), past_key_values=by_hand, return_dict_in_generate=True)
+    for question, length in (([[11, 12]], 50), ([[13]], 3)):
+        ids = torch.cat([first.sequences, torch.tensor(question).expand(2, -1)], 1)
+        first = generated(model, inputs=ids, past_key_values=cache, max_new_tokens=length, return_dict_in_generate=True)
+        right = generated(
+            plain, inputs=ids, past_key_values=by_hand, max_new_tokens=length, return_dict_in_generate=True
+        )
+        assert first.past_key_values is cache
+        assert torch.equal(first.sequences, right.sequences)
+    assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
+
+
+def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
+    model = compiled_llama("int4")
+    cache = generated(model, inputs=REPETITIVE, return_dict_in_generate=True).past_key_values
+    kvcompile.save_cache(cache, tmp_path / "cache.safetensors")
+    for other in (kvcompile.load_cache(tmp_path / "cache.safetensors"), copy.deepcopy(cache)):
+        assert torch.equal(other.layers[0].keys.packed, cache.layers[0].keys.packed)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_the_caller_passes_is_used_and_packed_by_the_first_compiled_step(
+    kind: str, made: list[Any]
+) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    model = compiled_llama()
+    static = transformers.StaticCache(config=model.config, max_cache_len=64)
+    cache = static if kind == "static" else transformers.DynamicCache(config=model.config)
+    result = generated(model, inputs=REPETITIVE, past_key_values=cache, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, expected)
+    assert result.past_key_values is cache
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+    assert made == []
+
+
+def test_disable_compile_runs_on_a_packed_cache_without_compiling(made: list[Any]) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    assert torch.equal(generated(compiled_llama(), inputs=REPETITIVE, disable_compile=True), expected)
+    assert len(made) == 1
+    assert not counters["stats"]["unique_graphs"]
+
+
+# What is not served
+
+
+def windowed() -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma2Config(**sizes, **heads, **layers, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+def state_space() -> Any:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, state_size=4)
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def encoder_decoder() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=97, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def by_a_callers_code(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+    return model(input_ids).logits.argmax(-1)
+
+
+UNSERVED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "without a cache": (lambda: tiny_llama(num_layers=1), {"use_cache": False}),
+    "a state-space model": (state_space, {}),
+    "an encoder-decoder": (encoder_decoder, {"max_new_tokens": 2}),
+    "prompt lookup with sliding windows": (windowed, {"prompt_lookup_num_tokens": 2}),
+    "code of the caller": (lambda: tiny_llama(num_layers=1), {"custom_generate": by_a_callers_code}),
+}
+
+
+@pytest.mark.parametrize(("make", "arguments"), UNSERVED.values(), ids=UNSERVED.keys())
+def test_what_cannot_be_served_runs_as_without_us(make: Callable[[], Any], arguments: dict[str, Any]) -> None:
+    prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    expected = generated(make(), inputs=prompt, **arguments)
+    model = kvcompile.compile(make(), policy=LOSSLESS)
+    for _ in range(2):
+        assert torch.equal(generated(model, inputs=prompt, **arguments), expected)
+
+
+def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -> None:
+    model = kvcompile.compile(windowed(), policy=LOSSLESS)
+    for num_tokens in (14, 20, 14):
+        prompt = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(1))
+        expected = generated(windowed(), inputs=prompt, max_new_tokens=5)
+        assert torch.equal(generated(model, inputs=prompt, max_new_tokens=5), expected)
+    (cache,) = made
+    assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingWindowLayer", "StaticLayer"]
+    assert isinstance(cache.layers[1].keys, PackedTensor)
+
+
+def test_a_policy_that_packs_nothing_leaves_generate_to_transformers(made: list[Any]) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    model = kvcompile.compile(tiny_llama(num_layers=1), policy={"default": {"dtype": "auto"}})
+    for _ in range(2):
+        result = generated(model, inputs=REPETITIVE, return_dict_in_generate=True)
+        assert torch.equal(result.sequences, expected)
+        assert type(result.past_key_values) is transformers.DynamicCache
+    assert len(made) == 1
+
+
+def test_a_model_that_does_not_run_with_a_static_cache_gets_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise KVCompileError("static_cache: TestModel does not run")
+
+    monkeypatch.setattr("kvcompile.caches.requests.static_cache", refuse)
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    model = compiled_llama()
+    with collect_reports() as report:
+        for _ in range(2):
+            assert torch.equal(generated(model, inputs=REPETITIVE), expected)
+    line = "generate() of this LlamaForCausalLM runs without a packed cache: static_cache: TestModel does not run"
+    assert report.notes[0] == line
+
+
+def test_a_compile_config_besides_is_an_error() -> None:
+    config = transformers.CompileConfig()
+    with pytest.raises(OptionsError, match=r"drop compile_config, or call kvcompile.uncompile\(model\)"):
+        generated(compiled_llama(), inputs=REPETITIVE, compile_config=config)
+
+
+# The model
+
+
+def test_one_call_undoes_it() -> None:
+    model = tiny_llama(num_layers=1)
+    before = dict(vars(model))
+    assert kvcompile.compile(model, policy=LOSSLESS) is model
+    generated(model, inputs=REPETITIVE)
+    assert kvcompile.uncompile(model) is model
+    after = dict(vars(model))
+    assert after.pop("_compiled_call_impl", None) is None
+    assert after == before
+    result = generated(model, inputs=REPETITIVE, return_dict_in_generate=True)
+    assert type(result.past_key_values) is transformers.DynamicCache
+    assert type(result.past_key_values.layers[0].keys) is Tensor
+
+
+def test_compiling_anew_replaces_the_options(made: list[Any]) -> None:
+    model = compiled_llama("int8_per_token_head")
+    generated(model, inputs=REPETITIVE)
+    kvcompile.compile(model, policy="int4")
+    generated(model, inputs=REPETITIVE)
+    assert [cache.layers[0].keys.format_name for cache in made] == ["int8_per_token_head", "int4_per_channel"]
+    kvcompile.uncompile(model)
+    assert Generation.of(model) is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_generate_as_their_class_does(copied: Callable[[Any], Any], made: list[Any]) -> None:
+    model = compiled_llama()
+    expected = generated(model, inputs=REPETITIVE)
+    other = copied(model)
+    result = generated(other, inputs=REPETITIVE, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, expected)
+    assert type(result.past_key_values) is transformers.DynamicCache
+    assert len(made) == 1
+
+
+def test_calls_outside_of_generate_are_compiled_as_model_compile_does_it() -> None:
+    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    cache, expected = (transformers.StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
+    with torch.no_grad():
+        logits = model(input_ids=REPETITIVE, past_key_values=cache).logits
+        right = plain(input_ids=REPETITIVE, past_key_values=expected).logits
+    torch.testing.assert_close(logits, right)
+    assert isinstance(cache.layers[0].keys, PackedTensor)
+
+
+def test_explain_and_static_cache_take_a_compiled_model() -> None:
+    model = compiled_llama()
+    cache = kvcompile.static_cache(model, 1, 64, LOSSLESS)
+    report = kvcompile.explain(model, REPETITIVE, past_key_values=cache, policy=LOSSLESS)
+    assert report.totals.rewritten == report.totals.sites == 1
+
+
+def test_a_pipeline_takes_a_compiled_model(made: list[Any]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{index}": index for index in range(97)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", unk_token="w1")
+
+    def answers(model: Any) -> Any:
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        return [pipe("w5 w6 w7", max_new_tokens=5, do_sample=False) for _ in range(2)]
+
+    assert answers(compiled_llama()) == answers(tiny_llama(num_layers=1))
+    assert len(made) == 1
