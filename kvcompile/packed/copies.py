@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
-from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_along, read, stored
+from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_tokens, read
 
 aten = torch.ops.aten
 
@@ -148,6 +148,6 @@ def _append(cache: PackedTensor, others: Sequence[Tensor], dim: int) -> PackedTe
     for other in others:
         tokens = torch.arange(begin, begin + other.shape[dim], device=cache.device)
         # The new slots are seen by no other cache: written in place even where the storage is shared.
-        put_along(result, result.packed, "t", tokens, stored(result, other))
+        put_tokens(result, result.packed, tokens, other)
         begin = begin + other.shape[dim]
     return result

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
+from kvcompile.kernels.spec.packing import pack_blocks
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import stride_of_clone
 
@@ -170,6 +171,9 @@ class PackedTensor(PackedSubclass):
         """
         result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
         x = result.to_stored_axes(x.detach())
+        if runs_kernels(result.packed):
+            launch_write(result.packed, layout, x, torch.arange(x.shape[2], device=x.device))
+            return result
         # Encoding makes float32 temporaries; in chunks of blocks they stay small beside the cache.
         chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
         for block in range(0, num_blocks(x.shape[2]), chunk_blocks):
@@ -360,12 +364,12 @@ class PackedTensor(PackedSubclass):
 
         These are the strides of this tensor, except that gaps between its elements are closed.
         """
-        x = read_tokens(self.packed, self.packed_layout, self.start + self.num_tokens)[:, :, self.start :]
-        x = to_cache_dtype(x, self.dtype)
+        x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)[:, :, self.start :]
         if self.data_is_traced:
             x = self.from_stored_axes(x.contiguous())
             return x.contiguous() if self.is_contiguous() else x
-        return x.new_empty_strided(self.shape, stride_of_clone(self)).copy_(self.from_stored_axes(x))
+        x, stride = self.from_stored_axes(x), stride_of_clone(self)
+        return x if x.stride() == tuple(stride) else x.new_empty_strided(self.shape, stride).copy_(x)
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""

@@ -17,9 +17,7 @@ from torch import Tensor
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
 from kvcompile.kernels.spec.packing import (
     byte_index,
-    read_tokens,
     replace_blocks_,
-    to_cache_dtype,
     write_tokens_,
     write_vectors_,
 )
@@ -27,6 +25,7 @@ from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
 from kvcompile.packed.tracing import ends_functional_graph, is_traced
 
 aten = torch.ops.aten
@@ -72,8 +71,9 @@ def stored(cache: PackedTensor, source: Tensor) -> Tensor:
     return encoded(cache, cache.to_stored_axes(plain(source)))
 
 
-def _meaning(cache: PackedTensor) -> tuple[Any, ...]:
-    return cache.packed_layout, cache.dtype, cache.axes
+def _meaning(x: Tensor) -> tuple[Any, ...] | None:
+    """What the bytes of a packed cache stand for; None for other tensors."""
+    return (x.packed_layout, x.dtype, x.axes) if isinstance(x, PackedTensor) else None
 
 
 def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
@@ -81,8 +81,7 @@ def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
     layout = cache.packed_layout
     if layout.residual is None:
         return cache.packed[byte_index(layout, *coordinates)]
-    tokens = read_tokens(cache.packed, layout, cache.start + cache.num_tokens)
-    return to_cache_dtype(tokens[tuple(coordinates)], cache.dtype)
+    return read_packed(cache.packed, layout, cache.start + cache.num_tokens, cache.dtype)[tuple(coordinates)]
 
 
 def put(
@@ -107,6 +106,19 @@ def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None
     positions = coordinates[2].reshape(-1)
     x = values.expand(*data.shape[1:3], positions.shape[0], values.shape[-1])
     write_tokens_(data, cache.packed_layout, x, positions, blocks=_blocks_of(positions))
+
+
+def put_tokens(cache: PackedTensor, data: Tensor, index: Tensor | None, source: Tensor) -> None:
+    """Stores ``source`` (axes as ``cache``) in the tokens ``index``, int64 [n] (None: all tokens).
+
+    Everything is read before the first byte is written: ``source`` may be a view of ``cache``.
+    """
+    if not runs_kernels(data) or _meaning(source) == _meaning(cache):
+        put_along(cache, data, "t", index, stored(cache, source))
+        return
+    positions = coordinates_of(cache, "t", index)[2].reshape(-1)
+    x = cache.to_stored_axes(plain(source).detach()).to(cache.device, cache.dtype)
+    launch_write(data, cache.packed_layout, x, positions)
 
 
 def _blocks_of(positions: Tensor) -> Tensor | None:
@@ -139,7 +151,7 @@ def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     if isinstance(source, PackedTensor) and _has_same_blocks(cache, source):
         _copy_blocks(cache, source)
     else:
-        put_along(cache, cache.packed_for_write(), "t", None, stored(cache, source))
+        put_tokens(cache, cache.packed_for_write(), None, source)
     return cache
 
 
@@ -214,10 +226,15 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
             f"index_copy_ into a packed cache: source is {source.dtype} {tuple(source.shape)}, expected {cache.dtype} "
             f"{tuple(expected)}"
         )
-    values = stored(cache, source)
-    index = not_from_end(index.reshape(-1), cache.shape[dim])
-    put_along(cache, cache.packed_for_write(), cache.axes[dim], index, values)
+    _put_along_axis(cache, cache.axes[dim], not_from_end(index.reshape(-1), cache.shape[dim]), source)
     return cache
+
+
+def _put_along_axis(cache: PackedTensor, axis: str, index: Tensor, source: Tensor) -> None:
+    if axis == "t":
+        put_tokens(cache, cache.packed_for_write(), index, source)
+    else:
+        put_along(cache, cache.packed_for_write(), axis, index, stored(cache, source))
 
 
 @handles(PackedTensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
@@ -243,7 +260,7 @@ def _index_put_(
         # The common form, without a grid: one index vector along one axis.
         axis, size = cache.axes[dims[0]], list(cache.shape)
         size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
-        put_along(cache, cache.packed_for_write(), axis, index, stored(cache, plain(values).expand(size)))
+        _put_along_axis(cache, axis, index, plain(values).expand(size))
         return cache
     # The coordinates of the addressed vectors: index a grid of coordinates (with one channel) in the same way.
     grid = [_extent(cache, axis) for axis in "bht"]

@@ -1,0 +1,31 @@
+"""Whole tokens of packed data, read and written: by Triton kernels on a GPU, else by the specification in PyTorch.
+
+Code that is being traced runs the specification on every device, so that Inductor can fuse it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import kvcompile.kernels.ops  # noqa: F401 - defines torch.ops.kvcompile
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype
+from kvcompile.packed.tracing import is_traced
+
+
+def runs_kernels(data: Tensor) -> bool:
+    """Whether reads and writes of packed ``data`` launch kernels."""
+    return data.is_cuda and not is_traced(data)
+
+
+def read_packed(data: Tensor, layout: PackedLayout, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """The first ``num_tokens`` tokens, dequantized, in ``dtype``: [batch, num_kv_heads, num_tokens, head_dim]."""
+    if runs_kernels(data):
+        return torch.ops.kvcompile.dequantize(data, num_tokens, dtype, layout.spec, layout.role, layout.head_dim)
+    return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
+
+
+def launch_write(data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor) -> None:
+    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into tokens ``positions`` (int64 [n], distinct) on a GPU."""
+    torch.ops.kvcompile.store(data, x, positions, None, layout.spec, layout.role)
