@@ -258,6 +258,8 @@ def run_copy(program: Program) -> None:
     got, expected = same_outcome(a_copy(program, pair), pair)
     if not isinstance(expected, Exception):
         check(Pair(got, expected))
+        # Packed copies are contiguous, whatever the strides of a plain copy.
+        expected = expected.new_empty_strided(got.shape, got.stride()).copy_(expected)
         if len(program.pairs) < 8:
             program.pairs.append(Pair(got, expected))
 
@@ -305,7 +307,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=25, derandomize=True, **SETTINGS)
+@settings(max_examples=120, derandomize=True, **SETTINGS)
 @given(st.data())
 def test_a_random_program_means_the_same_on_packed_and_plain_caches(data: Any) -> None:
     run(data, 6)
@@ -318,7 +320,7 @@ def test_many_random_programs_mean_the_same_on_packed_and_plain_caches(data: Any
     run(data, 15)
 
 
-@settings(max_examples=15, derandomize=True, **SETTINGS)
+@settings(max_examples=40, derandomize=True, **SETTINGS)
 @given(st.data())
 def test_with_a_lossy_format_a_step_changes_the_vectors_that_it_writes_and_no_others(data: Any) -> None:
     program = Program(data)
