@@ -74,8 +74,9 @@ def a_dim(program: Program, x: Tensor) -> int:
 
 
 def an_index(program: Program, extent: int) -> int:
-    """Within the extent, or one beyond."""
-    return program.number(-extent - 1, extent)
+    """Within the extent, or one beyond; boundaries of blocks are likely."""
+    boundaries = [index for index in (1, 63, 64, 65, extent - 1) if 0 <= index < extent]
+    return program.draw(st.sampled_from(boundaries) | st.integers(-extent - 1, extent) if boundaries else st.just(0))
 
 
 def a_view(program: Program, x: Tensor) -> Operation:
@@ -293,7 +294,10 @@ def run(data: Any, num_steps: int) -> None:
         shape = [sizes[axis] if axis != "t" else program.draw(st.sampled_from(LENGTHS)) for axis in axes]
         plain = random_values(program, shape, dtype)
         packed = PackedTensor.from_dense(plain, layout, axes, growing=growing)
-        program.pairs.append(Pair(packed, plain.clone()))
+        pair = Pair(packed, plain.clone())
+        dim, begin = axes.index("t"), min(program.draw(st.sampled_from((1, 63, 64, 65))), plain.shape[axes.index("t")])
+        view = [x.narrow(dim, begin, x.shape[dim] - begin) for x in (pair.packed, pair.plain)]
+        program.pairs += [pair, Pair(*view)]
     for _ in range(num_steps):
         program.draw(st.sampled_from(STEPS))(program)
         for pair in program.pairs:
