@@ -10,6 +10,7 @@ import kvcompile.packed.copies
 import kvcompile.packed.in_place
 import kvcompile.packed.live_view
 import kvcompile.packed.pool_ops
+import kvcompile.packed.saved_names
 import kvcompile.packed.stack_ops
 import kvcompile.packed.views
 import kvcompile.packed.writes  # noqa: F401

@@ -7,11 +7,12 @@ operators, so it always sees the present values. A write reads, computes and sto
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.op_table import general_rule, handles, is_view_op
@@ -77,7 +78,9 @@ class LiveView(PackedSubclass):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> LiveView:
         steps, dtype = context
-        return LiveView(inner["source"], steps, torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+        with _disable_current_modes():
+            like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return LiveView(inner["source"], steps, like)
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
@@ -116,13 +119,23 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_view_op(func) or not isinstance(args[0], PackedSubclass):
         return NotImplemented
     viewed, *others = args
-    # Operators on the meta device would become part of a graph that is traced; operators on values fall away there.
-    like = viewed.dequantize() if viewed.data_is_traced else geometry_of(viewed)
-    result = func(like, *others, **kwargs)
+    result = _on_geometry(viewed, lambda like: func(like, *others, **kwargs))
     step = (func, frozen(others), tuple((name, frozen(value)) for name, value in kwargs.items()))
     if isinstance(result, Tensor):
         return _viewed(viewed, ViewStep(*step), result)
     return [_viewed(viewed, ViewStep(*step, place), one) for place, one in enumerate(result)]
+
+
+def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
+    """What ``view`` makes of a tensor with the shape and strides of ``viewed``.
+
+    AOTAutograd must know where symbolic sizes come from, so there ``view`` is applied to values that nobody reads.
+    """
+    source = viewed.source if isinstance(viewed, LiveView) else viewed
+    if _is_functionalized(source):
+        return view(viewed.dequantize())
+    with _disable_current_modes():
+        return view(geometry_of(viewed))
 
 
 def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
@@ -155,8 +168,7 @@ def _as_strided(
                 f"as_strided({list(size)}, {list(stride)}, {begin}) reaches beyond a cache of {root.numel()} elements"
             )
     step = ViewStep(aten.as_strided.default, (frozen(size), frozen(stride), begin))
-    like = root.dequantize() if root.data_is_traced else geometry_of(root)
-    return LiveView(root, (step,), step.of(like), None if root.data_is_traced else begin)
+    return LiveView(root, (step,), _on_geometry(root, step.of), None if root.data_is_traced else begin)
 
 
 def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
