@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = {
-    "case": Column("case", "", "what is timed"),
+    "case": Column("case", "", "the operation or step that is timed"),
     "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
     "part": Column("part", "", "`key` or `value`"),
@@ -57,22 +57,22 @@ COLUMNS = {
     "mode": Column("mode", "", "mode of `torch.compile`"),
     "q_len": Column("q_len", "d", "query positions"),
     "microseconds": Column("us", ".1f", "time of one call or step, the median"),
-    "spread": Column("spread", ".1%", "distance between the quartiles, of the median: less than this is noise"),
+    "spread": Column("spread", ".1%", "distance between the quartiles over the median; smaller differences are noise"),
     "megabytes": Column("MB", ",.1f", "bytes that must be read, or read and written, metadata included"),
     "terabytes_per_second": Column("TB/s", ".2f", "these bytes over the time"),
     "of_read_ceiling": Column("of ceiling", ".2f", "the same as a fraction of the read ceiling of this run"),
     "floor_microseconds": Column("floor us", ".1f", "these bytes at the read ceiling"),
     "speedup": Column("speedup", ".2f", "time of the baseline over the time"),
-    "baseline": Column("baseline", "", "what the speedup compares with, measured in the same run"),
-    "baseline_microseconds": Column("baseline us", ".1f", "its time there"),
+    "baseline": Column("baseline", "", "the measurement of the same run with which the speedup compares"),
+    "baseline_microseconds": Column("baseline us", ".1f", "time of the baseline"),
     "packed_layers": Column("packed", "d", "layers whose cache is packed"),
-    "cache_megabytes": Column("cache MB", ",.1f", "storages of the cache"),
+    "cache_megabytes": Column("cache MB", ",.1f", "size of the storages of the cache"),
     "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
     "peak_saved": Column("saved", ".2f", "peak of the baseline minus this peak, as a fraction of the plain cache"),
     "relative_error": Column("error", ".1e", "norm of the difference to the reference over the norm of the reference"),
     "method": Column("timed by", "", "CUDA graph, CUDA events around launches, or wall clock"),
-    "note": Column("note", "", "what else is to be known"),
-    "error": Column("failed", "", "why there is no time"),
+    "note": Column("note", "", "remarks"),
+    "error": Column("failed", "", "the reason why there is no time"),
 }
 """Keys of rows, in the order in which tables show them."""
 
