@@ -40,11 +40,15 @@ TURBOQUANT = [name for name in FORMATS if name.startswith("turboquant")]
 
 COMPILED = ["int8_per_token_head", "int4_per_token_head", "int2_per_group_32", "fp8_e4m3", "turboquant_2.5bit",
             "int4_per_channel"]  # fmt: skip
-every_compiled_kind = pytest.mark.parametrize(
-    "fmt",
-    [pytest.param(get_format(name), marks=() if name in COMPILED else pytest.mark.slow) for name in KINDS],
-    ids=KINDS,
-)
+TRACED = ["int8_per_token_head", "turboquant_2.5bit", "int4_per_channel"]
+
+
+def every_kind(names):
+    """Every kind of format; those that are not among ``names`` are slow."""
+    params = [pytest.param(get_format(name), marks=() if name in names else pytest.mark.slow) for name in KINDS]
+    return pytest.mark.parametrize("fmt", params, ids=KINDS)
+
+
 every_turboquant = pytest.mark.parametrize("name", TURBOQUANT)
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -317,7 +321,7 @@ def test_a_static_scale_has_bounds(name):
         get_format(name)
 
 
-@every_compiled_kind
+@every_kind(TRACED)
 def test_encode_and_decode_trace_with_symbolic_sizes_and_without_constants(fmt):
     def fn(x):
         return fmt.decode(fmt.encode(x))
@@ -335,7 +339,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@every_compiled_kind
+@every_kind(COMPILED)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_encoding_gives_the_same_bytes_and_compiled_decoding_the_same_values(fmt):
     @torch.compile
