@@ -26,7 +26,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
 CPU = torch.device("cpu")
-INT8 = "int8_per_token_head"
+INT8, ROTATED_INT4 = "int8_per_token_head", "int4_per_token_head"
 RESIDUAL = "[recent=1,sinks=1,bfloat16]"
 
 
@@ -152,17 +152,28 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "LDG")
 
 
-def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_has_spare_columns(compiled):
-    attend("int4_per_token_head", "int4_unrotated")
-    attend("turboquant_4bit", "int4_unrotated")
-    attend("turboquant_3bit", "int4_unrotated")
-    attend("int4_unrotated", "int4_unrotated")  # a query that is not rotated may have outliers
-    attend("int4_per_token_head", "int4_unrotated", q_len=2)  # eight rows fill the columns
-    loops = [main_loop(kernel) for kernel in compiled["attention"]]
-    assert [uses(loop, r"IMMA\S*") for loop in loops] == [True, True, True, False, False]
+@pytest.mark.parametrize(
+    ("key", "q_len", "multiplies_integers"),
+    [
+        ("turboquant_3bit", 1, True),
+        ("int4_unrotated", 1, False),  # a query that is not rotated may have outliers
+        (ROTATED_INT4, 2, False),  # eight rows fill the columns
+        pytest.param(ROTATED_INT4, 1, True, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit", 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_has_spare_columns(
+    key, q_len, multiplies_integers, compiled
+):
+    attend(key, "int4_unrotated", q_len=q_len)
+    (kernel,) = compiled["attention"]
+    assert uses(main_loop(kernel), r"IMMA\S*") == multiplies_integers
 
 
-@pytest.mark.parametrize("key", ["turboquant_4bit", "turboquant_3bit", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    "key",
+    ["turboquant_3bit", *(pytest.param(key, marks=pytest.mark.slow) for key in ("turboquant_4bit", ROTATED_INT4))],
+)
 @pytest.mark.parametrize("value", ["int4_unrotated", pytest.param("int3_unrotated", marks=pytest.mark.slow)])
 def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, compiled):
     attend(key, value)
@@ -270,7 +281,11 @@ every_variant = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("turboquant_3bit", "int3_unrotated"), ("turboquant_2.5bit", "fp8_e5m2_unit"), ("int2_per_group_32", INT8)],
+    [
+        ("turboquant_2.5bit", "fp8_e5m2_unit"),
+        ("int2_per_group_32", INT8),
+        pytest.param("turboquant_3bit", "int3_unrotated", marks=pytest.mark.slow),
+    ],
 )
 def test_formats_of_few_bits_compile(key, value, compiled):
     attend(key, value)
@@ -318,7 +333,7 @@ def test_prefill_attention_compiles_with_a_mask(compiled):
     assert len(compiled["prefill_attention"]) == 1
 
 
-@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90], indirect=True)
 def test_causal_prefill_attention_compiles_and_hardly_spills(compiled):
     attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
     (kernel,) = compiled["prefill_attention"]
@@ -329,7 +344,10 @@ def test_causal_prefill_attention_compiles_and_hardly_spills(compiled):
 
 @pytest.mark.parametrize(
     "format_name",
-    ["turboquant_3bit", "int4_per_channel" + RESIDUAL, pytest.param("int2_per_group_32", marks=pytest.mark.slow)],
+    [
+        "turboquant_3bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_per_channel" + RESIDUAL, "int2_per_group_32")),
+    ],
 )
 def test_dequantizing_compiles(format_name, compiled):
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
@@ -344,7 +362,7 @@ def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):
 
 @pytest.mark.parametrize(
     ("num_heads", "capability", "programs", "shared_kilobytes"),
-    [(16, 90, 2, 228), (128, 90, 1, 228), (128, 80, 1, 100)],
+    [(16, 90, 2, 228), pytest.param(128, 90, 1, 228, marks=pytest.mark.slow), (128, 80, 1, 100)],
     indirect=["capability"],
 )
 def test_programs_that_attend_to_latents_fit_a_multiprocessor(
@@ -358,7 +376,7 @@ def test_programs_that_attend_to_latents_fit_a_multiprocessor(
     assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(1000, dtype=torch.bool)])
+@pytest.mark.parametrize("mask", [None, pytest.param(torch.ones(1000, dtype=torch.bool), marks=pytest.mark.slow)])
 def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
     attend_to_latents(128, mask)
     (kernel,) = compiled["hopper_latent_attention"]
