@@ -1,11 +1,10 @@
-"""A decode step on a CPU: plain Inductor against ``kvquant``, for models in bfloat16 and in float32.
+"""A decode step on a CPU: ``kvquant`` compared with plain Inductor, for models in bfloat16 and in float32.
 
     python benchmarks/cpu_decode.py [--shape 1,16/4,64,4096] [--policies int8_per_token_head int4_per_token_head]
 
 Times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of random values.
-The baseline is plain Inductor; its steps and those of a policy take turns, so that what else the machine does troubles
-both alike. Results are first compared with those of the uncompiled module on a plain cache of the values that the
-packed cache holds.
+The baseline is plain Inductor. Plain and packed steps take turns, so that other load on the machine slows both equally.
+Results are first compared with the uncompiled module on a plain cache with the dequantized values.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ POLICIES = ["int8_per_token_head", "int4_per_token_head"]
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """One step of a compiled module, with a cache of its own.
+    """One step of a compiled module, with its own cache.
 
     Attributes:
-        run: runs it.
+        run: runs the step.
         cache: the cache.
-        relative_error: of its result.
+        relative_error: the relative error of the result.
     """
 
     run: Callable[[], Tensor]
@@ -48,7 +47,7 @@ class CompiledStep:
 
 @torch.no_grad()
 def attention_module(model: Any, shape: Shape) -> tuple[Any, Run]:
-    """The attention of the first layer, and how to run a step of it."""
+    """The attention module of the first layer, and a function that runs a step of it."""
     hidden = torch.randn(shape.batch, 1, model.config.hidden_size, dtype=model.dtype)
     embeddings = model.model.rotary_emb(hidden, torch.full((shape.batch, 1), shape.context - 1))
     mask = torch.ones(shape.batch, 1, 1, shape.context, dtype=torch.bool)
@@ -60,7 +59,7 @@ def attention_module(model: Any, shape: Shape) -> tuple[Any, Run]:
 
 
 def whole_model(model: Any, shape: Shape) -> tuple[Any, Run]:
-    """The model itself, and how to run a step of it."""
+    """The model itself, and a function that runs a step of it."""
     ids = torch.zeros(shape.batch, 1, dtype=torch.long)
     return model, lambda model, cache: model(input_ids=ids, past_key_values=cache).logits
 
@@ -69,10 +68,10 @@ WORKLOADS = {"attention module": attention_module, "whole model": whole_model}
 
 
 def compile_step(module: Any, run: Run, shape: Shape, dtype: torch.dtype, **compile_arguments: Any) -> CompiledStep:
-    """Compile ``module`` for a cache of its own, and check a step of it."""
+    """Compile ``module`` with a new cache, and check a step of it."""
     compiled = torch.compile(module, **compile_arguments)
     cache = random_cache(module.config, shape, dtype, CPU)
-    for _ in range(2):  # a cache that becomes packed compiles twice
+    for _ in range(2):  # packing the cache compiles a second time
         rewind(cache)
         result = run(compiled, cache)
     return CompiledStep(functools.partial(run, compiled, cache), cache, check_step(result, run, module, shape, cache))
@@ -104,7 +103,7 @@ def compare(recorder: Recorder, workload: str, dtype: str, args: argparse.Namesp
 
 
 def facts(step: CompiledStep) -> dict[str, float]:
-    """The keys of a row that are no times."""
+    """The keys of a row that are not times."""
     return {
         "relative_error": step.relative_error,
         "packed_layers": packed_layers(step.cache),
@@ -119,12 +118,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the whole model (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=50, help="steps that are timed (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="on a busy machine fewer than its cores (default: PyTorch's)")
+    parser.add_argument("--threads", type=int, help="fewer than the cores of a busy machine (default: PyTorch's)")
     args = parse_arguments(parser, needs_cuda=False, needs_backend=True)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     recorder = Recorder(args, Chart("case", ("dtype", "format"), ("speedup",)), "cpu")
-    # All variants of a module share its code object, for which Dynamo keeps eight versions only.
+    # All variants of a module share a code object, for which Dynamo keeps only eight versions by default.
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         for workload in WORKLOADS:
             for dtype in DTYPES:

@@ -1,11 +1,11 @@
-"""Decode attention on packed caches against the read ceiling and against PyTorch's best attention in bfloat16.
+"""Decode attention on packed caches, compared with the read ceiling and with PyTorch's best attention in bfloat16.
 
     python benchmarks/decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4_per_token_head ...] [--q-len 1]
 
 For every shape and format: the time of ``kvcompile::attention`` on a full cache of encoded random data. The baseline is
 the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``, without a mask, on an
-unexpanded cache. Then, for every format that keeps no tokens as they are, what masks cost: a static cache that is
-mostly empty with a bool mask, against a cache of just its tokens without one. Every result is first compared with the
+unexpanded cache. Then, for every format without a residual, the cost of masks: a mostly empty static cache with a bool
+mask, compared with a cache of only the visible tokens without a mask. Every result is first compared with the
 plain-PyTorch specification.
 """
 
@@ -37,7 +37,10 @@ MASKED_SHAPES = [Shape.parse(text) for text in ("1,32/8,128,131072", "8,32/8,128
 
 
 def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """The fastest backend of ``scaled_dot_product_attention`` and its time: a row, with those of others in its note."""
+    """Add a row for the fastest backend of ``scaled_dot_product_attention``, with the times of others in its note.
+
+    Returns its name and time.
+    """
     timings: dict[str, Timing] = {}
     with recorder.row(case="SDPA", shape=str(shape), format="plain", q_len=q_len) as row:
         timings = time_sdpa(decode_sdpa_calls(), plain_inputs(shape, q_len))
@@ -51,7 +54,7 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
 def time_format(
     recorder: Recorder, shape: Shape, name: str, pair: FormatPair, q_len: int, baseline: tuple[str, Timing] | None
 ) -> None:
-    """A row for a full cache of one format."""
+    """Add a row for a full cache of one format."""
     with recorder.row(case="kvcompile", shape=str(shape), format=name, q_len=q_len) as row:
         step = PackedDecode.of(shape, pair, q_len)
         row["relative_error"] = step.relative_error
@@ -59,9 +62,10 @@ def time_format(
 
 
 def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: FormatPair) -> None:
-    """Two rows: ``visible`` tokens with nothing else in the cache, and in a static cache of ``shape.context`` slots.
+    """Add two rows: a cache of ``visible`` tokens, and a static cache of ``shape.context`` tokens of which these are
+    seen.
 
-    The static caches are windows of one buffer that overlap where nothing is visible; what is read lies apart.
+    The static caches are windows of one buffer. They overlap only where no token is visible.
     """
     caches, few = Caches(shape, pair), Caches(dataclasses.replace(shape, context=visible), pair)
     nbytes = caches.nbytes(visible)
@@ -85,14 +89,14 @@ def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: F
 
 
 def time_range(recorder: Recorder, shape: Shape, visible: int) -> None:
-    """A row: what the mask shows, which a step finds out once for all its layers."""
+    """Add a row for the ranges of the mask, which a step computes once for all its layers."""
     with recorder.row(case=f"range of {visible} visible tokens, once a step", shape=str(shape), format="mask") as row:
         masks = [(_prefix_mask(shape, visible), 1, shape.context) for _ in range(num_sets(shape.batch * shape.context))]
         row |= recorder.timed(time_graph(torch.ops.kvcompile.visible_range, masks), shape.batch * shape.context)
 
 
 def _prefix_mask(shape: Shape, visible: int) -> Tensor:
-    """The mask of a decode step in a static cache, bool [batch, 1, 1, slots]."""
+    """The mask of a decode step in a static cache, bool [batch, 1, 1, shape.context]."""
     return (torch.arange(shape.context, device=DEVICE) < visible).repeat(shape.batch, 1, 1, 1)
 
 
@@ -114,7 +118,7 @@ def main() -> int:
             time_range(recorder, shape, arguments.visible)
             for name, pair in arguments.formats:
                 if keeps_tokens(pair):
-                    continue  # such caches cannot overlap where nothing is visible
+                    continue  # caches with a residual cannot overlap
                 time_mask(recorder, shape, arguments.visible, name, pair)
     return recorder.finish()
 

@@ -1,12 +1,12 @@
-"""The DeepSeek-V4 K cache operators against a copy from device memory to device memory.
+"""The DeepSeek-V4 K cache operators, compared with a copy from device memory to device memory.
 
     python benchmarks/deepseek_v4.py [--gathers 1x32000 1x262144 8x32768] [--inserts 8192 65536] [--block-size 64]
 
-``dequantize_and_gather_k_cache`` of all tokens of requests on shuffled pages, and ``quantize_and_insert_k_cache`` of
-tokens into shuffled pages. Bytes a token: a gather reads 448 codes, 7 scales, 128 bytes of the rotary part and an entry
-of 4 of the block table, and writes 1024; an insertion reads 1024 and a slot of 8, and writes 584. The baseline is the
-time of a copy that reads and writes as many bytes. Every result is first compared with the plain-PyTorch specification,
-bit for bit.
+Measured are ``dequantize_and_gather_k_cache`` of all tokens of requests on shuffled pages, and
+``quantize_and_insert_k_cache`` of tokens into shuffled pages. Bytes per token: a gather reads 448 codes, 7 scales, 128
+bytes of rotary embedding and 4 bytes of the block table, and writes 1024 bytes; an insertion reads 1024 bytes and a
+slot of 8 bytes, and writes 584. The baseline is a copy that reads and writes as many bytes. Every result is first
+compared with the plain-PyTorch specification, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvcompile.kernels.formats import ds_mla_rows as spec
 
 @dataclass(frozen=True)
 class Insert:
-    """Tokens that are inserted into a cache of just their pages.
+    """Tokens that are inserted into a cache with as many pages as they need.
 
     Attributes:
-        num_tokens: tokens in all.
+        num_tokens: number of tokens.
         block_size: tokens of a page.
-        op: the operator.
-        changed: index of the argument that it changes.
+        op: name of the operator.
+        changed: index of the argument that the operator changes.
     """
 
     num_tokens: int
@@ -50,7 +50,7 @@ class Insert:
         return self.num_tokens * (2 * spec.HEAD_DIM + 8 + spec.TOKEN_BYTES)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Arguments of the operator: random tokens, an empty cache."""
+        """The arguments of the operator: random tokens and an empty cache."""
         num_blocks = -(-self.num_tokens // self.block_size)
         position = torch.arange(self.num_tokens, device=DEVICE)
         page = torch.randperm(num_blocks, device=DEVICE)[position // self.block_size]
@@ -61,7 +61,7 @@ class Insert:
 
 @dataclass(frozen=True)
 class Gather:
-    """Requests of equal length, all of whose tokens are gathered; attributes as of :class:`Insert`."""
+    """Requests of equal length whose tokens are all gathered; attributes as in :class:`Insert`."""
 
     num_reqs: int
     num_tokens: int
@@ -79,7 +79,7 @@ class Gather:
         return self.num_reqs * self.num_tokens * (read + 2 * spec.HEAD_DIM)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, None, Tensor, int, int]:
-        """Arguments of the operator: a cache that is full of random tokens, an empty output."""
+        """The arguments of the operator: a cache full of random tokens and an empty output."""
         pages = -(-self.num_tokens // self.block_size)
         inserted = Insert(self.num_reqs * pages * self.block_size, self.block_size).arguments()
         torch.ops.kvcompile.quantize_and_insert_k_cache(*inserted)
@@ -90,7 +90,7 @@ class Gather:
 
 
 def check_bits(workload: Insert | Gather, arguments: tuple) -> None:
-    """Run the operator and the specification, and compare what they change.
+    """Run the operator and the specification, and compare the tensors that they change.
 
     Raises:
         ArithmeticError: a bit differs.
@@ -105,7 +105,7 @@ def check_bits(workload: Insert | Gather, arguments: tuple) -> None:
 
 
 def time_workload(recorder: Recorder, workload: Insert | Gather) -> None:
-    """A row for a workload."""
+    """Add a row for a workload."""
     with recorder.row(case=type(workload).__name__.lower(), shape=str(workload)) as row:
         inputs = [workload.arguments() for _ in range(num_sets(workload.nbytes))]
         check_bits(workload, inputs[0])
@@ -115,10 +115,10 @@ def time_workload(recorder: Recorder, workload: Insert | Gather) -> None:
 
 
 def parse_requests(text: str) -> tuple[int, int]:
-    """``requests x tokens of each``, as in ``8x32768``."""
+    """Parse ``REQUESTSxTOKENS``, such as ``8x32768``: the number of requests, and the tokens of each."""
     num_reqs, _, num_tokens = text.partition("x")
     if not (num_reqs.isdecimal() and num_tokens.isdecimal() and int(num_reqs) and int(num_tokens)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not requests x tokens of each (example: 8x32768)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxTOKENS (example: 8x32768)")
     return int(num_reqs), int(num_tokens)
 
 

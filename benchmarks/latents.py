@@ -1,11 +1,11 @@
-"""Decode attention on packed latents against the read ceiling and PyTorch's attention on the same latents in bfloat16.
+"""Decode attention on packed latents, compared with the read ceiling and with PyTorch on the same latents in bfloat16.
 
     python benchmarks/latents.py [--shapes 8,128/1,512,32768 ...] [--q-len 1]
 
-For every shape: the time of ``kvcompile::attention`` on a full cache of random latents in ``fp8_ds_mla``, which are
-keys and values. The baseline is the fastest of the backends of ``scaled_dot_product_attention`` that take vectors of
-512 channels, and of two matrix products with a softmax between them. Bytes are those of the latents, read once. Many
-heads make it the tensor cores that limit: the note says what they do. Every result is first compared with the
+For every shape: the time of ``kvcompile::attention`` on a full cache of random latents in ``fp8_ds_mla``, which serve
+as keys and values. The baseline is the fastest of two kinds: the backends of ``scaled_dot_product_attention`` that take
+512 channels, and two matrix products with a softmax between them. Bytes are the latents, read once. With many heads the
+tensor cores are the limit; the note of a row has their operations per second. Every result is first compared with the
 plain-PyTorch specification.
 """
 
@@ -28,7 +28,7 @@ SHAPES = [Shape.parse(text) for text in ("8,128/1,512,32768", "8,16/1,512,32768"
 
 
 def attention(query: Tensor, data: Tensor, context: int) -> Tensor:
-    """Our attention. The one place that calls the operator."""
+    """The attention that is timed; nothing else here calls the operator."""
     name, scale = LAYOUT.format_name, LAYOUT.head_dim**-0.5
     return torch.ops.kvcompile.attention(
         query, data, None, None, None, context, False, scale, 0.0, name, name, LAYOUT.head_dim
@@ -36,10 +36,10 @@ def attention(query: Tensor, data: Tensor, context: int) -> Tensor:
 
 
 def check_attention(query: Tensor, data: Tensor, context: int) -> float:
-    """Relative error of our attention against the specification, in the first and the last sequence.
+    """Relative error of the attention compared with the specification, in the first and the last sequence.
 
     Raises:
-        ArithmeticError: it is too large.
+        ArithmeticError: the error is too large.
     """
     out, errors = attention(query, data, context), []
     for sequence in (slice(0, 1), slice(-1, None)):
@@ -50,7 +50,7 @@ def check_attention(query: Tensor, data: Tensor, context: int) -> float:
 
 
 def products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention written out, for all query heads of a KV head at once."""
+    """Attention as two matrix products and a softmax, for all query heads of a KV head at once."""
     rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     weights = torch.softmax(rows @ key.transpose(2, 3) * query.shape[3] ** -0.5, -1)
     return (weights @ value).reshape(query.shape)
@@ -61,13 +61,13 @@ def random_latents(shape: Shape) -> Tensor:
 
 
 def random_data(shape: Shape) -> Tensor:
-    """Packed random latents, encoded in chunks that leave the temporaries small."""
+    """Packed random latents, encoded in chunks so that temporaries stay small."""
     chunks = random_latents(shape).split(64 * BLOCK_TOKENS, 2)
     return torch.cat([pack_tokens(LAYOUT, chunk) for chunk in chunks])
 
 
 def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """The fastest way of PyTorch and its time: a row, with those of others in its note."""
+    """Add a row for PyTorch's fastest attention, with the times of others in its note. Returns its name and time."""
     nbytes, timings = shape.plain_bytes // 2, {}
     with recorder.row(case="PyTorch", shape=str(shape), format="plain", q_len=q_len) as row:
         latents = [random_latents(shape) for _ in range(num_sets(nbytes))]
@@ -79,7 +79,7 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
 
 
 def time_latents(recorder: Recorder, shape: Shape, q_len: int, baseline: tuple[str, Timing] | None) -> None:
-    """A row for a full cache."""
+    """Add a row for a full cache."""
     with recorder.row(case="kvcompile", shape=str(shape), format=LAYOUT.format_name, q_len=q_len) as row:
         nbytes = shape.batch * shape.num_kv_heads * shape.context * LAYOUT.bytes_per_token
         inputs = [(shape.query(q_len), random_data(shape), shape.context) for _ in range(num_sets(nbytes))]

@@ -1,4 +1,4 @@
-"""Hugging Face Llamas with random weights, and their static caches, for benchmarks of a decode step."""
+"""Hugging Face Llamas with random weights, and their static caches, for benchmarks of decode steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvcompile.benching.workloads import Shape, check, relative_error
 from kvcompile.packed.tensor import PackedTensor
 
 MAX_ERROR = 5e-2
-"""Largest relative error of a step's result that is still timed; every layer may round to bfloat16."""
+"""The largest relative error of a step that is timed. Every layer may round to bfloat16."""
 
 Run = Callable[[Any, transformers.StaticCache], torch.Tensor]
 """Runs one step of a model with a cache, and returns its result."""
 
 
 def config(shape: Shape, num_layers: int, vocab_size: int) -> transformers.LlamaConfig:
-    """A Llama whose attention has the heads of ``shape``, with the proportions of Llama 3 8B."""
+    """The configuration of a Llama with the heads of ``shape`` and the proportions of Llama 3 8B."""
     hidden_size = shape.num_heads * shape.head_dim
     return transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -44,7 +44,7 @@ def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: t
 def empty_cache(
     config: transformers.LlamaConfig, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> transformers.StaticCache:
-    """A static cache of ``shape.context`` slots, all but the last of which count as filled."""
+    """A static cache with room for ``shape.context`` tokens, all of which but the last count as filled."""
     cache = transformers.StaticCache(config=config, max_cache_len=shape.context)
     cache.early_initialization(shape.batch, shape.num_kv_heads, shape.head_dim, dtype, device)
     rewind(cache)
@@ -63,23 +63,23 @@ def random_cache(
 
 
 def rewind(cache: transformers.StaticCache) -> None:
-    """Make the next step write the last slot."""
+    """Make the next step write the last token."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(layer.max_cache_len - 1)
 
 
 def packed_layers(cache: transformers.StaticCache) -> int:
-    """Layers whose keys and values are both packed."""
+    """The number of layers whose keys and values are both packed."""
     return sum(
         isinstance(layer.keys, PackedTensor) and isinstance(layer.values, PackedTensor) for layer in cache.layers
     )
 
 
 def check_step(result: torch.Tensor, run: Run, model: Any, shape: Shape, cache: transformers.StaticCache) -> float:
-    """Relative error of ``result`` against the uncompiled ``model`` on a plain cache of the values in ``cache``.
+    """Relative error of ``result`` compared with the uncompiled ``model`` on a plain cache of the values in ``cache``.
 
     Raises:
-        ArithmeticError: it is too large.
+        ArithmeticError: the error is too large.
     """
     keys = cache.layers[0].keys
     plain = empty_cache(model.config, shape, keys.dtype, keys.device)

@@ -1,13 +1,13 @@
-"""The decode step of a Hugging Face Llama: plain ``torch.compile`` against ``kvquant``.
+"""The decode step of a Hugging Face Llama: ``kvquant`` compared with plain ``torch.compile``.
 
     python benchmarks/llama_step.py [--shapes 8,32/8,128,32768 ...] [--policies int4_per_token_head ...]
                                     [--modes default reduce-overhead] [--layers 8]
 
-A model of the width of Llama 3 8B with fewer layers and random weights in bfloat16 decodes one token with a static
-cache that is full of random values but for the last slot. For every shape and mode: the time of a step, the memory and
-the floor, which is reading the cache and all weights but the table of input embeddings once. The baseline is plain
-``torch.compile`` in the same mode. Before a step is timed, its logits are compared with those of the uncompiled model
-on a plain cache of the values that the packed cache holds.
+A model as wide as Llama 3 8B, with fewer layers and random weights in bfloat16, decodes one token. Its static cache is
+full of random values except for the last token. For every shape and mode: the time of a step, the memory, and the
+floor, which is the time of reading the cache and all weights except the input embeddings once. The baseline is plain
+``torch.compile`` in the same mode. Before a step is timed, its logits are compared with the logits of the uncompiled
+model on a plain cache with the dequantized values.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MODES = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
 }
-"""Modes of ``torch.compile`` as the options that they stand for; a mode excludes options, and ours is one."""
+"""Modes of ``torch.compile``, as the options that they stand for: a mode cannot be combined with other options."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What rows are compared with: the time of a plain step, the most memory during it, and its cache."""
+    """The plain step with which rows are compared: its time, its peak memory, and the size of its cache."""
 
     timing: Timing
     peak_bytes: int
@@ -49,7 +49,7 @@ class Baseline:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads: all but the table of embeddings, of which it takes one row a sequence."""
+    """Bytes of the weights that a step reads: all except the input embeddings, of which it reads only a few rows."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     return total - model.get_input_embeddings().weight.nbytes
 
@@ -57,7 +57,7 @@ def weight_bytes(model: Any) -> int:
 def measure(
     recorder: Recorder, row: Row, model: Any, shape: Shape, compiled: Any, baseline: Baseline | None
 ) -> Baseline:
-    """Fill in the row of a compiled model, and return what others are compared with."""
+    """Fill in the row of a compiled model, and return it as a baseline for others."""
     ids = torch.zeros(shape.batch, 1, dtype=torch.long, device=DEVICE)
 
     def run(model: Any, cache: transformers.StaticCache) -> Tensor:
@@ -68,7 +68,7 @@ def measure(
         rewind(cache)
 
     cache = random_cache(model.config, shape, DTYPE, DEVICE)
-    for _ in range(5):  # a cache that becomes packed compiles twice, and CUDA graphs are recorded
+    for _ in range(5):  # packing the cache compiles a second time, and CUDA graphs are recorded
         begin_step()
         logits = run(compiled, cache).clone()
     row["relative_error"] = check_step(logits, run, model, shape, cache)
@@ -88,14 +88,14 @@ def measure(
 
 
 def forget_compiled() -> None:
-    """Free what compiled code and its CUDA graphs hold, and start counting anew."""
+    """Free the memory of compiled code and CUDA graphs, and reset the counters."""
     torch._dynamo.reset()
     counters.clear()
     gc.collect()
 
 
 def compare(recorder: Recorder, model: Any, shape: Shape, mode: str, policies: list[str]) -> None:
-    """A row for the plain model, and one for every policy."""
+    """Add a row for the plain model, and one for every policy."""
     baseline = None
     with recorder.row(case="torch.compile", shape=str(shape), format="plain", mode=mode) as row:
         forget_compiled()

@@ -1,9 +1,9 @@
-"""What our passes add to the time of compiling a decode step of a deep model.
+"""The time that our passes add to compiling a decode step of a deep model.
 
     python benchmarks/pass_cost.py [--layers 32] [--policy int4_per_token_head] [--device cpu]
 
-Compiles one decode step of a small Llama with a static cache, with empty caches of compiled code, and prints the time
-spent in the passes, in the whole backend, and their ratio, as Dynamo's own timers measure them.
+Compiles one decode step of a small Llama with a static cache, without using caches of compiled code. Prints the time
+spent in the passes, the time spent in the whole backend, and their ratio, as Dynamo's timers measure them.
 """
 
 from __future__ import annotations

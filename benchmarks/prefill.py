@@ -1,12 +1,12 @@
-"""Attention of long queries through a packed cache, as compiled graphs run it, against flash attention in bfloat16.
+"""Prefill attention through a packed cache, as compiled graphs run it, compared with flash attention in bfloat16.
 
     python benchmarks/prefill.py [--shape 1,32/8,128,32768] [--prompt 8192] [--chunk 512] [--formats ...]
 
 One attention layer under ``torch.compile(backend="kvquant")`` stores K and V and attends. A *fresh prefill* of
-``--prompt`` tokens meets a Hugging Face cache that is made in the graph, growing or static; a *continued chunk* of
-``--chunk`` tokens follows on a static cache that holds the context of ``--shape``. The baseline is the flash backend of
-``scaled_dot_product_attention`` alone, on plain tensors of the same lengths. Results are first compared with it, on the
-values that the packed cache holds.
+``--prompt`` tokens fills a Hugging Face cache that is made in the graph, growing or static. A *continued chunk* of
+``--chunk`` tokens extends a static cache that holds the context of ``--shape``. The baseline is the flash backend of
+``scaled_dot_product_attention`` alone, on plain tensors of the same lengths. Results are first compared with this
+backend on the dequantized values.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.site import FormatPair
 
 Result = tuple[Tensor, Tensor, Tensor]
-"""Output, keys and values of the cache."""
+"""The output, and the keys and values of the cache."""
 
 
 def prefill_growing(query: Tensor, key: Tensor, value: Tensor, one: Tensor) -> Result:
-    """``one`` is 1: in a model K and V are results of the graph, and not its inputs."""
+    """``one`` is 1. It makes K and V results of the graph, as in a model, and not inputs."""
     cache = DynamicLayer()
     key, value = cache.update(key * one, value * one)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), cache.keys, cache.values
@@ -62,14 +62,14 @@ def continue_static(
     return F.scaled_dot_product_attention(query, k_cache, v_cache, mask, enable_gqa=True), k_cache, v_cache
 
 
-def causal_mask(q_len: int, kv_len: int, slots: int) -> Tensor:
-    """The mask of ``q_len`` queries at the end of ``kv_len`` tokens in a static cache, bool [1, 1, q_len, slots]."""
+def causal_mask(q_len: int, kv_len: int, capacity: int) -> Tensor:
+    """The mask of the last ``q_len`` of ``kv_len`` tokens in a static cache, bool [1, 1, q_len, capacity]."""
     last_visible = torch.arange(kv_len - q_len, kv_len, device=DEVICE)
-    return (torch.arange(slots, device=DEVICE) <= last_visible[:, None])[None, None]
+    return (torch.arange(capacity, device=DEVICE) <= last_visible[:, None])[None, None]
 
 
 def time_baseline(recorder: Recorder, case: str, shape: Shape, q_len: int) -> tuple[str, Timing] | None:
-    """A row for ``q_len`` queries at the end of the context under the flash backend."""
+    """Add a row for the flash backend, with ``q_len`` queries at the end of the context. Returns its name and time."""
     with recorder.row(case=case, shape=str(shape), format="plain", q_len=q_len) as row:
         inputs = [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
         timing = time_graph(functools.partial(sdpa, "flash", is_causal=True), inputs)
@@ -87,7 +87,7 @@ def time_layer(
     make_inputs: Callable[[], Sequence[tuple[Tensor, ...]]],
     baseline: tuple[str, Timing] | None,
 ) -> None:
-    """A row for a compiled attention layer, whose first inputs are query, key and value of the newest tokens."""
+    """Add a row for a compiled attention layer, whose first inputs are query, key and value of the new tokens."""
     with recorder.row(case=case, shape=str(shape), format=name) as row:
         inputs = make_inputs()
         row["q_len"] = inputs[0][0].shape[2]
@@ -98,10 +98,12 @@ def time_layer(
 
 
 def check_layer(compiled: Callable[..., Result], inputs: tuple[Tensor, ...], kv_len: int) -> float:
-    """Relative error against attention on what the cache holds, or on that with the newest tokens as they came.
+    """Relative error compared with attention on the dequantized cache, with new tokens dequantized or exact.
+
+    The smaller of the two errors is returned.
 
     Raises:
-        ArithmeticError: both are too large.
+        ArithmeticError: both errors are too large.
         TypeError: the cache is not packed.
     """
     query, *newest = inputs[:3]
@@ -122,7 +124,7 @@ def prefill_inputs(shape: Shape, *more: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def chunk_inputs(shape: Shape, chunk: int, pair: FormatPair) -> list[tuple[Tensor, ...]]:
-    """Inputs of the last ``chunk`` of ``shape.context`` tokens, on caches that hold random tokens so far."""
+    """Inputs of the last ``chunk`` of ``shape.context`` tokens, on caches full of random tokens."""
     caches = Caches(shape, pair)
     size = (shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
     positions = torch.arange(shape.context - chunk, shape.context, device=DEVICE)
@@ -141,7 +143,7 @@ def chunk_inputs(shape: Shape, chunk: int, pair: FormatPair) -> list[tuple[Tenso
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--shape", type=argument(Shape.parse), default="1,32/8,128,32768", help="what a chunk follows on"
+        "--shape", type=argument(Shape.parse), default="1,32/8,128,32768", help="the context that a chunk extends"
     )
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a fresh prefill (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a continued chunk (default: %(default)s)")
@@ -150,7 +152,7 @@ def main() -> int:
     recorder = Recorder(args, Chart("shape", ("case", "format"), ("speedup",)))
     fresh = dataclasses.replace(args.shape, context=args.prompt)
     whole = dataclasses.replace(args.shape, context=args.shape.context + args.chunk)
-    # A static cache has slots for the answer.
+    # A static cache has room for the answer.
     mask = causal_mask(args.prompt, args.prompt, args.prompt + args.chunk)
     with torch.no_grad():
         alone = time_baseline(recorder, "fresh prefill, flash alone", fresh, args.prompt)

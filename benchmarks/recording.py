@@ -1,9 +1,9 @@
-"""Results of benchmarks: one JSON file a benchmark and device, a table on the terminal, and a plot.
+"""Results of benchmarks: a JSON file for each benchmark and device, a table on the terminal, and a plot.
 
     python benchmarks/recording.py benchmarks/results/*.json    # tables and plots of saved results, again
 
-A row of results is a dict of the keys in COLUMNS. The file is written after every row, so that a benchmark that is cut
-off leaves what it had measured; a row that fails is kept with its error, and the next one is measured.
+A row of results is a dict with keys of COLUMNS. The file is written after every row, so that an interrupted benchmark
+leaves its results. A row that fails is kept with its error, and the next row is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcompile.errors import KVCompileError
 
 RESULTS = Path(__file__).parent / "results"
 
-# Without a terminal Rich would break lines after 80 columns.
+# Without a terminal Rich breaks lines after 80 columns.
 CONSOLE = Console() if sys.stdout.isatty() else Console(width=300)
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ MAX_ERROR_LENGTH = 300
 
 
 class Column(NamedTuple):
-    """How a key of a row is shown, and what it means."""
+    """The title of a key of a row in tables, the format of its values, and its meaning."""
 
     title: str
     format: str
@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = {
-    "case": Column("case", "", "what is timed"),
+    "case": Column("case", "", "the operation or step that is timed"),
     "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
     "part": Column("part", "", "`key` or `value`"),
@@ -57,31 +57,34 @@ COLUMNS = {
     "mode": Column("mode", "", "mode of `torch.compile`"),
     "q_len": Column("q_len", "d", "query positions"),
     "microseconds": Column("us", ".1f", "time of one call or step, the median"),
-    "spread": Column("spread", ".1%", "distance between the quartiles, of the median: less than this is noise"),
+    "spread": Column("spread", ".1%", "distance between the quartiles over the median; smaller differences are noise"),
     "megabytes": Column("MB", ",.1f", "bytes that must be read, or read and written, metadata included"),
     "terabytes_per_second": Column("TB/s", ".2f", "these bytes over the time"),
     "of_read_ceiling": Column("of ceiling", ".2f", "the same as a fraction of the read ceiling of this run"),
     "floor_microseconds": Column("floor us", ".1f", "these bytes at the read ceiling"),
     "speedup": Column("speedup", ".2f", "time of the baseline over the time"),
-    "baseline": Column("baseline", "", "what the speedup compares with, measured in the same run"),
-    "baseline_microseconds": Column("baseline us", ".1f", "its time there"),
+    "baseline": Column("baseline", "", "the measurement of the same run with which the speedup compares"),
+    "baseline_microseconds": Column("baseline us", ".1f", "time of the baseline"),
     "packed_layers": Column("packed", "d", "layers whose cache is packed"),
-    "cache_megabytes": Column("cache MB", ",.1f", "storages of the cache"),
+    "cache_megabytes": Column("cache MB", ",.1f", "size of the storages of the cache"),
     "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
     "peak_saved": Column("saved", ".2f", "peak of the baseline minus this peak, as a fraction of the plain cache"),
     "relative_error": Column("error", ".1e", "norm of the difference to the reference over the norm of the reference"),
     "method": Column("timed by", "", "CUDA graph, CUDA events around launches, or wall clock"),
-    "note": Column("note", "", "what else is to be known"),
-    "error": Column("failed", "", "why there is no time"),
+    "note": Column("note", "", "remarks"),
+    "error": Column("failed", "", "the reason why there is no time"),
 }
 """Keys of rows, in the order in which tables show them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """What a plot shows: for every ``group`` and each of ``values`` (ratios) a panel with a bar for every row.
+    """The layout of a plot: a panel for every value of ``group`` and each of ``values``, with a bar for every row.
 
-    All are keys of rows; a bar is labelled with the values of ``labels``.
+    Attributes:
+        group: key of rows whose values divide the rows into panels.
+        labels: keys of rows whose values label a bar.
+        values: keys of rows with the ratios to plot.
     """
 
     group: str
@@ -91,15 +94,15 @@ class Chart:
 
 @dataclasses.dataclass
 class Results:
-    """Everything that one run of a benchmark gives.
+    """The results of one run of a benchmark.
 
     Attributes:
         benchmark: name of the script.
         command: the command line.
-        device: name of the device and what else describes it.
-        versions: of the software.
-        ceilings: bytes a second, ``read`` and ``copy``; empty where they were not measured.
-        chart: what to plot.
+        device: name and other properties of the device.
+        versions: versions of the software.
+        ceilings: ``read`` and ``copy`` ceilings in bytes per second; empty if they were not measured.
+        chart: the layout of the plot.
         rows: the measurements.
     """
 
@@ -118,14 +121,14 @@ class Results:
         return cls(chart=Chart(chart["group"], tuple(chart["labels"]), tuple(chart["values"])), **fields)
 
     def write(self, path: Path) -> None:
-        """Write the file in one step: a reader sees the old or the new one."""
+        """Replace the file in one step, so that a reader never sees a part of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         partial.replace(path)
 
     def table(self) -> Table:
-        """The rows, with a column for every key that some row has."""
+        """A table of the rows, with a column for every key that some row has."""
         ceilings = "".join(f", {name} {ceiling / 1e12:.2f} TB/s" for name, ceiling in self.ceilings.items())
         title = f"{self.benchmark}: {self.device['name']}{ceilings}"
         table = Table(title=title, title_justify="left", title_style="", box=box.MARKDOWN)
@@ -138,7 +141,7 @@ class Results:
 
 
 def shown(key: str, row: Row) -> str:
-    """The value of ``key`` as tables show it; empty if the row has none."""
+    """The value of ``key`` as tables show it; empty if the row has no such key."""
     value = row.get(key)
     return "" if value is None else format(value, COLUMNS[key].format)
 
@@ -147,8 +150,8 @@ class Recorder:
     """Collects the rows of one run of a benchmark, and keeps its file up to date.
 
     Attributes:
-        results: what was measured so far.
-        path: the JSON file; the plot lies beside it.
+        results: the results so far.
+        path: the JSON file; the plot is beside it.
     """
 
     def __init__(self, arguments: argparse.Namespace, chart: Chart, device_type: str = "cuda") -> None:
@@ -164,7 +167,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def row(self, **row: Any) -> Iterator[Row]:
-        """One measurement: the block fills in the row. An error inside it goes into the row and no further."""
+        """One measurement. The ``with`` block fills in the row; an error in the block is recorded in the row."""
         try:
             yield row
         except Exception as error:
@@ -177,7 +180,7 @@ class Recorder:
         )
 
     def timed(self, timing: Timing, nbytes: int | None = None, baseline: tuple[str, Timing] | None = None) -> Row:
-        """The keys of a row that follow from a time, the bytes that were moved in it, and the time of a baseline."""
+        """The keys of a row that follow from a time, the bytes moved in this time, and the time of a baseline."""
         row: Row = {"microseconds": timing.microseconds, "spread": timing.spread, "method": timing.method}
         if timing.note:
             row["note"] = timing.note
@@ -192,7 +195,7 @@ class Recorder:
         return row
 
     def finish(self) -> int:
-        """Show the table, draw the plot; the exit status: 1 if any row failed."""
+        """Show the table and draw the plot. Returns the exit status: 1 if a row failed, otherwise 0."""
         CONSOLE.print(self.results.table())
         CONSOLE.print(f"written to {self.path}", markup=False)
         draw(self.results, self.path.with_suffix(".png"))
@@ -200,7 +203,7 @@ class Recorder:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Plot the results; says so if Matplotlib is missing or there is nothing to plot."""
+    """Plot the results. Prints a line instead if Matplotlib is missing or there is nothing to plot."""
     chart = results.chart
     rows = [row for row in results.rows if chart.group in row and any(key in row for key in chart.values)]
     if not rows:
@@ -233,7 +236,7 @@ def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` as the type of an argument: what it says of a mistake is what the user reads."""
+    """``parse`` as the type of an argument. Messages of its errors become messages of the command line."""
 
     def parsed(text: str) -> Any:
         try:
@@ -247,16 +250,18 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def parse_arguments(
     parser: argparse.ArgumentParser, *, needs_cuda: bool = True, needs_backend: bool = False
 ) -> argparse.Namespace:
-    """The command line, with the options that all benchmarks have; an error where something that they need is missing.
+    """Parse the command line, with the options that all benchmarks share.
+
+    Exits with an error if a CUDA device or the backend is needed and missing.
 
     Args:
-        parser: knows the options of the one benchmark.
-        needs_cuda: whether it runs on a CUDA device.
-        needs_backend: whether it calls ``torch.compile(backend="kvquant")``.
+        parser: has the options of this benchmark.
+        needs_cuda: whether the benchmark runs on a CUDA device.
+        needs_backend: whether the benchmark calls ``torch.compile(backend="kvquant")``.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--tag", help="part of the file name, to keep the results of another selection apart")
+    parser.add_argument("--tag", help="part of the file name, to keep results of a selection apart")
     arguments = parser.parse_args()
     try:
         if needs_cuda:

@@ -1,11 +1,11 @@
-"""Storing tokens into a packed cache against the read ceiling.
+"""Storing tokens to a packed cache, compared with the read ceiling.
 
     python benchmarks/store.py [--context 32768] [--batches 1 8] [--formats int4_per_token_head ...]
 
-For every format and part: the time of ``kvcompile::store`` for a prefill of ``--context`` tokens, and for one token.
-Vectors are strided as projections leave them: [batch, tokens, heads, head_dim], transposed. Bytes are those of the
-vectors, which are read, and of their packed tokens, which are written. Every result is first compared with the
-plain-PyTorch specification.
+For keys and values of every format: the time of ``kvcompile::store`` for a prefill of ``--context`` tokens, and for one
+token. Vectors have the strides of projections: [batch, tokens, heads, head_dim], transposed. Bytes are the vectors,
+which are read, and the packed tokens, which are written. Every result is first compared with the plain-PyTorch
+specification.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 
 
 def strided_vectors(batch: int, num_kv_heads: int, num_tokens: int, head_dim: int) -> Tensor:
-    """Random vectors as a projection leaves them, [batch, num_kv_heads, num_tokens, head_dim]."""
+    """Random vectors with the strides of a projection, [batch, num_kv_heads, num_tokens, head_dim]."""
     return torch.randn(batch, num_tokens, num_kv_heads, head_dim, dtype=DTYPE, device=DEVICE).transpose(1, 2)
 
 
 def store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> None:
-    """Our store. The one place that calls the operator."""
+    """The store that is timed; nothing else here calls the operator."""
     torch.ops.kvcompile.store(data, x, positions, None, layout.format_name, layout.role)
 
 
 def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor) -> float:
-    """Relative error of the tokens that our store writes against the specification, in the first and the last head.
+    """Relative error of the stored tokens compared with the specification, in the first and the last head.
 
     Raises:
-        ArithmeticError: it is too large.
+        ArithmeticError: the error is too large.
     """
-    data.fill_(0xFF)  # what is not written reads as NaN or as another number
+    data.fill_(0xFF)  # bytes that are not written read as NaN or as a wrong number
     store(layout, data, x, positions)
     errors = []
     for index in (0, -1):
@@ -50,9 +50,9 @@ def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor
 
 
 def store_inputs(layout: PackedLayout, args: argparse.Namespace, batch: int, num_tokens: int, count: int) -> list:
-    """``count`` sets of inputs of :func:`store`, each for a cache of its own.
+    """``count`` sets of inputs of :func:`store`, each with its own cache.
 
-    Single tokens share a cache instead: each goes to the end of another block.
+    Sets of single tokens share one cache instead; each token goes to the end of another block.
     """
     size = layout.shape(args.context, batch, args.num_kv_heads)
     caches = 1 if num_tokens == 1 else count

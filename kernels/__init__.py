@@ -1,4 +1,4 @@
-"""Numbers in, numbers out: formats of packed caches, their specification, operators and Triton kernels.
+"""Cache formats, their meaning in plain PyTorch, and the Triton kernels that agree with it.
 
-Nothing here knows a graph or a model. This folder imports nothing of the rest of the package.
+This folder imports nothing else of the project. README.md lists its rooms and defines its words.
 """

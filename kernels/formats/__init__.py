@@ -52,7 +52,7 @@ def with_rotation_seed(fmt: Format, seed: int) -> Format:
 
     Args:
         fmt: a rotated format.
-        seed: from 1 to 999999999. Such seeds hash to different numbers, and names stay short.
+        seed: from 1 to 999999999. These seeds hash to different numbers, and names stay short.
 
     Raises:
         ValueError: the format is not rotated.

@@ -54,7 +54,7 @@ class Residual:
         dtype: the dtype of the cache: float32, float16 or bfloat16.
 
     Raises:
-        ValueError: the numbers of blocks are negative or both 0, or the dtype is none of the three.
+        ValueError: the numbers of blocks are negative or both 0, or the dtype is not one of the three.
     """
 
     sink_blocks: int

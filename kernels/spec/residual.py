@@ -18,7 +18,7 @@ Packed blocks are always written through. To write tokens to a block,
 A block that an entry holds is read from the entry, every other block from its packed form. A block may be filled in any
 number of steps: a reader sees it quantized once, with all its tokens, from the moment at which another block takes its
 entry. Nothing needs to be done at that moment. A vector that is not finite is kept exactly in its entry; the packed
-form holds what the format says of such vectors.
+form holds the format's codes for such vectors.
 
 Everything is traceable: no data-dependent Python, sizes may be symbolic.
 """

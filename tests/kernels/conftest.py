@@ -1,7 +1,7 @@
-"""Where the tests of Triton kernels run: compiled on a GPU, or interpreted on a CPU.
+"""Where tests of Triton kernels run: compiled on a GPU, or interpreted on a CPU.
 
-``TRITON_INTERPRET`` must be set before Triton is imported, and must not be set for Inductor: test_interpreter.py runs
-the same tests in a process of their own.
+``TRITON_INTERPRET`` must be set before Triton is imported, and must not be set for Inductor. Without a GPU,
+test_interpreter.py therefore runs these tests in processes of their own, and other processes do not collect them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 
 import pytest
 import torch
+from kernel_tests import KERNEL_TESTS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore = [] if INTERPRETED or torch.cuda.is_available() else KERNEL_TESTS
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def poisoned_outputs():
-    """Fresh tensors are full of NaN."""
+    """Uninitialized tensors are full of NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -44,8 +47,8 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = _patch_lang_tensor_with_index
 
-    # For every call of a function the interpreter looks through the language for what it has not replaced yet; within
-    # a launch that has been done, and takes longer than most functions.
+    # At every call of a function the interpreter replaces the functions of the language. Within a launch they have been
+    # replaced already, and looking for them takes longer than most functions.
     _patch_lang = interpreter._patch_lang
 
     @functools.cache

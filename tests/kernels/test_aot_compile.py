@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from formats_of_every_kind import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN, in_turn
 from packed_bytes import empty_packed
 from triton.backends.compiler import GPUTarget
 
@@ -26,12 +26,12 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
 CPU = torch.device("cpu")
-INT8 = "int8_per_token_head"
+INT8, ROTATED_INT4 = "int8_per_token_head", "int4_per_token_head"
 RESIDUAL = "[recent=1,sinks=1,bfloat16]"
 
 
 class CompileOnly:
-    """Stands in for a kernel: compiles what would be launched."""
+    """Stands in for a kernel: compiles it for every new launch, and does not run it."""
 
     def __init__(self, kernel):
         self.kernel = kernel
@@ -44,8 +44,18 @@ class CompileOnly:
         return compile_kernel
 
 
+class CountOnly:
+    """Stands in for a kernel whose versions are only counted: neither compiles nor runs it."""
+
+    def __init__(self, kernel):
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.compiled.append(arguments) or self
+
+
 class NoDriver:
-    """What Triton asks a driver before it compiles, for a GPU that is not there."""
+    """Answers what Triton asks a driver before it compiles, for a GPU that does not exist."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -67,7 +77,17 @@ def capability(request):
 
 @pytest.fixture
 def compiled(capability, monkeypatch):
-    """Kernels that the launchers have compiled, by name."""
+    """The kernels that launchers have compiled for ``capability``, by name."""
+    return stand_ins(CompileOnly, capability, monkeypatch)
+
+
+@pytest.fixture
+def counted(capability, monkeypatch):
+    """One item for each version of a kernel that launchers would have compiled for ``capability``, by name."""
+    return stand_ins(CountOnly, capability, monkeypatch)
+
+
+def stand_ins(stand_in, capability, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
     monkeypatch.setattr(launcher, "capability_of", lambda device: capability // 10)
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 108)
@@ -80,7 +100,7 @@ def compiled(capability, monkeypatch):
         (gather_kernel, "gather"),
     ):
         for name in names.split():
-            kernel = CompileOnly(getattr(module, f"{name}_kernel"))
+            kernel = stand_in(getattr(module, f"{name}_kernel"))
             monkeypatch.setattr(module, f"launch_{name}", launcher.Launcher(kernel))
             kernels[name] = kernel.compiled
     return kernels
@@ -88,7 +108,7 @@ def compiled(capability, monkeypatch):
 
 def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtype=torch.bfloat16, mask=None,
            is_causal=False, sinks=None, softcap=0.0):  # fmt: skip
-    """Compile attention for these arguments."""
+    """Launch attention with these arguments."""
     layouts = PackedLayout.parse(key, "key", head_dim), PackedLayout.parse(value, "value", head_dim)
     data = [empty_packed(layout, kv_len, 1, 2, CPU) for layout in layouts]
     query = torch.zeros(1, 2 * group_size, q_len, head_dim, dtype=dtype)
@@ -96,7 +116,7 @@ def attend(key, value, *, q_len=1, kv_len=1000, group_size=4, head_dim=128, dtyp
 
 
 def main_loop(kernel):
-    """Machine instructions of the loop with the tensor core products."""
+    """The machine instructions of the loop that contains tensor core products."""
     lines = [line.split("\t")[-1] for line in kernel.asm["sass"].splitlines()]
     labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\w+:", line)}
     for end, line in enumerate(lines):
@@ -118,9 +138,10 @@ def uses(instructions, name):
 
 @pytest.mark.parametrize(
     ("format_name", "capability"),
-    [(INT8, 80), (INT8, 90), ("fp8_e4m3", 90), ("int4_unrotated", 80), ("turboquant_4bit", 90), ("bfloat16", 90)],
+    [(INT8, 80), ("fp8_e4m3", 90), ("turboquant_4bit", 90), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     ((INT8, 90), ("int4_unrotated", 80), ("bfloat16", 90)))],
     indirect=["capability"],
-)
+)  # fmt: skip
 def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_name, compiled):
     attend(format_name, format_name)
     (kernel,) = compiled["attention"]
@@ -131,18 +152,29 @@ def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_na
     assert not uses(loop, "LDG")
 
 
-def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_where_a_query_has_columns_to_spare(compiled):
-    attend("int4_per_token_head", "int4_unrotated")
-    attend("turboquant_4bit", "int4_unrotated")
-    attend("turboquant_3bit", "int4_unrotated")
-    attend("int4_unrotated", "int4_unrotated")  # a query that is not rotated may have outliers
-    attend("int4_per_token_head", "int4_unrotated", q_len=2)  # eight rows fill the columns
-    loops = [main_loop(kernel) for kernel in compiled["attention"]]
-    assert [uses(loop, r"IMMA\S*") for loop in loops] == [True, True, True, False, False]
+@pytest.mark.parametrize(
+    ("key", "q_len", "multiplies_integers"),
+    [
+        ("turboquant_3bit", 1, True),
+        ("int4_unrotated", 1, False),  # a query that is not rotated may have outliers
+        (ROTATED_INT4, 2, False),  # eight rows fill the columns
+        pytest.param(ROTATED_INT4, 1, True, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit", 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_integer_keys_of_a_rotated_format_are_multiplied_as_integers_if_a_query_has_spare_columns(
+    key, q_len, multiplies_integers, compiled
+):
+    attend(key, "int4_unrotated", q_len=q_len)
+    (kernel,) = compiled["attention"]
+    assert uses(main_loop(kernel), r"IMMA\S*") == multiplies_integers
 
 
-@pytest.mark.parametrize("key", ["turboquant_4bit", "turboquant_3bit", "int4_per_token_head"])
-@pytest.mark.parametrize("value", ["int4_unrotated", "int3_unrotated"])
+@pytest.mark.parametrize(
+    "key",
+    ["turboquant_3bit", *(pytest.param(key, marks=pytest.mark.slow) for key in ("turboquant_4bit", ROTATED_INT4))],
+)
+@pytest.mark.parametrize("value", ["int4_unrotated", pytest.param("int3_unrotated", marks=pytest.mark.slow)])
 def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_memory(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
@@ -151,22 +183,23 @@ def test_codes_become_floats_in_registers_and_only_weights_pass_through_shared_m
     assert len(written) == 1
 
 
-@pytest.mark.parametrize("key", ["int4_per_channel", "int4_per_channel" + RESIDUAL])
+@pytest.mark.parametrize(
+    "key", ["int4_per_channel", pytest.param("int4_per_channel" + RESIDUAL, marks=pytest.mark.slow)]
+)
 def test_scales_per_channel_are_copied_asynchronously_and_multiply_queries_in_registers(key, compiled):
     attend(key, "int4_per_token_head")
     attend("int4_unrotated", "int4_per_token_head")
     loop, loop_per_token = map(main_loop, compiled["attention"])
-    assert not uses(loop, "STL")  # what does not change in the loop may be loaded again
-    assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # of the zeros
+    assert not uses(loop, "STL")  # values that the loop does not change may be loaded again
+    assert sum("HMMA" in line for line in loop) == sum("HMMA" in line for line in loop_per_token) + 8  # zero points
     assert sum("BAR.SYNC" in line for line in loop) == sum("BAR.SYNC" in line for line in loop_per_token)
     if key == "int4_per_channel":
         assert not uses(loop, "LDG")
         assert len(loop) < 1.1 * len(loop_per_token)
 
 
-@pytest.mark.parametrize("key", [INT8, "turboquant_4bit"])
-@pytest.mark.parametrize("value", [INT8, "int4_per_token_head"])
-def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_count_on(key, value, compiled):
+@pytest.mark.parametrize(("key", "value"), in_turn([INT8, "turboquant_4bit"], [INT8, "int4_per_token_head"]))
+def test_a_hopper_multiprocessor_has_room_for_as_many_decode_programs_as_configured(key, value, compiled):
     attend(key, value)
     (kernel,) = compiled["attention"]
     config = DECODE[9, 8 if key == INT8 else 4, 8 if value == INT8 else 4]
@@ -175,15 +208,15 @@ def test_as_many_programs_that_decode_fit_a_hopper_multiprocessor_as_the_splits_
     assert programs * threads * (kernel.metadata.maxnreg or 255) <= 64 * 1024
 
 
-@pytest.mark.parametrize("format_name", BY_TOKEN)
-@pytest.mark.parametrize(("capability", "role", "tokens"), [(90, "key", 1), (80, "value", 64)], indirect=["capability"])
-def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(format_name, role, tokens, compiled):
+@pytest.mark.parametrize(("format_name", "capability"), in_turn(BY_TOKEN, [90, 80]), indirect=["capability"])
+def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(format_name, capability, compiled):
+    role, tokens = ("key", 1) if capability == 90 else ("value", 64)
     data = empty_packed(PackedLayout(format_name, role, 128), 64, 1, 2, CPU)
     x = torch.zeros(1, tokens, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
     launch.store(data, x, torch.arange(tokens), None, format_name, role)
     (kernel,) = compiled["store"]
     instructions = kernel.asm["sass"].splitlines()
-    # A rotated block of 64 tokens leaves few registers: how many are spilled is the matter of Triton's version.
+    # A rotated block of 64 tokens leaves few registers. The number of spills depends on the version of Triton.
     assert count(instructions, "LDL") + count(instructions, "STL") <= (0 if tokens == 1 else len(instructions) // 20)
 
 
@@ -192,18 +225,18 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
     [
         ("int4_per_token_head", "turboquant_4bit", 80, 1, {"store_pair": 1}),
         ("turboquant_4bit", "int4_unrotated", 64, 100, {"store_pair": 1}),
-        (INT8, "int4_unrotated", 80, 100, {"store": 2}),  # with another number of registers
+        (INT8, "int4_unrotated", 80, 100, {"store": 2}),  # their register limits differ
         ("int4_per_channel" + RESIDUAL, "int4_unrotated", 80, 1, {"store_few": 1, "store": 1}),
     ],
 )
-def test_keys_and_values_are_stored_by_one_kernel_if_they_are_cut_alike(
-    key, value, v_head_dim, tokens, launches, compiled
+def test_keys_and_values_are_stored_by_one_kernel_if_they_have_the_same_tiles(
+    key, value, v_head_dim, tokens, launches, counted
 ):
     layouts = PackedLayout.parse(key, "key", 128), PackedLayout.parse(value, "value", v_head_dim)
     data = [empty_packed(layout, 128, 1, 2, CPU) for layout in layouts]
     x = [torch.zeros(1, 2, tokens, layout.head_dim, dtype=torch.bfloat16) for layout in layouts]
     launch.store_pair(*data, *x, torch.arange(tokens), None, *(layout.spec for layout in layouts))
-    assert {name: len(kernels) for name, kernels in compiled.items() if kernels} == launches
+    assert {name: len(kernels) for name, kernels in counted.items() if kernels} == launches
 
 
 @pytest.mark.parametrize(
@@ -221,29 +254,45 @@ def test_storing_with_a_residual_compiles(format_name, role, tokens, compiled):
         assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
 
 
+SINKS_AND_SOFTCAP = {"sinks": torch.zeros(8), "softcap": 30.0}
 VARIANTS = {
     "causal": {"q_len": 16, "is_causal": True},
+    "several tokens, sinks and softcap": {
+        "q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool), **SINKS_AND_SOFTCAP,
+    },
+    "padded head and float mask": {"head_dim": 80, "dtype": torch.float16, "mask": torch.ones(1, 1000)},
+    "float32": {"dtype": torch.float32},
+}  # fmt: skip
+SLOW_VARIANTS = {
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
     "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
     "float mask": {"mask": torch.ones(1, 1000)},
-    "sinks and softcap": {"sinks": torch.zeros(8), "softcap": 30.0},
-    "float32": {"dtype": torch.float32},
+    "sinks and softcap": SINKS_AND_SOFTCAP,
     "padded head": {"head_dim": 80, "dtype": torch.float16},
     "wide head": {"head_dim": 256},
     "narrow head": {"head_dim": 16},
 }
+every_variant = pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(options, id=name) for name, options in VARIANTS.items()),
+     *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in SLOW_VARIANTS.items())],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("turboquant_3bit", "int3_unrotated"), ("turboquant_2.5bit", "fp8_e5m2_unit"), ("int2_per_group_32", INT8)],
+    [
+        ("turboquant_2.5bit", "fp8_e5m2_unit"),
+        ("int2_per_group_32", INT8),
+        pytest.param("turboquant_3bit", "int3_unrotated", marks=pytest.mark.slow),
+    ],
 )
 def test_formats_of_few_bits_compile(key, value, compiled):
     attend(key, value)
     assert len(compiled["attention"]) == 1
 
 
-def test_layers_with_static_scales_of_their_own_share_their_kernels(compiled):
+def test_layers_with_different_static_scales_share_their_kernels(counted):
     for key, value in ((0.0123, 1.5), (3.7e-05, 0.2)):
         attend(f"fp8_e4m3_scale{key}", f"fp8_e4m3_scale{value}")
         layout = PackedLayout.parse(f"fp8_e4m3_scale{key}", "key", 128)
@@ -252,19 +301,21 @@ def test_layers_with_static_scales_of_their_own_share_their_kernels(compiled):
     assert len(launch.launch_attention.compiled) == len(launch.launch_store.compiled) == 1
 
 
-@pytest.mark.parametrize("variant", ["causal", "float mask"])
-def test_every_kind_of_attention_to_slots_compiles(variant, compiled):
-    attend("int8_per_channel" + RESIDUAL, "turboquant_2.5bit" + RESIDUAL, **VARIANTS[variant])
+@pytest.mark.parametrize(
+    "options", [VARIANTS["causal"], pytest.param(SLOW_VARIANTS["float mask"], marks=pytest.mark.slow)]
+)
+def test_attention_to_exact_blocks_compiles(options, compiled):
+    attend("int8_per_channel" + RESIDUAL, "turboquant_2.5bit" + RESIDUAL, **options)
     assert len(compiled["attention"]) == 1
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kind_of_attention_compiles(variant, compiled):
-    attend("turboquant_4bit", INT8, **VARIANTS[variant])
+@every_variant
+def test_every_kind_of_attention_compiles(options, compiled):
+    attend("turboquant_4bit", INT8, **options)
     assert len(compiled["attention"]) == 1
 
 
-def test_longer_caches_and_more_queries_do_not_recompile(compiled):
+def test_longer_caches_and_more_queries_do_not_recompile(counted):
     for kv_len in (1000, 1001, 1024, 5000):
         attend(INT8, INT8, kv_len=kv_len)
     assert len(launch.launch_attention.compiled) == 1
@@ -274,16 +325,16 @@ def test_longer_caches_and_more_queries_do_not_recompile(compiled):
     for q_len in (32, 33, 100, 1000):
         attend(INT8, INT8, q_len=q_len, is_causal=True)
     assert len(launch.launch_attention.compiled) == 2
-    assert len(launch_prefill.launch_prefill_attention.compiled) == 2  # of several splits, and of one
+    assert len(launch_prefill.launch_prefill_attention.compiled) == 2  # for several splits, and for one
 
 
-def test_attention_of_long_queries_compiles_with_a_mask(compiled):
+def test_prefill_attention_compiles_with_a_mask(compiled):
     attend("turboquant_4bit", INT8, q_len=512, mask=torch.ones(512, 1000, dtype=torch.bool))
     assert len(compiled["prefill_attention"]) == 1
 
 
-@pytest.mark.parametrize("capability", [80, 90], indirect=True)
-def test_causal_attention_of_long_queries_compiles_and_hardly_spills(compiled):
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90], indirect=True)
+def test_causal_prefill_attention_compiles_and_hardly_spills(compiled):
     attend("turboquant_4bit", INT8, q_len=512, is_causal=True)
     (kernel,) = compiled["prefill_attention"]
     instructions = kernel.asm["sass"].splitlines()
@@ -291,7 +342,13 @@ def test_causal_attention_of_long_queries_compiles_and_hardly_spills(compiled):
     assert count(instructions, "LDL") + count(instructions, "STL") < len(instructions) / 100
 
 
-@pytest.mark.parametrize("format_name", ["turboquant_3bit", "int2_per_group_32", "int4_per_channel" + RESIDUAL])
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        "turboquant_3bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4_per_channel" + RESIDUAL, "int2_per_group_32")),
+    ],
+)
 def test_dequantizing_compiles(format_name, compiled):
     attend(format_name, format_name.replace("channel", "token_head"), q_len=64, head_dim=96)
     assert len(compiled["dequantize"]) == 2
@@ -305,7 +362,7 @@ def attend_to_latents(num_heads, mask=None, kv_len=1000, **query_options):
 
 @pytest.mark.parametrize(
     ("num_heads", "capability", "programs", "shared_kilobytes"),
-    [(16, 90, 2, 228), (128, 90, 1, 228), (128, 80, 1, 100)],
+    [(16, 90, 2, 228), pytest.param(128, 90, 1, 228, marks=pytest.mark.slow), (128, 80, 1, 100)],
     indirect=["capability"],
 )
 def test_programs_that_attend_to_latents_fit_a_multiprocessor(
@@ -319,7 +376,7 @@ def test_programs_that_attend_to_latents_fit_a_multiprocessor(
     assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(1000, dtype=torch.bool)])
+@pytest.mark.parametrize("mask", [None, pytest.param(torch.ones(1000, dtype=torch.bool), marks=pytest.mark.slow)])
 def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
     attend_to_latents(128, mask)
     (kernel,) = compiled["hopper_latent_attention"]
@@ -331,7 +388,7 @@ def test_on_hopper_warpgroups_multiply_latents(mask, compiled):
         assert count(loop, "LDL") + count(loop, "STL") < len(loop) // 50
 
 
-@pytest.mark.parametrize("kv_len", [1000, 10000])
+@pytest.mark.parametrize("kv_len", [pytest.param(1000, marks=pytest.mark.slow), 10000])
 def test_many_splits_of_wide_vectors_are_merged_in_registers(kv_len, compiled):
     attend_to_latents(128, kv_len=kv_len)
     (kernel,) = compiled["combine"]
@@ -339,10 +396,10 @@ def test_many_splits_of_wide_vectors_are_merged_in_registers(kv_len, compiled):
     assert count(instructions, "LDL") + count(instructions, "STL") == 0
 
 
-def test_products_of_latents_in_float32_are_left_to_the_portable_kernel(compiled):
+def test_the_portable_kernel_computes_products_of_latents_in_float32(counted):
     attend_to_latents(16, dtype=torch.float32)
-    assert len(compiled["latent_attention"]) == 1
-    assert not compiled["hopper_latent_attention"]
+    assert len(counted["latent_attention"]) == 1
+    assert not counted["hopper_latent_attention"]
 
 
 def test_storing_latents_compiles_without_spills(compiled):
@@ -362,7 +419,7 @@ def test_one_tensor_of_keys_and_values_compiles(compiled):
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
-def test_tokens_are_gathered_in_words_of_sixteen_bytes_where_they_lie_in_rows(compiled):
+def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
     for role, width in (("key", "128"), ("value", "U8")):
         layout = PackedLayout(INT8, role, 128)
         gather_kernel.gather(empty_packed(layout, 100, 1, 2, CPU), layout, torch.zeros(2, 100, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The DeepSeek-V4 K cache: its specification against scalar arithmetic, and the operators."""
+"""The DeepSeek-V4 K cache: its specification compared with scalar arithmetic, and the operators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def float_of(bits):
 
 
 def bfloat16_of(x):
-    """The pattern of ``x``, a float64, rounded to float32 and then to bfloat16, to nearest even."""
+    """The bfloat16 pattern of the float64 ``x``, rounded to float32 and then to bfloat16, to nearest even."""
     if math.isnan(x):
         return 0x7FC0
     try:
@@ -47,7 +47,7 @@ def bfloat16_of(x):
 
 
 def e4m3(code):
-    """The value of a byte: 1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinities."""
+    """The value of an e4m3 byte: 1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinities."""
     exponent, mantissa = code >> 3 & 15, code & 7
     if code & 0x7F == 0x7F:
         return math.nan
@@ -72,7 +72,7 @@ def token_bytes(k):
     codes, scales = [], []
     for start in range(0, 448, 64):
         amax = max(max(map(abs, x[start : start + 64])), float_of(0x38D1B717))  # 1e-4 in float32
-        exponent = math.ceil(math.log2(amax / 448))  # may be off by one where it is all but an integer
+        exponent = math.ceil(math.log2(amax / 448))  # may be off by one if the logarithm is close to an integer
         exponent = next(e for e in (exponent - 1, exponent, exponent + 1) if amax <= 448 * 2.0**e)
         scales.append(exponent + 127)
         codes += [nearest_e4m3(value / 2.0**exponent) for value in x[start : start + 64]]
@@ -81,7 +81,7 @@ def token_bytes(k):
 
 
 def insert_one_by_one(k, pages, slot_mapping, block_size):
-    """The insertion, token by token and byte by byte, into pages uint8 [num_blocks, block_size * 584]."""
+    """Insert token by token and byte by byte into pages, uint8 [num_blocks, block_size * 584]."""
     for token, slot in enumerate(slot_mapping):
         if slot >= 0:
             data, scales = token_bytes(k[token])
@@ -104,7 +104,7 @@ def scale_of(byte):
 
 
 def gather_one_by_one(out, k_cache, requests, offset):
-    """The gather, token by token, into ``out``, bfloat16."""
+    """Gather token by token into ``out``, bfloat16."""
     for req, slots in enumerate(requests.slots()):
         for row, slot in enumerate(slots.tolist()):
             page = k_cache[slot // requests.block_size].flatten()
@@ -114,7 +114,7 @@ def gather_one_by_one(out, k_cache, requests, offset):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_inserted_bytes_are_those_of_scalar_arithmetic_and_no_others_change(block_size):
+def test_inserted_bytes_equal_scalar_arithmetic_and_no_others_change(block_size):
     k = random_tokens(16)
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:16].tolist()
     slots[2] = slots[8] = -1
@@ -128,7 +128,7 @@ def test_inserted_bytes_are_those_of_scalar_arithmetic_and_no_others_change(bloc
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize(("gather_lens", "offset"), [(None, 0), ([7, 0, 2, 1], 5)])
-def test_gathered_rows_are_those_of_scalar_arithmetic_and_no_others_change(block_size, gather_lens, offset):
+def test_gathered_rows_equal_scalar_arithmetic_and_no_others_change(block_size, gather_lens, offset):
     requests = Requests.on_shuffled_pages([7, 0, 5, 1], gather_lens, block_size)
     k_cache = random_cache(requests.num_blocks, block_size)
     out = poisoned_output(requests, offset)
@@ -146,7 +146,7 @@ def test_every_code_under_every_scale_has_the_value_of_scalar_arithmetic():
     assert_same_bfloat16(spec.dequantize(codes, scales)[:, :256], expected)
 
 
-def test_the_scale_of_every_magnitude_is_that_of_the_published_formula():
+def test_the_scale_of_every_magnitude_follows_the_published_formula():
     magnitude = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     x = torch.zeros(len(magnitude), 448, dtype=torch.bfloat16)
     x[:, 447] = -magnitude
@@ -156,7 +156,7 @@ def test_the_scale_of_every_magnitude_is_that_of_the_published_formula():
     assert (scales[:, :6] == 105).all()  # zeros: 1e-4 / 448 is between 2**-23 and 2**-22
 
 
-def test_what_is_read_back_is_the_nearest_e4m3_number_times_the_scale():
+def test_reading_back_gives_the_nearest_e4m3_number_times_the_scale():
     k = random_tokens(64)[14:, :448]  # without the rows that overflow
     codes, scales = spec.quantize(k)
     error = (spec.dequantize(codes, scales).double() - k.double()).abs().unflatten(-1, (7, 64))
@@ -302,7 +302,7 @@ def replaced(arguments, index, value):
         (3, 0, "block_size must be at least 1"),
     ],
 )
-def test_insert_refuses_what_does_not_fit_says_what_and_changes_nothing(index, value, message):
+def test_insert_refuses_arguments_that_do_not_fit_names_them_and_changes_nothing(index, value, message):
     arguments = replaced(insert_arguments(), index, value)
     before = arguments[1].clone()
     with pytest.raises(ValueError, match=message):
@@ -330,7 +330,7 @@ def test_insert_refuses_what_does_not_fit_says_what_and_changes_nothing(index, v
         (4, torch.tensor([[0, 0, 0], [5, 0, 0]]), "the pages of request 1 .* but k_cache has 5"),
     ],
 )
-def test_gather_refuses_what_does_not_fit_says_what_and_changes_nothing(index, value, message):
+def test_gather_refuses_arguments_that_do_not_fit_names_them_and_changes_nothing(index, value, message):
     arguments = replaced(gather_arguments(), index, value)
     before = arguments[0].clone()
     with pytest.raises(ValueError, match=message):

@@ -1,9 +1,8 @@
-"""The Triton kernels of the DeepSeek-V4 K cache do what the specification does, bit for bit."""
+"""The Triton kernels of the DeepSeek-V4 K cache agree with the specification bit for bit."""
 
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 from deepseek_v4_cases import (
     NOWHERE,
     Requests,
@@ -23,23 +21,21 @@ from deepseek_v4_cases import (
     random_cache,
     random_tokens,
 )
-from test_aot_compile import CompileOnly, NoDriver
+from formats_of_every_kind import in_turn
 
 from kvcompile.kernels.deepseek_v4 import kernels
 from kvcompile.kernels.formats import ds_mla_rows as spec
-from kvcompile.kernels.lang import launcher
-from kvcompile.kernels.lang.triton import INTERPRETED
 
-# NumPy warns where the interpreter multiplies what is not finite.
+# NumPy warns when the interpreter multiplies numbers that are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
 
 CPU = torch.device("cpu")
-block_sizes = pytest.mark.parametrize("block_size", [1, 2, 5, 16, 64])
+BLOCK_SIZES = [1, 2, 5, 16, 64]
 
 
-@pytest.fixture(params=["hardware", "portable"])
+@pytest.fixture(params=[pytest.param("hardware", marks=pytest.mark.gpu), "portable"])
 def conversion(request, device, monkeypatch):
-    """Convert e4m3 by the instructions of the GPU, or by integer arithmetic as on GPUs without them."""
+    """Convert e4m3 by instructions of the GPU, or by integer arithmetic, as on GPUs without such instructions."""
     num_sms, hardware_fp8 = kernels._device(device)
     if request.param == "hardware" and not hardware_fp8:
         pytest.skip("the device has no instructions for e4m3")
@@ -76,9 +72,8 @@ def assert_gathers_like_the_specification(requests, k_cache, offset, device, res
     assert_same_bfloat16(actual.cpu(), expected)
 
 
-@block_sizes
-@pytest.mark.parametrize("num_tokens", [1, 17, 70])
-def test_inserted_bytes_are_those_of_the_specification(block_size, num_tokens, conversion, device):
+@pytest.mark.parametrize(("block_size", "num_tokens"), in_turn(BLOCK_SIZES, [1, 17, 70]))
+def test_inserted_bytes_equal_the_specification(block_size, num_tokens, conversion, device):
     num_blocks = num_tokens // block_size + 2
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:num_tokens]
     slots[4::5] = -1
@@ -125,17 +120,20 @@ def test_slots_may_be_strided_and_have_32_bits(restride, device):
     assert_inserts_like_the_specification(k, k_cache, slots, 4, device, restride_slots=restride)
 
 
-@block_sizes
 @pytest.mark.parametrize(
-    ("seq_lens", "gather_lens", "offset"),
-    [
-        ([1], None, 0),
-        ([130], [67], 2),
-        ([9, 23, 7], None, 0),
-        ([19, 0, 57, 64, 5], [6, 0, 29, 64, 0], 5),
-    ],
+    ("block_size", "lens"),
+    in_turn(
+        BLOCK_SIZES,
+        [
+            ([19, 0, 57, 64, 5], [6, 0, 29, 64, 0], 5),
+            ([1], None, 0),
+            ([9, 23, 7], None, 0),
+            ([130], [67], 2),
+        ],
+    ),
 )
-def test_gathered_rows_are_those_of_the_specification(block_size, seq_lens, gather_lens, offset, conversion, device):
+def test_gathered_rows_equal_the_specification(block_size, lens, conversion, device):
+    seq_lens, gather_lens, offset = lens
     requests = Requests.on_shuffled_pages(seq_lens, gather_lens, block_size)
     k_cache = random_cache(requests.num_blocks, block_size)
     assert_gathers_like_the_specification(requests, k_cache, offset, device)
@@ -150,7 +148,7 @@ def test_every_code_is_read_as_specified_under_every_scale(conversion, device):
     assert_gathers_like_the_specification(requests, k_cache, 0, device)
 
 
-def test_what_was_inserted_is_gathered(device):
+def test_inserted_tokens_are_gathered(device):
     requests = Requests.on_shuffled_pages([19, 8, 257], [6, 8, 129], 64)
     k_cache = empty_cache(requests.num_blocks, 64).to(device)
     slots = torch.cat(requests.slots()).to(device)
@@ -165,15 +163,14 @@ def test_what_was_inserted_is_gathered(device):
         assert_same_bfloat16(read[:, :448], nope)
 
 
-@pytest.mark.parametrize("num_reqs", [2, 33, 130])
+@pytest.mark.parametrize("num_reqs", [2, 33, pytest.param(130, marks=pytest.mark.slow)])
 def test_any_number_of_requests_shares_the_work(num_reqs, device):
     seq_lens = torch.randint(0, 9, (num_reqs,), generator=torch.Generator().manual_seed(6)).tolist()
     requests = Requests.on_shuffled_pages(seq_lens, None, 4)
     assert_gathers_like_the_specification(requests, random_cache(requests.num_blocks, 4), 1, device)
 
 
-@pytest.mark.parametrize("block_size", [5, 16])
-@pytest.mark.parametrize("programs", [1, 4, 15])
+@pytest.mark.parametrize(("programs", "block_size"), in_turn([1, 4, 15], [5, 16]))
 def test_any_number_of_programs_gathers_all_tokens(programs, block_size, device, monkeypatch):
     hardware_fp8 = kernels._device(device)[1]
     monkeypatch.setattr(kernels, "_device", lambda device: (programs, hardware_fp8))
@@ -227,7 +224,7 @@ def test_pages_may_be_part_of_a_larger_buffer(padding, block_size, device):
 
 
 def test_offsets_beyond_two_gigabytes_are_right(device):
-    """In the interpreter too: memory that nothing touches is never there."""
+    """This runs in the interpreter, too: the system allocates no memory for pages that are never touched."""
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 8 * 2**30:
         pytest.skip("needs 8 GiB of free memory")
     num_blocks, rows = 2**31 // (64 * 584) + 2, 2**31 // 512 + 2
@@ -261,7 +258,7 @@ def test_doing_nothing_is_allowed(device):
 
 
 def insert_outside(device, slot):
-    """Insert one token at ``slot`` of a cache of one page between two others; whether no byte changed."""
+    """Insert a token at ``slot`` of a cache of one page between two others. Returns whether all bytes are unchanged."""
     buffer = random_cache(3, 4).to(device)
     before = buffer.clone()
     slots = torch.tensor([slot], device=device)
@@ -270,7 +267,7 @@ def insert_outside(device, slot):
 
 
 def gather_outside(device, seq_len, gather_len, page):
-    """Gather from a request that does not fit, of two, one page and three rows; whether no row of it changed."""
+    """Gather two requests, of which the first does not fit. Returns whether only rows of the second changed."""
     requests = Requests(torch.tensor([seq_len, 2]), torch.tensor([gather_len, 2]), torch.tensor([[page], [0]]), 4, 1)
     out = torch.full((3, 7, 512), 3.0, dtype=torch.bfloat16, device=device)
     kernels.dequantize_and_gather_k_cache(out[:, :5], random_cache(1, 4).to(device), *requests.to(device), 2)
@@ -291,7 +288,7 @@ outside = pytest.mark.parametrize(("message", "act", "arguments"), OUTSIDE)
 
 
 @outside
-def test_what_does_not_fit_reaches_no_memory(message, act, arguments, device):
+def test_arguments_that_do_not_fit_reach_no_memory(message, act, arguments, device):
     if device.type == "cuda":
         pytest.skip("an assertion fails there, and takes the process's CUDA context along")
     assert globals()[act](device, *arguments)
@@ -299,7 +296,7 @@ def test_what_does_not_fit_reaches_no_memory(message, act, arguments, device):
 
 @outside
 @pytest.mark.gpu
-def test_what_does_not_fit_fails_an_assertion_on_a_gpu(message, act, arguments):
+def test_arguments_that_do_not_fit_fail_an_assertion_on_a_gpu(message, act, arguments):
     program = f"import test_deepseek_v4_kernels as t; t.{act}(t.torch.device('cuda'), *{arguments})"
     folder = Path(__file__).parent
     environment_path = f"import sys; sys.path.insert(0, {str(folder.parent / 'support')!r}); "
@@ -335,43 +332,3 @@ def test_the_operators_run_the_kernels_on_a_gpu_and_refuse_tensors_of_a_cpu():
     expected = torch.full((1, 5, 512), 3.0, dtype=torch.bfloat16)
     spec.dequantize_and_gather_k_cache(expected, k_cache, *requests.to(CPU), 1)
     assert_same_bfloat16(out.cpu(), expected)
-
-
-@pytest.fixture(params=[80, 90])
-def compiled(request, monkeypatch):
-    """Kernels that the launchers have compiled for a compute capability, in order."""
-    if INTERPRETED:
-        pytest.skip("needs Triton's compiler")
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(request.param))
-    monkeypatch.setattr(kernels, "_device", lambda device: (108, request.param >= 89))
-    monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
-    compiled = []
-    for name in ("insert", "gather"):
-        kernel = CompileOnly(getattr(kernels, f"{name}_kernel"))
-        kernel.compiled = compiled
-        monkeypatch.setattr(kernels, f"launch_{name}", launcher.Launcher(kernel))
-    return compiled
-
-
-def instructions(kernel):
-    """The machine instructions of a kernel, without operands, and how often each occurs."""
-    names = re.findall(r"\t(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)\b", kernel.asm["sass"])
-    return {name: names.count(name) for name in set(names)}
-
-
-@pytest.mark.parametrize("block_size", [2, 5, 64])
-def test_the_kernels_compile_to_wide_accesses_without_spills(block_size, compiled):
-    requests = Requests.on_shuffled_pages([130, 4], [70, 4], block_size)
-    k_cache = empty_cache(requests.num_blocks, block_size)
-    kernels.quantize_and_insert_k_cache(random_tokens(100), k_cache, torch.arange(100), block_size)
-    kernels.dequantize_and_gather_k_cache(poisoned_output(requests, 3), k_cache, *requests.to(CPU), 3)
-    insert, gather = map(instructions, compiled)
-    for kernel in (insert, gather):
-        assert not {"LDL", "STL"} & {name.split(".")[0] for name in kernel}
-        accesses = {name: count for name, count in kernel.items() if name.startswith(("LDG", "STG"))}
-        narrow = {name: count for name, count in accesses.items() if not name.endswith((".64", ".128"))}
-        assert sum(narrow.values()) <= 5  # positions, lengths and pages
-        assert not [name for name in narrow if name.startswith("STG")]
-    assert "LDG.E.128" in insert
-    assert "STG.E.128" in gather
-    assert not [name for name in gather if name.startswith(("LDS", "STS"))]  # nothing passes through shared memory

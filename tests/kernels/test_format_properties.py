@@ -1,4 +1,4 @@
-"""What holds for all vectors, whatever their values: zeros, outliers, subnormals, infinities."""
+"""Properties that hold for all vectors: zeros, outliers, subnormal numbers, infinities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HARD = {
     "large": lambda x: x * 1e3,
     "immense": lambda x: x * 1e30,
 }
-"""Vectors that are hard to quantize, made from random ones."""
+"""Functions that turn random vectors into vectors that are hard to quantize."""
 
 LAYOUTS = [
     *(PackedLayout(name, "value", HEAD_DIM) for name in BY_TOKEN),
@@ -55,7 +55,7 @@ def vectors(draw: st.DrawFn, *shape: int) -> Tensor:
 
 
 def largest_error(fmt: Format, x: Tensor, encoded: dict[str, Tensor]) -> Tensor:
-    """How far channels may be from what is stored of ``x``, vectors in the stored basis."""
+    """The largest error of the stored channels of ``x``, vectors in the stored basis."""
     scale = fmt.per_channel(encoded["scale"]) if "scale" in encoded else torch.tensor(fmt.static_scale)
     if isinstance(fmt, Fp8):
         info = torch.finfo(fmt.dtype)
@@ -79,7 +79,7 @@ def test_every_channel_is_rounded_to_a_neighbour_on_the_grid_or_saturates(fmt: F
     elif isinstance(fmt, Fp8) and fmt.scale_dtype is None:
         stored = stored.clamp(-fmt.largest * fmt.static_scale, fmt.largest * fmt.static_scale)
     overflows = fmt.packing.dtype == torch.float16 and stored.abs() > HALF_MAX
-    smallest = 2**-24 if fmt.scale_dtype == torch.float16 else 1e-44  # scale or zero point, or what of them is rounded
+    smallest = 2**-24 if fmt.scale_dtype == torch.float16 else 1e-44  # of scales, zero points and their rounding
     zero = fmt.per_channel(encoded["zero"]).abs() if "zero" in encoded else 0.0
     rounding = (stored.abs() + zero) * 2**-21 + smallest
     close = (decoded - stored).abs() <= largest_error(fmt, stored, encoded) * (1 + 2**-12) + rounding
@@ -99,7 +99,7 @@ def test_a_codebook_keeps_the_norm_or_saturates(name: str, x: Tensor) -> None:
 
 
 def written(layout: PackedLayout, x: Tensor, steps: list[Tensor]) -> Tensor:
-    """What is read after the tokens of each step were written."""
+    """The tokens that are read after all steps were written."""
     data = empty_packed(layout, TOKENS, *x.shape[:2], torch.device("cpu"))
     for positions in steps:
         write_tokens_(data, layout, x[:, :, positions], positions)
@@ -123,7 +123,9 @@ def test_values_that_are_not_finite_spoil_no_other_token_sequence_or_head(
     out, expected = written(layout, spoiled, steps), written(layout, zeroed, steps)
     assert torch.equal(out[~bad], expected[~bad])
 
-    kept = out[bad][:, channel] == value if value == value else out[bad][:, channel].isnan()  # in a slot, or as it is
+    kept = (
+        out[bad][:, channel] == value if value == value else out[bad][:, channel].isnan()
+    )  # in an exact block, or unchanged
     marked = out[bad].isnan().all(-1)
     zeros = (out[bad] == expected[bad]).all(-1)
     marks = layout.format.scale_dtype is not None and layout.format.granularity != "channel"

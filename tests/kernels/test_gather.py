@@ -1,13 +1,15 @@
-"""Gathering tokens of a packed pool moves their bytes, and says what reading the pool and indexing would."""
+"""Gathering tokens of a packed pool copies bytes, and equals indexing the dequantized pool."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from formats_of_every_kind import in_turn
 from packed_caches import HEAD_DIM, LAYOUTS
 
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.kernels.gather import kernel as gather_kernel
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.kernels.layout.references import References
 from kvcompile.kernels.spec.gather import gather_tokens
@@ -15,16 +17,13 @@ from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 
 NUM_SLOTS, HEADS = 150, 3
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format_name}-{layout.role}")
-
 
 def pool_of(layout: PackedLayout) -> torch.Tensor:
     return pack_tokens(layout, torch.randn(1, HEADS, NUM_SLOTS, HEAD_DIM))
 
 
-@every_layout
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 129])
-def test_gathered_tokens_are_those_of_the_slots(layout: PackedLayout, num_tokens: int) -> None:
+@pytest.mark.parametrize(("layout", "num_tokens"), in_turn(LAYOUTS, [1, 63, 64, 65, 129]))
+def test_gathered_tokens_are_the_tokens_of_the_slots(layout: PackedLayout, num_tokens: int) -> None:
     data = pool_of(layout)
     slots = torch.randint(NUM_SLOTS, (4, num_tokens))  # duplicates within and between sequences
     slots[0, -1], slots[-1, 0] = NUM_SLOTS - 1, 0
@@ -38,7 +37,7 @@ def test_gathered_tokens_are_those_of_the_slots(layout: PackedLayout, num_tokens
 def test_only_the_slots_are_read() -> None:
     layout = LAYOUTS[0]
     data = pool_of(layout)
-    slots = torch.tensor([[0, 149, 77, 0]])  # slot 0 is also what fills the last block
+    slots = torch.tensor([[0, 149, 77, 0]])  # slot 0 also fills the last block
     clean = gather_tokens(data, layout, slots)
     poison = data.new_full(data.shape, 255)
     for slot in slots.unique():
@@ -72,12 +71,10 @@ KINDS = [
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize(("format_name", "head_dim"), KINDS)
-def test_the_kernel_copies_the_bytes_of_the_specification(format_name, head_dim, role, device):
+@pytest.mark.parametrize(("kind", "role"), in_turn(KINDS, ["key", "value"]))
+def test_the_kernel_copies_the_bytes_of_the_specification(kind, role, device):
     pytest.importorskip("triton")
-    from kvcompile.kernels.gather import kernel as gather_kernel
-
+    format_name, head_dim = kind
     layout = PackedLayout(format_name, role, head_dim)
     data = torch.randint(256, (3, 1, 2, layout.block_bytes), dtype=torch.uint8)
     slots = torch.randint(3 * BLOCK_TOKENS, (70, 2)).T  # any strides
@@ -88,7 +85,7 @@ def test_the_kernel_copies_the_bytes_of_the_specification(format_name, head_dim,
     assert torch.equal(gather_kernel.gather(reference, layout, slots.to(device)).cpu(), expected)
 
 
-def test_the_operator_refuses_what_the_kernel_cannot_trust():
+def test_the_operator_refuses_arguments_that_do_not_fit():
     layout = PackedLayout("int8_per_token_head", "key", 64)
     data, slots = torch.zeros(layout.shape(64, 1, 2), dtype=torch.uint8), torch.zeros(2, 3).long()
     gather = torch.ops.kvcompile.gather.default

@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, in a process of their own."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,28 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_tests import INTERPRETED_TOGETHER
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
-@pytest.mark.parametrize(
-    "suite",
-    [
-        "test_store_kernel.py",
-        "test_attention_kernel.py",
-        "test_latent_kernels.py",
-        "test_prefill.py",
-        "test_references.py",
-        "test_deepseek_v4_kernels.py",
-        "test_gather.py",
-        "test_visible_range.py",
-        "test_dequantize.py",
-    ],
-)
-def test_the_kernels_agree_with_the_specification_in_the_interpreter(suite):
-    options = ["-q", "-n", "0", "-m", "not gpu", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(suite))]
+@pytest.mark.parametrize("marks", ["not gpu and not slow", pytest.param("not gpu and slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("files", INTERPRETED_TOGETHER, ids=lambda files: files[0].removesuffix(".py"))
+def test_the_kernels_agree_with_the_specification_in_the_interpreter(files, marks):
+    options = ["-q", "-n", "0", "-m", marks, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *(str(Path(__file__).with_name(name)) for name in files)]
     result = subprocess.run(
         command,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""Where the bytes of a packed cache lie, and what writing and reading them promises."""
+"""Where the bytes of a packed cache lie, and the promises of writing and reading them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 def random_tokens(num_tokens, seed=0):
-    """Integers, whose rotation is exact at head_dim 64 (entries +-1/8), so that bytes can be compared for equality."""
+    """Random integers. Their rotation is exact at head_dim 64 (elements +-1/8), so that bytes are equal."""
     shape = (BATCH, HEADS, num_tokens, HEAD_DIM)
     return torch.randint(-99, 100, shape, generator=torch.Generator().manual_seed(seed)).float()
 
@@ -43,7 +43,7 @@ def dequantized(layout, x):
 
 @pytest.mark.parametrize(("name", "head_dim"), SHAPES)
 @pytest.mark.parametrize("role", ["key", "value"])
-def test_the_size_of_a_cache_is_its_bytes_expression(name, head_dim, role):
+def test_the_size_of_a_cache_equals_its_bytes_expression(name, head_dim, role):
     layout = PackedLayout(name, role, head_dim)
     data = empty_packed(layout, 130, 2, 3, CPU)
     symbols = sympy.symbols("num_tokens batch num_kv_heads", integer=True, positive=True)
@@ -65,7 +65,7 @@ def test_token_bytes_fill_a_block_without_gap_or_overlap(layout):
 
 
 @every_layout
-def test_sections_are_views_that_the_written_bytes_appear_in(layout):
+def test_sections_are_views_of_the_written_bytes(layout):
     x = random_tokens(BLOCK_TOKENS)
     data = packed(layout, x)
     sections = layout.split(data)
@@ -87,7 +87,7 @@ def test_codes_of_keys_are_row_major_and_of_values_column_major():
 
 @every_layout
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
-def test_reading_what_was_written_is_decoding_what_was_encoded(layout, num_tokens):
+def test_reading_written_tokens_equals_decoding_encoded_tokens(layout, num_tokens):
     x = random_tokens(num_tokens)
     data = packed(layout, x, capacity=num_tokens + 70)
     expected = dequantized(layout, x)
@@ -161,7 +161,7 @@ def test_every_sequence_can_be_written_at_its_own_positions(layout):
 @every_layout
 @given(valid=st.lists(st.booleans(), min_size=10, max_size=10))
 @few_examples
-def test_invalid_tokens_keep_the_bytes_of_their_slot(layout, valid):
+def test_invalid_tokens_leave_the_bytes_at_their_positions_unchanged(layout, valid):
     valid = torch.tensor(valid)
     data, x, positions = packed(layout, random_tokens(80)), random_tokens(10, seed=1), torch.arange(60, 70)
     expected = write_tokens(data, layout, x[:, :, valid], positions[valid])

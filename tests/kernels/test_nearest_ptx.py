@@ -1,4 +1,4 @@
-"""What the PTX that finds centroids makes of channels, without a GPU to run it."""
+"""The PTX that finds the nearest centroids, run by a small interpreter of PTX; no GPU is needed."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ def words(x):
 
 
 def around(x):
-    """The float32 numbers next to ``x``, and itself."""
+    """The float32 number below ``x``, ``x`` itself, and the number above it."""
     x = np.float32(x)
     return [np.nextafter(x, np.float32(0)), x, np.nextafter(x, np.float32(np.inf))]
 
 
 def nearest(bits, first, second, factor):
-    """Codes and sums of squares of pairs of numbers."""
+    """The codes of pairs of numbers times ``factor``, and the sums of the squares of twice their centroids."""
     text, mask = nearest_pair(CENTROIDS[bits]), 2**bits - 1
     outputs = [run(text, 2, *pair, *words([factor])) for pair in zip(words(first), words(second), strict=True)]
     codes, squares = np.array(outputs, np.int64).T
@@ -31,7 +31,7 @@ def nearest(bits, first, second, factor):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_are_those_of_the_specification_up_to_the_last_bit_of_a_magnitude(bits):
+def test_codes_equal_the_specification_up_to_the_last_bit_of_a_magnitude(bits):
     fmt = get_format(f"turboquant_{bits}bit")
     edges = [number for x in fmt.thresholds[bits] for number in around(x)]
     numbers = [*edges, *(-x for x in edges), 0.0, -0.0, 1e-30, -1e-30, 400.0, -400.0]

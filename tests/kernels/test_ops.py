@@ -42,7 +42,7 @@ def attention_arguments(mask=None, sinks=None, softcap=0.0):
 
 
 @pytest.mark.parametrize("format_name", BY_TOKEN)
-def test_store_writes_in_place_what_the_specification_writes(format_name):
+def test_store_writes_in_place_the_bytes_of_the_specification(format_name):
     layout = PackedLayout(format_name, "value", 64)
     data, x, positions = empty_packed(layout, 70, 2, 2, CPU), torch.randn(2, 2, 3, 64), torch.tensor([0, 64, 5])
     expected = write_tokens(data, layout, x, positions)
@@ -66,7 +66,7 @@ def test_keys_with_scales_per_channel_cannot_serve_as_values():
         attention(*arguments)
 
 
-def test_attention_means_attend_and_is_contiguous():
+def test_attention_equals_attend_and_is_contiguous():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     query, k_data, v_data, *_ = arguments = attention_arguments(sinks=sinks, softcap=2.0)
     out = attention(*arguments)
@@ -134,7 +134,7 @@ def test_compiled_code_calls_the_operators_and_stores_in_place():
         (lambda a: {**a, "role": "keys"}, "'keys' is not a role of a cache; roles: key, value"),
     ],
 )
-def test_store_refuses_what_does_not_fit_and_says_what(change, message):
+def test_store_refuses_arguments_that_do_not_fit_and_names_them(change, message):
     arguments = {
         "data": caches()[0], "x": torch.randn(2, 2, 3, 64), "positions": torch.arange(3), "valid": None,
         "format": INT8, "role": "key",
@@ -157,7 +157,7 @@ def test_store_refuses_what_does_not_fit_and_says_what(change, message):
         (11, 80, "v_data has blocks of 4352 bytes"),
     ],
 )
-def test_attention_refuses_what_does_not_fit_and_says_what(index, value, message):
+def test_attention_refuses_arguments_that_do_not_fit_and_names_them(index, value, message):
     arguments = list(attention_arguments())
     arguments[index] = value
     with pytest.raises(ValueError, match=message):

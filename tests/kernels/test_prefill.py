@@ -1,4 +1,4 @@
-"""Attention of long queries, which dequantizes first, computes what the specification computes."""
+"""Prefill attention, which dequantizes first, agrees with the specification."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from formats_of_every_kind import KINDS, SHAPES
+from formats_of_every_kind import SHAPES, in_turn
 from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
 
 from kvcompile.kernels.attention import launch_prefill
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.spec.packing import write_tokens_
 
-# Keys, values and weights are rounded to bfloat16 where queries are.
+# With queries in bfloat16, keys, values and weights are rounded to bfloat16, too.
 PrefillCase = functools.partial(Case, bfloat16_tolerance=1e-2)
-
-RESIDUAL_FORMATS = [name + ONE if name.endswith("per_channel") else name for name in KINDS]
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs", "every_query_is_a_prefill")
 
@@ -29,35 +27,35 @@ def every_query_is_a_prefill(monkeypatch):
     monkeypatch.setattr(launch_prefill, "PREFILL_ROWS", 1)
 
 
-@pytest.mark.parametrize("format_name", RESIDUAL_FORMATS)
-def test_every_format_is_dequantized_for_long_queries(format_name, device):
-    PrefillCase(device, format_name, format_name, q_len=40, batch=1, dtype=torch.float16).check()
+@pytest.mark.parametrize(
+    ("shape", "dtype"), in_turn([*SHAPES, ("int4_per_channel" + ONE, 64)], [torch.float16, torch.bfloat16])
+)
+def test_every_format_is_dequantized_at_every_head_dim(shape, dtype, device):
+    key, head_dim = shape
+    value = key if "channel" not in key else INT8  # scales per channel are for keys
+    PrefillCase(device, key, value, q_len=3, kv_len=70, head_dim=head_dim, v_head_dim=head_dim, dtype=dtype).check()
 
 
-@pytest.mark.parametrize(("format_name", "head_dim"), SHAPES)
-def test_every_head_dim_is_dequantized(format_name, head_dim, device):
-    PrefillCase(device, format_name, format_name, batch=1, kv_len=70, head_dim=head_dim, v_head_dim=head_dim).check()
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(100, 100), (200, 200), (100, 130), (200, 150)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(70, 70), (70, 130), (100, 70), pytest.param(200, 200, marks=pytest.mark.slow)]
+)
 def test_a_causal_query_sees_the_keys_up_to_its_own_position(q_len, kv_len, device):
-    PrefillCase(device, "turboquant_4bit", "int4_unrotated", q_len=q_len, kv_len=kv_len, batch=1).check(is_causal=True)
+    PrefillCase(device, "turboquant_4bit", "int4_unrotated", q_len=q_len, kv_len=kv_len).check(is_causal=True)
 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 200])
 def test_nothing_beyond_the_cache_is_seen(kv_len, device):
-    PrefillCase(device, "int4_per_token_head", INT8, q_len=3, kv_len=kv_len, batch=1).check()
+    PrefillCase(device, "int4_per_token_head", INT8, q_len=3, kv_len=kv_len).check()
 
 
-@pytest.mark.parametrize("q_len", [3, 40])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks_mean_what_they_mean_to_the_specification(mask, q_len, device):
-    case = PrefillCase(device, INT8, "int4_unrotated", q_len=q_len, kv_len=300)
+@pytest.mark.parametrize(("mask", "q_len"), in_turn(list(MASKS), [3, 40]))
+def test_masks_agree_with_the_specification(mask, q_len, device):
+    case = PrefillCase(device, INT8, "int4_unrotated", batch=2, q_len=q_len, kv_len=150)
     case.check(MASKS[mask](case.batch, case.query.shape[1], q_len, case.kv_len))
 
 
 def test_a_query_that_sees_no_key_gets_zeros(device):
-    case = PrefillCase(device, q_len=40)
+    case = PrefillCase(device, batch=2, q_len=40)
     mask = torch.zeros(2, 1, 40, case.kv_len, dtype=torch.bool)
     mask[1, :, 5:] = True
     out = case.kernel(mask)
@@ -66,8 +64,8 @@ def test_a_query_that_sees_no_key_gets_zeros(device):
     torch.testing.assert_close(out.float(), case.expected(mask=mask), rtol=2e-2, atol=2e-2)
 
 
-def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
-    case = PrefillCase(device, "int4_per_token_head", "turboquant_4bit", q_len=40, spread=3.0)
+def test_sinks_and_softcap_agree_with_the_specification(device):
+    case = PrefillCase(device, "int4_per_token_head", "turboquant_4bit", num_kv_heads=2, q_len=20, spread=3.0)
     case.check(sinks=torch.tensor([0.5, -20.0, 8.0, float("-inf")]), softcap=5.0)
 
 
@@ -75,38 +73,44 @@ def test_sinks_and_softcap_mean_what_they_mean_to_the_specification(device):
     ("key", "value"),
     [("int4_per_channel" + BOTH, "int4_per_token_head"), (INT8, "int8_per_channel" + ONE), ("bfloat16" + BOTH, INT8)],
 )
-def test_blocks_that_slots_hold_are_read_as_they_are(key, value, device):
-    case = PrefillCase(device, key, value, q_len=20, batch=1, kv_len=300, dtype=torch.float16)
+def test_exact_blocks_are_read_in_full_precision(key, value, device):
+    case = PrefillCase(device, key, value, q_len=20, kv_len=300, dtype=torch.float16)
     hide_packed_form(case)
     case.check()
 
 
-@pytest.mark.parametrize("num_sms", [1, 16, 64])  # one split of all tiles, splits of two tiles, of one
-@pytest.mark.parametrize("is_causal", [False, True])
+# One split of all three tiles, a split of two tiles and one of one, three splits of one tile.
+@pytest.mark.parametrize(("num_sms", "is_causal"), in_turn([1, 6, 64], [False, True]))
 def test_the_number_of_splits_does_not_matter(num_sms, is_causal, device, monkeypatch):
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: num_sms)
-    heads = {"batch": 1, "num_kv_heads": 1, "group_size": 1}
-    case = PrefillCase(device, "int4_per_token_head", "int4_per_token_head", q_len=300, kv_len=300, **heads)
+    case = PrefillCase(device, "int4_per_token_head", "int4_per_token_head", q_len=150, kv_len=150, group_size=1)
     case.check(is_causal=is_causal)
 
 
-def test_splits_whose_keys_are_all_far_below_zero_are_merged_by_what_they_sum(device, monkeypatch):
-    """The last split has 5 tokens, the others 64: no digits of -1e9 are left for how many."""
+def test_splits_whose_scores_are_all_far_below_zero_are_merged_by_their_sums(device, monkeypatch):
+    """The last split has 5 tokens, the others 64. -1e9 leaves no digits for the difference."""
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 64)
-    PrefillCase(device, INT8, INT8, q_len=3, kv_len=325, batch=1, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
+    PrefillCase(device, INT8, INT8, q_len=3, kv_len=325, spread=0.01).check(torch.full((1, 1, 3, 325), -1e9))
 
 
 def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(device, monkeypatch):
-    monkeypatch.setattr(launch_prefill, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2)  # two of the four in 16 bits
-    case = PrefillCase(device, "turboquant_4bit", INT8, q_len=5, kv_len=130)
+    monkeypatch.setattr(
+        launch_prefill, "SCRATCH_NBYTES", 2 * 192 * 2 * 64 * 2
+    )  # room for two of four KV heads in 16 bits
+    case = PrefillCase(device, "turboquant_4bit", INT8, batch=2, num_kv_heads=2, q_len=5, kv_len=130)
     case.check(torch.arange(130) > 60)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bad", ["key", "value"])
-@pytest.mark.parametrize("format_name", [INT8, "int4_per_token_head", "int4_per_group_32", "bfloat16"])
-def test_a_token_that_is_not_finite_spoils_its_own_head_only(format_name, bad, dtype, device):
-    case = PrefillCase(device, format_name, format_name, q_len=20, dtype=dtype)
+@pytest.mark.parametrize(
+    ("format_name", "bad_and_dtype"),
+    in_turn(
+        [INT8, "int4_per_token_head", "int4_per_group_32", "bfloat16"],
+        [("key", torch.bfloat16), ("value", torch.float16), ("key", torch.float16), ("value", torch.bfloat16)],
+    ),
+)
+def test_a_token_that_is_not_finite_spoils_its_own_head_only(format_name, bad_and_dtype, device):
+    bad, dtype = bad_and_dtype
+    case = PrefillCase(device, format_name, format_name, batch=2, num_kv_heads=2, q_len=3, dtype=dtype)
     x = torch.zeros(2, 2, 1, 64)
     x[1, 0] = torch.nan
     index = ["key", "value"].index(bad)
@@ -118,7 +122,5 @@ def test_a_token_that_is_not_finite_spoils_its_own_head_only(format_name, bad, d
 
 
 def test_values_that_fp16_cannot_hold_become_the_largest_that_it_can(device):
-    case = PrefillCase(
-        device, INT8, "int4_per_token_head", q_len=20, batch=1, dtype=torch.float16, spread=1e4, scale=2e-9
-    )
+    case = PrefillCase(device, INT8, "int4_per_token_head", q_len=20, dtype=torch.float16, spread=1e4, scale=2e-9)
     assert case.kernel().isfinite().all()

@@ -1,4 +1,4 @@
-"""Attention on packed caches equals attention on the dequantized ones, and compiles to fused C++."""
+"""Attention on packed caches equals attention on dequantized caches, and compiles to fused C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from formats_of_every_kind import BY_TOKEN
+from formats_of_every_kind import BY_TOKEN, in_turn
 from packed_bytes import empty_packed
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,7 +29,8 @@ PAIRS = [(name, name) for name in BY_TOKEN] + [
 ]
 
 every_pair = pytest.mark.parametrize(("key", "value"), PAIRS)
-decode_and_prefill = pytest.mark.parametrize("q_len", [1, 3, 40])
+Q_LENS = [1, 3, 40]
+decode_and_prefill = pytest.mark.parametrize("q_len", Q_LENS)
 
 
 class Case:
@@ -75,23 +76,26 @@ def test_every_pair_of_formats_equals_sdpa_on_dequantized_caches(key, value, q_l
     Case(key, value, q_len=q_len).check()
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 2), (4, 1), (16, 1), (1, 1)])
-@pytest.mark.parametrize("q_len", [1, 2, 4, 5, 16, 17, 100])
+@pytest.mark.parametrize(
+    ("q_len", "heads"), in_turn([1, 2, 4, 5, 16, 17, 100], [(4, 4), (8, 2), (6, 2), (4, 1), (16, 1), (1, 1)])
+)
 def test_query_heads_may_share_a_kv_head(heads, q_len):
     Case(heads=heads, q_len=q_len).check()
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64), (64, 128)])
 @pytest.mark.parametrize(
-    ("key", "value"), [("int4_per_token_head", "int4_per_token_head"), ("fp8_e4m3", "turboquant_4bit")]
+    ("head_dims", "formats"),
+    in_turn(
+        [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (96, 64), (64, 128)],
+        [("int4_per_token_head", "int4_per_token_head"), ("fp8_e4m3", "turboquant_4bit")],
+    ),
 )
-@decode_and_prefill
-def test_every_head_dim_works_and_those_of_keys_and_values_may_differ(head_dims, key, value, q_len):
-    Case(key, value, head_dims=head_dims, q_len=q_len).check()
+@pytest.mark.parametrize("q_len", [1, pytest.param(3, marks=pytest.mark.slow), 40])
+def test_every_head_dim_works_and_keys_and_values_may_have_different_ones(head_dims, formats, q_len):
+    Case(*formats, head_dims=head_dims, q_len=q_len).check()
 
 
-@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 127, 128, 130, 600, 1025])
-@decode_and_prefill
+@pytest.mark.parametrize(("kv_len", "q_len"), in_turn([1, 63, 64, 65, 127, 128, 130, 600, 1025], [1, 40]))
 def test_the_cache_may_have_any_length(kv_len, q_len):
     Case(kv_len=kv_len, q_len=q_len).check()
     Case("int4_per_token_head", "turboquant_4bit", kv_len=kv_len, q_len=q_len, capacity=kv_len + 70).check()
@@ -142,8 +146,7 @@ def test_bool_masks_of_any_broadcast_shape(index, q_len):
     Case(q_len=q_len).check(mask=random_masks(2, 4, q_len, 130)[index])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize(("index", "dtype"), in_turn(range(6), [torch.float32, torch.bfloat16]))
 @decode_and_prefill
 def test_float_masks_are_added_to_the_scores(index, q_len, dtype):
     visible = random_masks(2, 4, q_len, 130)[index]
@@ -151,12 +154,11 @@ def test_float_masks_are_added_to_the_scores(index, q_len, dtype):
     Case(q_len=q_len).check(mask=torch.where(visible, bias, -torch.inf).to(dtype))
 
 
-@every_pair
-@decode_and_prefill
-def test_a_row_that_sees_no_key_is_zero(key, value, q_len):
+@pytest.mark.parametrize(("pair", "q_len"), in_turn(PAIRS, Q_LENS))
+def test_a_row_that_sees_no_key_is_zero(pair, q_len):
     mask = torch.ones(q_len, 130, dtype=torch.bool)
     mask[0] = False
-    out = Case(key, value, q_len=q_len).attend(mask=mask)
+    out = Case(*pair, q_len=q_len).attend(mask=mask)
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     assert out.isfinite().all()
 
@@ -181,13 +183,15 @@ def test_the_output_has_the_dtype_of_the_query(dtype, q_len):
     assert_near(out, case.expected(), tolerance=5e-3)
 
 
-@every_pair
-@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 130])
-@decode_and_prefill
-def test_bytes_beyond_kv_len_have_no_influence(key, value, kv_len, q_len):
+@pytest.mark.parametrize(
+    ("pair", "sizes"),
+    in_turn(PAIRS, [(1, 1), (63, 40), (64, 1), (65, 40), (130, 3), (1, 40), (63, 1), (64, 40), (65, 1)]),
+)
+def test_bytes_beyond_kv_len_have_no_influence(pair, sizes):
+    kv_len, q_len = sizes
     mask = torch.rand(kv_len, generator=torch.Generator().manual_seed(0)) < 0.9
-    clean = Case(key, value, kv_len=kv_len, capacity=200, q_len=q_len)
-    poisoned = Case(key, value, kv_len=kv_len, capacity=200, q_len=q_len, fill=0xFF)
+    clean = Case(*pair, kv_len=kv_len, capacity=200, q_len=q_len)
+    poisoned = Case(*pair, kv_len=kv_len, capacity=200, q_len=q_len, fill=0xFF)
     assert not torch.equal(clean.data[0], poisoned.data[0])
     for options in ({}, {"mask": mask}, {"is_causal": True}):
         assert torch.equal(poisoned.attend(**options), clean.attend(**options))
@@ -200,7 +204,7 @@ def test_nothing_to_compute_is_computed_as_nothing(batch, q_len, kv_len, options
     assert torch.equal(out, torch.zeros(batch, 4, q_len, 64))
 
 
-def test_what_cannot_be_computed_is_an_error():
+def test_arguments_that_do_not_match_are_an_error():
     with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 KV heads"):
         Case(heads=(3, 2)).attend()
     with pytest.raises(ValueError, match="is_causal excludes a mask"):
@@ -211,9 +215,19 @@ def test_what_cannot_be_computed_is_an_error():
         case.attend()
 
 
-# Inductor repeats no more than 30 operations for several readers: it buffers levels that take more to unpack.
+# Inductor repeats at most 30 operations for several readers. It buffers levels that take more operations to unpack.
 BUFFERED = {"int2_per_group_32", "turboquant_2.5bit", "turboquant_3bit", "turboquant_3.5bit_seed7"}
-FUSED_PAIRS = [pair for pair in PAIRS if BUFFERED.isdisjoint(pair)]
+COMPILED = [
+    ("int8_per_token_head", "int8_per_token_head"),
+    ("int4_per_token_head", "int4_per_token_head"),
+    ("turboquant_4bit", "int4_unrotated"),
+    ("bfloat16", "bfloat16"),
+]
+FUSED_PAIRS = [
+    pytest.param(*pair, marks=() if pair in COMPILED else pytest.mark.slow)
+    for pair in PAIRS
+    if BUFFERED.isdisjoint(pair)
+]
 
 
 @pytest.mark.parametrize(("key", "value"), FUSED_PAIRS)
@@ -227,7 +241,7 @@ def test_compiled_decode_agrees_with_eager_and_buffers_nothing_larger_than_the_s
     sizes = {dtype: 0 for _, dtype in buffers}
     for shape, dtype in buffers:
         sizes[dtype] = max(sizes[dtype], math.prod(int(size) for size in re.findall(r"\d+", shape)))
-    scores = 1024 * 4  # slots times query heads; dequantized keys would be 64 times as many numbers
+    scores = 1024 * 4  # capacity times query heads; dequantized keys would be 64 times as large
     rotated = any(layout.format.rotated for layout in case.layouts)
     assert sizes == {"float32": max(scores, 128 * 128 * rotated)}  # 128 * 128: a rotation matrix
 
@@ -239,7 +253,7 @@ def test_compiled_prefill_agrees_with_eager():
 
 
 def symbolic(mode, tensor, *dims):
-    """A fake of ``tensor`` in which ``dims`` have symbolic sizes."""
+    """A fake tensor like ``tensor``, with symbolic sizes in the dimensions ``dims``."""
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, source=ConstantSource(f"input{id(tensor)}"), symbolic_context=context)
@@ -277,7 +291,7 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
 
 @pytest.mark.parametrize(("key", "value"), [("int8_per_token_head", "fp8_e4m3"), ("turboquant_4bit", "int4_unrotated")])
 @torch.no_grad()
-def test_a_compiled_step_writes_in_place_and_sees_what_it_wrote(key, value):
+def test_a_compiled_step_writes_in_place_and_sees_the_new_tokens(key, value):
     def step(query, k_data, v_data, k, v, position):
         write_tokens_(k_data, k_layout, k, position)
         write_tokens_(v_data, v_layout, v, position)

@@ -1,4 +1,4 @@
-"""What a write to a cache with a residual means, against a model of it in loops over blocks."""
+"""Writes to a cache with a residual, compared with a simple model that loops over blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS = [
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.spec)
 
 Write = tuple[list[int], list[int]]
-"""Positions of the tokens of one write, for each of two sequences."""
+"""The positions of the tokens of one write, for each of two sequences."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,13 @@ def empty(layout: PackedLayout) -> Tensor:
 
 @dataclass
 class Sequence:
-    """One sequence of a cache, all heads: what its packed blocks decode to, and the block in each entry."""
+    """The model of one sequence, all heads.
+
+    Attributes:
+        layout: the layout of the cache.
+        packed: the decoded contents of each packed block.
+        entries: for each entry, the block that it holds and the exact contents of the block.
+    """
 
     layout: PackedLayout
     packed: dict[int, Tensor] = field(default_factory=dict)
@@ -85,7 +91,7 @@ class Sequence:
 
 @st.composite
 def writes(draw: st.DrawFn) -> list[Write]:
-    """Some writes of one to forty tokens: of runs, as models write them, and of tokens anywhere."""
+    """One to four writes of 1 to 40 tokens: runs of tokens, as models write them, or tokens anywhere."""
     result = []
     for _ in range(draw(st.integers(1, 4))):
         count = draw(st.one_of(st.integers(1, 3), st.integers(1, 40)))
@@ -101,7 +107,7 @@ def writes(draw: st.DrawFn) -> list[Write]:
 @example(steps=[(list(range(200)), list(range(200))), ([199, 200], [10, 249])], random=None)
 @example(steps=[([60 + i for i in range(MAX_FEW_TOKENS)],) * 2, (list(range(128, 250)),) * 2], random=None)
 @settings(max_examples=6, deadline=None)
-def test_writes_in_any_order_mean_what_a_loop_over_blocks_does(layout, steps, random):
+def test_writes_in_any_order_agree_with_the_model(layout, steps, random):
     data, sequences = empty(layout), [Sequence(layout) for _ in range(BATCH)]
     for positions in steps:
         x = torch.randn(BATCH, HEADS, len(positions[0]), HEAD_DIM).to(layout.residual.dtype)
@@ -128,7 +134,7 @@ def test_a_write_to_named_blocks_and_one_to_all_are_the_same_bytes(layout, count
 
 
 @every_layout
-def test_blocks_that_are_filled_one_after_the_other_in_any_order_and_steps_are_as_after_one_write(layout):
+def test_blocks_filled_one_after_the_other_in_any_order_of_tokens_equal_a_single_write(layout):
     x, random = torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM), Random(0)
     data = empty(layout)
     for begin in range(0, TOKENS, BLOCK_TOKENS):
@@ -139,7 +145,7 @@ def test_blocks_that_are_filled_one_after_the_other_in_any_order_and_steps_are_a
             chosen, positions = torch.tensor(positions[:count]), positions[count:]
             write_tokens_(data, layout, x[:, :, chosen], chosen)
     for other in (pack_tokens(layout, x), write_tokens(empty(layout), layout, x, torch.arange(TOKENS))):
-        # Packed blocks have the same bytes; entries the same values: a token that was not written may be -0.0.
+        # Packed blocks have the same bytes. Entries have the same values, but a token that was not written may be -0.0.
         assert torch.equal(data[layout.header_blocks :], other[layout.header_blocks :])
         assert torch.equal(layout.tags(data), layout.tags(other))
         assert torch.equal(read_tokens(data, layout, TOKENS), read_tokens(other, layout, TOKENS))
@@ -166,10 +172,10 @@ VALUES = [
 
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
 @pytest.mark.parametrize(("key", "value"), list(zip(KEYS, VALUES, strict=True)), ids=[layout.spec for layout in KEYS])
-def test_attention_is_that_on_the_tokens_as_they_are_read(key, value, options):
+def test_attention_equals_attention_on_the_tokens_that_are_read(key, value, options):
     kv_len, q_len = 200, options["q_len"]
     k_data, v_data = (random_cache(layout) for layout in (key, value))
-    for data, layout in ((k_data, key), (v_data, value)):  # what lies behind kv_len has no influence
+    for data, layout in ((k_data, key), (v_data, value)):  # tokens beyond kv_len have no influence
         poison = torch.full((BATCH, HEADS, TOKENS - kv_len, HEAD_DIM), torch.nan)
         write_tokens_(data, layout, poison, torch.arange(kv_len, TOKENS))
     query = torch.randn(BATCH, 2 * HEADS, q_len, HEAD_DIM)
@@ -191,7 +197,7 @@ def test_attention_is_that_on_the_tokens_as_they_are_read(key, value, options):
 
 
 def random_cache(layout: PackedLayout) -> Tensor:
-    """A cache whose entries hold another block in each sequence."""
+    """A cache whose entries hold different blocks in the two sequences."""
     data = pack_tokens(layout, torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM))
     write_tokens_(data, layout, torch.randn(BATCH, HEADS, 2, HEAD_DIM), torch.tensor([[70, 71], [3, 140]]))
     return data
@@ -216,7 +222,7 @@ def test_scales_per_channel_without_a_residual_are_refused():
 
 
 @every_layout
-def test_a_layout_is_named_by_a_text(layout):
+def test_parsing_the_spec_of_a_layout_gives_the_layout(layout):
     assert PackedLayout.parse(layout.spec, layout.role, HEAD_DIM) == layout
     assert PackedLayout.parse(layout.format_name, layout.role, HEAD_DIM).residual is None
 
@@ -225,6 +231,6 @@ def test_a_layout_is_named_by_a_text(layout):
     "spec",
     ["int4_per_channel[recent=1]", "fp8_e4m3[recent=1,sinks=0,int8]", "fp8_e4m3[recent=0,sinks=0,float32]", "int5", ""],
 )
-def test_a_text_that_names_no_layout_is_an_error(spec):
+def test_a_text_that_is_no_spec_is_an_error(spec):
     with pytest.raises(ValueError, match=r"."):
         PackedLayout.parse(spec, "key", HEAD_DIM)

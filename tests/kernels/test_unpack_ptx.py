@@ -1,4 +1,4 @@
-"""What the PTX of the formats makes of packed codes, without a GPU to run it."""
+"""The PTX that unpacks codes, run by a small interpreter of PTX; no GPU is needed."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from ptx_machine import run
 
 from kvcompile.kernels.formats import get_format
 
-WIDTH = 32  # bytes of a vector, of which the PTX takes four at a time
+WIDTH = 32  # bytes of a vector; the PTX unpacks four at a time
 FORMATS = [
     "turboquant_4bit",
     "turboquant_3bit",
@@ -19,12 +19,12 @@ FORMATS = [
 
 
 def packed_codes(fmt):
-    """Random codes of each plane [WIDTH], and the registers of four bytes that hold them: (codes, high bits...)."""
+    """Random codes of each plane [WIDTH], and registers of four packed bytes: first codes, then high bits."""
     planes = torch.randint(2 ** int(fmt.bits), (fmt.num_planes, WIDTH), dtype=torch.uint8)
     encoded = fmt.packing.pack(planes.flatten())
     sections = [encoded["codes"].numpy()]
     if "high" in encoded:
-        # As the kernels load it: once for each piece, and 0 where the other one is meant.
+        # Kernels load the section once for each piece, with 0 in the columns of the other piece.
         high = encoded["high"].numpy()
         nothing = np.zeros_like(high)
         sections += [np.concatenate([high, nothing]), np.concatenate([nothing, high])]
@@ -32,7 +32,7 @@ def packed_codes(fmt):
 
 
 def interleaved(planes):
-    """The order of :func:`kvcompile.kernels.attention.query.interleaved`, written out."""
+    """The order of :func:`kvcompile.kernels.attention.query.interleaved`, in loops."""
     result = [torch.empty_like(plane) for plane in planes]
     for i in range(len(planes) // 2):
         for j in range(0, WIDTH, 4):

@@ -1,4 +1,4 @@
-"""Ranges of visible tokens: what they promise of a mask, and that the kernel agrees with the specification."""
+"""Ranges of visible tokens: they describe the mask, and the kernel agrees with the specification."""
 
 from __future__ import annotations
 

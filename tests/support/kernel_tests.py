@@ -1,0 +1,27 @@
+"""The test files that need a device on which Triton kernels run."""
+
+from __future__ import annotations
+
+INTERPRETED_TOGETHER = (
+    ("test_attention_kernel.py", "test_visible_range.py"),
+    ("test_prefill.py", "test_latent_kernels.py"),
+    (
+        "test_store_kernel.py",
+        "test_references.py",
+        "test_deepseek_v4_kernels.py",
+        "test_gather.py",
+        "test_dequantize.py",
+    ),
+)
+"""Files in tests/kernels/ whose tests run in one process of Triton's interpreter, in groups that take equally long."""
+
+KERNEL_TESTS = [
+    "test_attention_kernel.py",
+    "test_deepseek_v4_kernels.py",
+    "test_dequantize.py",
+    "test_latent_kernels.py",
+    "test_prefill.py",
+    "test_references.py",
+    "test_store_kernel.py",
+]
+"""Files that test nothing else."""
