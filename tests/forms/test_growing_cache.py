@@ -1,4 +1,4 @@
-"""A cache that grows by concatenation appends in place, and nobody can tell."""
+"""A cache that grows by concatenation appends in place, without any visible difference."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_second_append_to_the_same_cache_forks_it():
 
 def test_one_of_the_threads_that_continue_a_cache_has_its_room_and_the_others_copy(monkeypatch):
     has_room = GrowingBuffer._has_room
-    monkeypatch.setattr(GrowingBuffer, "_has_room", lambda *of: time.sleep(0.01) or has_room(*of))  # others go on
+    monkeypatch.setattr(GrowingBuffer, "_has_room", lambda *of: time.sleep(0.01) or has_room(*of))  # others continue
     prompt = pair(INT8, growing=True)
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda _: append(*prompt), range(4)))

@@ -1,4 +1,4 @@
-"""``static_cache``: packed before anything is written, with the formats of the policy, and used like any other."""
+"""``static_cache`` makes a cache that is packed before its first write, with the formats of the policy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tiny_llama import MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
 
 BATCH = 2
 PLAIN_BYTES = BATCH * 2 * MAX_LEN * 64 * 4
-"""Of the keys of one layer in float32."""
+"""Bytes of the keys of one layer in float32."""
 
 
 class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor with memory that an operation returns."""
+    """Bytes of the largest tensor that an operation allocates and returns."""
 
     nbytes = 0
 
@@ -34,7 +34,7 @@ class LargestAllocation(TorchDispatchMode):
 
 
 def formats(cache: Any) -> list[list[str | None]]:
-    """The formats of the keys and values of each layer; None for what is not packed."""
+    """The formats of the keys and values of each layer; None for plain ones."""
     return [[getattr(getattr(x, "packed_layout", None), "format_name", None) for x in (layer.keys, layer.values)]
             for layer in cache.layers]  # fmt: skip
 

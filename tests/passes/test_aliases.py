@@ -1,4 +1,4 @@
-"""Views of one tensor share memory, unless they take ranges of it that do not overlap."""
+"""Views of one tensor share memory unless they take disjoint ranges of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no cache is told apart: new rows, codes that the model dequantizes itself, caches of another device."""
+"""The reason says why keys are no cache: new rows, codes that the model dequantizes, caches of another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only looks like a paged cache is left alone: the reason is reported, and the result is plain Inductor's."""
+"""Graphs that only resemble a paged cache are refused with a reason, and the result is plain Inductor's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of latents without a dimension of heads, [batch, tokens, channels], are packed like those with one."""
+"""Caches of latents [batch, tokens, channels] are packed like caches with a dimension of heads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ KINDS: dict[Step, str] = {
 
 
 def steps(step: Any, cache: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The outputs of a chunk of three tokens and of two single ones, and the cache after them."""
+    """The outputs of a chunk of three tokens and of two single tokens, and the cache after them."""
     generator, outs, first = torch.Generator().manual_seed(1), [], 30
     for n in (3, 1, 1):
         q = torch.randn(BATCH, NUM_HEADS, n, HEAD_DIM, generator=generator)

@@ -1,4 +1,4 @@
-"""What cannot be proven is left alone: the reason is reported, and the result is exactly plain Inductor's."""
+"""A site that is not proven is refused with a reason in the user's words, and the result is plain Inductor's."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     new_keys_returned_beside_a_view: "escaping_view",
     new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
 }
-"""Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
+"""Graphs that only resemble a cache. Their tests run node by node, without generated code."""
 
 
 def inputs() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Views between any layout of named axes and four dimensions move no element to a wrong place, and lead back."""
+"""Views between any layout of named axes and four dimensions put every element in its place, and lead back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def apply(x: Tensor, steps: tuple[Step, ...]) -> Tensor:
 
 
 def random_layout(rng: random.Random) -> tuple[list[str], Layout]:
-    """Some of the axes in any order, neighbours merged at random, with dimensions of size 1 in between."""
+    """Some axes in random order, with neighbours merged at random and dimensions of size 1 in between."""
     names = rng.sample(list(SIZES), rng.randint(1, len(SIZES)))
     dims: list[list[Axis]] = []
     for name in names:

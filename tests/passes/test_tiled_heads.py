@@ -1,4 +1,4 @@
-"""KV heads may be repeated one by one, all of them in turn, or both: the packed cache is the same."""
+"""KV heads may be repeated one by one, all in turn, or both. The packed cache is the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(cache: Tensor, x: Tensor) -> Tensor:
 
 
 def check(attend: Callable[..., Tensor], caches: list[Tensor], *queries: Tensor, dynamic: bool | None = None) -> None:
-    """``attend(queries, keys, values)`` gives, compiled, what it gives for the dequantized caches."""
+    """Compiled ``attend(queries, keys, values)`` equals the same function on the dequantized caches."""
 
     def step(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, *queries: Tensor) -> Tensor:
         return attend(*queries, write(kc, k), write(vc, v))
