@@ -54,7 +54,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One layer, without the projections around its attention: those stay as they are."""
+    """One layer, without the projections around its attention, which the passes do not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def torch_version() -> str:
 
 def made_with() -> str:
     """What the graphs and the code depend on beside this repository."""
-    return f"Graphs and code are those of PyTorch {torch_version()}."
+    return f"The graphs and the code come from PyTorch {torch_version()}."
 
 
 def model() -> str:
