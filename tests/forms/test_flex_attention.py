@@ -278,7 +278,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("attend", REFUSED, ids=lambda attend: attend.__name__)
-def test_what_attention_on_packed_caches_does_not_compute_is_left_alone_with_its_reason(
+def test_other_attention_is_refused_with_a_reason(
     attend: Callable[..., Any],
 ) -> None:
     new, caches, positions = inputs()

@@ -184,7 +184,7 @@ def test_unused_room_is_zero_so_that_nothing_ever_decodes_to_nan():
     assert longer.isfinite().all()
 
 
-def test_concatenating_other_shapes_or_dtypes_is_what_it_is_for_plain_caches():
+def test_other_shapes_and_dtypes_are_concatenated_like_plain_caches():
     cache, plain = pair(INT8, growing=True)
     with pytest.raises(RuntimeError, match="does not extend a packed cache"):
         torch.cat([cache, torch.zeros(2, 2, 1, HEAD_DIM)], 2)

@@ -194,7 +194,7 @@ def test_narrower_latents_may_have_any_format_without_scales_per_channel(policy:
         ("int8_per_token_head", WIDTH, "head_dim 512 is not a multiple of 16 between 16 and 256"),
     ],
 )
-def test_what_cannot_serve_as_both_is_left_alone(policy: str, width: int, reason: str) -> None:
+def test_caches_that_cannot_serve_as_both_are_refused(policy: str, width: int, reason: str) -> None:
     model = decoder(grouped, width)
     logits = run(compiled(model, policy, on_unsupported="ignore"))
     assert reason in str(last_report().sites[0].reason)
@@ -216,7 +216,7 @@ def test_a_tensor_that_another_attention_reads_as_values_is_left_alone() -> None
 
 
 @pytest.mark.parametrize(("spec", "shared"), [("fp8_ds_mla", False), ("fp8_ds_mla[recent=1,sinks=0,float32]", True)])
-def test_what_no_kernel_knows_stays_as_it_is_on_a_gpu(spec: str, shared: bool) -> None:
+def test_formats_without_a_kernel_stay_plain_on_a_gpu(spec: str, shared: bool) -> None:
     value = SimpleNamespace(device=torch.device("cuda"))
     root = SimpleNamespace(meta={"val": value})
     cache: Any = SimpleNamespace(root=root, serves_both=shared, is_pool=False, computing=set())

@@ -261,7 +261,7 @@ def out_of_range_negative_block(places: list[Tensor]) -> None:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", [index_copy_and_index, blocks_viewed_as_slots, blocks_and_offsets, heads_before_tokens])
-def test_what_lies_outside_the_pool_is_an_error(fn: Step) -> None:
+def test_a_slot_outside_the_pool_is_an_error(fn: Step) -> None:
     pools, step = reference_pools(plain_pools(fn)), compiled(fn)
     new, places = inputs(1, 3)
     step(*new, *pools, *places)

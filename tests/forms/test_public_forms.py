@@ -203,13 +203,13 @@ def test_a_cache_of_its_own_tensors_is_packed(layer: Layer, policy: str) -> None
     assert all(isinstance(cache, PackedTensor) for cache in caches.values())
 
 
-def test_a_cache_of_keys_and_values_may_be_returned_as_it_is() -> None:
+def test_a_cache_of_keys_and_values_may_be_returned_whole() -> None:
     caches = {"kv": torch.zeros(2, BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM)}
     check_layer(tinygrad, caches, POLICIES[0])
     assert isinstance(caches["kv"], PackedStack)
 
 
-def test_what_packed_caches_do_in_eager_code_is_not_compiled() -> None:
+def test_operations_of_packed_caches_in_eager_code_are_not_compiled() -> None:
     def step(cache: Tensor, stack: Tensor) -> Tensor:
         total = torch.zeros(())
         for role in range(2):
@@ -306,7 +306,7 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
         (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces all of the cache"),
     ],
 )
-def test_a_cache_that_cannot_be_packed_is_refused_for_what_it_is(
+def test_a_cache_that_cannot_be_packed_is_refused_with_a_reason(
     write: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], code: str, detail: str
 ) -> None:
     def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def test_attention_on_shared_latents_is_packed() -> None:
     assert type(caches["rotary"]) is Tensor
 
 
-def test_what_is_not_packed_of_caches_of_three_dimensions_is_as_it_was() -> None:
+def test_plain_caches_of_three_dimensions_are_not_changed() -> None:
     def step(
         q: Tensor, k: Tensor, kept: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -222,7 +222,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("update", UNSAFE, ids=lambda update: update.__name__)
-def test_what_is_not_one_window_is_refused(update: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+def test_other_uses_of_a_window_are_refused(update: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Any:
         whole, *kept = update(keys, k)
         values = torch.cat([values, v], 2)[:, :, -whole.shape[2] :]

@@ -255,7 +255,7 @@ REFUSED: dict[Step, tuple[str, str]] = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_is_more_than_a_selection_of_caches_is_refused_with_its_reason(fn: Step) -> None:
+def test_other_uses_of_a_stack_are_refused_with_a_reason(fn: Step) -> None:
     of_layers = next(iter(inspect.signature(fn).parameters)) == "cache"
     sizes = (LAYERS, 2, BATCH) if of_layers else (2, BATCH)
     cache = torch.randn(*sizes, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)

@@ -65,7 +65,7 @@ def test_rules_choose_the_formats_by_layer_and_module() -> None:
     ]
 
 
-def test_layers_with_a_sliding_window_are_those_of_transformers() -> None:
+def test_layers_with_a_sliding_window_are_layers_of_transformers() -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -77,7 +77,7 @@ def test_layers_with_a_sliding_window_are_those_of_transformers() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_compiled_model_computes_with_it_what_it_computes_with_a_cache_that_it_packs_itself() -> None:
+def test_a_compiled_model_computes_the_same_as_with_a_cache_that_it_packs_itself() -> None:
     model = tiny_llama(num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"on_unsupported": "error"})
     ids = torch.randint(0, 97, (BATCH, 80))

@@ -112,7 +112,7 @@ def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: 
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_cache_that_would_change_its_dtype_stays_as_it_is() -> None:
+def test_a_cache_that_would_change_its_dtype_stays_plain() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
         return F.scaled_dot_product_attention(q, keys, values), keys, values

@@ -45,5 +45,5 @@ def test_these_share_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> 
 
 
 @pytest.mark.parametrize("make", SEPARATE.values(), ids=SEPARATE)
-def test_these_share_none(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+def test_these_share_no_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     assert not shares(make)

@@ -185,7 +185,7 @@ REFUSED: dict[Attend, str] = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_is_no_range_of_heads_is_left_alone_with_its_reason(fn: Attend) -> None:
+def test_heads_that_form_no_ranges_are_refused_with_a_reason(fn: Attend) -> None:
     plain = [cache.dequantize() for cache in caches()]
     new, expected_plain = rows(), [cache.clone() for cache in plain]
     out = compiled(step_of(fn), on_unsupported="ignore")(*new, *plain)

@@ -117,7 +117,7 @@ def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", [*NAN, *ZERO, *MEAN], ids=lambda form: form.__name__)
-def test_a_row_without_a_visible_key_is_what_the_model_makes_of_it(form: Form) -> None:
+def test_a_row_without_a_visible_key_equals_the_row_of_the_model(form: Form) -> None:
     out, expected = both(form, arguments())
     row = expected[:, :, 1]
     assert row.isnan().all() if form in NAN else row.count_nonzero() == (0 if form in ZERO else row.numel())
@@ -138,7 +138,7 @@ def test_nothing_is_computed_where_the_graph_shows_that_no_row_is_nan(
     assert reductions(rewritten_graphs[0]) == (form in NAN)
 
 
-def test_layers_that_share_a_mask_share_the_question_which_rows_it_hides(rewritten_graphs: list[Graph]) -> None:
+def test_layers_that_share_a_mask_look_for_its_hidden_rows_once(rewritten_graphs: list[Graph]) -> None:
     def layers(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         return filled_with_infinity(filled_with_infinity(q, k, v, hidden).nan_to_num(), k, v, hidden)
 

@@ -313,7 +313,7 @@ REFUSED: dict[Callable[..., Any], str] = {
 
 @interpreted
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_only_looks_like_latents_is_left_alone_with_its_reason(fn: Callable[..., Any]) -> None:
+def test_graphs_that_only_resemble_latents_are_refused_with_a_reason(fn: Callable[..., Any]) -> None:
     module = attention()
     x, pos = torch.randn(BATCH, 1, WIDTH), torch.tensor([5])
     caches = [torch.randn(BATCH, 1, MAX_LEN, width) for width in (RANK, ROPE)]

@@ -507,7 +507,7 @@ def test_a_factor_of_the_keys_is_kept_where_they_change_after_it() -> None:
     assert marker.unsupported is None
 
 
-def test_a_cast_that_only_lends_precision_to_the_products_is_left_out() -> None:
+def test_a_cast_that_only_makes_products_more_precise_is_skipped() -> None:
     q, k, v = (x.bfloat16() for x in inputs()[:3])
     form = next(function for function in FORMS if function.__name__ == "computed_in_float32")
     (marker,) = marked(form, q, k, v, operands(Q, torch.bfloat16))

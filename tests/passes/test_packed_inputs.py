@@ -131,7 +131,7 @@ def test_a_plain_cache_that_is_only_read_is_packed_if_an_object_holds_it() -> No
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_tensors_of_a_module_that_are_only_read_stay_as_they_are() -> None:
+def test_tensors_of_a_module_that_are_only_read_stay_plain() -> None:
     class Prefix(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -140,7 +140,7 @@ REFUSED: dict[Step, str] = {
 
 
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
-def test_what_is_left_alone_says_why_and_is_computed_as_the_model_wrote_it(step: Step) -> None:
+def test_refused_latents_have_a_reason_and_are_computed_as_the_model_wrote_them(step: Step) -> None:
     given = [torch.randn(BATCH, NUM_HEADS, 2, HEAD_DIM), torch.randn(BATCH, 2, RANK), torch.randn(BATCH, MAX_LEN, RANK)]
     cache = given[2].clone()
     out = compiled(step, "ignore")(*given[:2], cache, torch.arange(2))

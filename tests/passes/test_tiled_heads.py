@@ -107,7 +107,7 @@ def test_keys_and_values_whose_heads_are_repeated_in_different_orders_are_refuse
     assert [site.reason_code for site in last_report().sites] == ["unknown_read"]
 
 
-def test_rows_that_an_index_takes_out_of_a_fused_projection_are_no_cache_of_theirs() -> None:
+def test_rows_that_an_index_takes_from_a_fused_projection_are_no_cache() -> None:
     def step(q: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = F.linear(x, weight).unflatten(2, (NUM_KV_HEADS, 3, HEAD_DIM))
         k, v = (qkv[:, :, :, [place]].flatten(2, 3).transpose(1, 2) for place in (-2, -1))
