@@ -269,7 +269,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         num_channels,
         num_heads=int(heads.size),
         num_sequences=chain[-1].meta["val"].shape[0] if chain else shape[axes.index("b")],
-        first_head=0 if heads.start is None else int(part.start),
+        first_head=0 if heads.start is None else int(heads.start),
         first_sequence=next((factor.start for factor in dims[0] if factor.axis == axes.index("b")), None),
         head_tiles=math.prod(int(factor.size) for factor in turns),
         divides_batch=divides_batch,
