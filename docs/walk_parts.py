@@ -55,7 +55,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One layer, without the projections around its attention, which the backend does not change."""
+    """One layer, without the projections around its attention, which the passes do not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def torch_version() -> str:
 
 def made_with() -> str:
     """The version that the graphs and the code depend on."""
-    return f"The graphs and the code are from PyTorch {torch_version()}."
+    return f"The graphs and the code come from PyTorch {torch_version()}."
 
 
 def model() -> str:

@@ -2,8 +2,7 @@
 
 ``self.cache = self.cache.to(x)`` makes Dynamo return the cache where nothing is cast. AOTAutograd then gives the
 caller's own tensor back, whatever the graph returns there, and the graph returns the node of the copy into that input.
-Without
-this output, the cache looks like one that is not returned: only its copy back is visible.
+Without this output, the cache looks like a cache that is not returned: only its copy back is visible.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class NotUnderstood(Refusal):
     """Raised for an operation on scores or weights that attention on packed caches does not compute."""
 
     def __init__(self, detail: str) -> None:
-        """``detail``: completes the sentence "the site is left alone because ..."."""
+        """``detail``: completes the sentence "the site is refused because ..."."""
         super().__init__(Reason.unrecognised, detail=detail)
 
 

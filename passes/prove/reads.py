@@ -188,7 +188,7 @@ def _regroup(node: Node, dims: list[list[Factor]], role: str) -> list[list[Facto
             fits = statically_known_true(product == factors.pop(0).size)
         elif factors and _is_divided(factors[0], sizes):
             axis, fits = factors.pop(0).axis, True
-            group = [[Factor(axis, sizes.pop(0), part=part)] for part in range(2)]
+            group = [[Factor(axis, sizes.pop(0), half=half)] for half in range(2)]
         else:
             size = sizes.pop(0)
             members, product = _taken(factors, size)
@@ -258,7 +258,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
     num_channels = next((factor.size for factor in dims[3] if factor.axis == 3), shape[3])
     divides_batch = _divides(dims, axes.index("b"))
     axis_of_heads = axes.index("b") if divides_batch else head_axis
-    part = next((factor for factor in dims[1] if factor.axis == axis_of_heads), Factor(head_axis, shape[head_axis]))
+    heads = next((factor for factor in dims[1] if factor.axis == axis_of_heads), Factor(head_axis, shape[head_axis]))
     has_one_head = not divides_batch and statically_known_true(shape[head_axis] == 1)
     turns = takewhile(lambda factor: factor.axis == -1, dims[1]) if not has_one_head else ()
     return Read(
@@ -267,9 +267,9 @@ def _interpret(root: Node, chain: tuple[Node, ...], dims: list[list[Factor]], ro
         axes,
         num_tokens,
         num_channels,
-        num_heads=int(part.size),
+        num_heads=int(heads.size),
         num_sequences=chain[-1].meta["val"].shape[0] if chain else shape[axes.index("b")],
-        first_head=0 if part.start is None else int(part.start),
+        first_head=0 if heads.start is None else int(heads.start),
         first_sequence=next((factor.start for factor in dims[0] if factor.axis == axes.index("b")), None),
         head_tiles=math.prod(int(factor.size) for factor in turns),
         divides_batch=divides_batch,

@@ -1,6 +1,6 @@
 """Every form of scaled-dot-product attention on a static cache is packed, for every head shape, dtype and mask.
 
-On a CPU most forms run node by node: the passes make the same graph of them, up to its sizes and its mask.
+On a CPU most forms run node by node: their rewritten graphs differ in sizes and masks only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = [
 ]
 
 GENERATED_ON_CPU = [Case(mask="causal", q_len=5), Case(mask="float"), *CASES[-3:]]
-"""Each dtype, formats with a rotation and without, and masks that are bool, float and causal."""
+"""Forms with each dtype, with formats with and without a rotation, and with bool, float and causal masks."""
 
 
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:

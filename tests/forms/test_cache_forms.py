@@ -1,4 +1,4 @@
-"""Every way a hand-written model writes and reads its cache is packed, and means what eager packed caches mean."""
+"""Every way in which a model writes and reads its cache is packed, and equals eager code on packed caches."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ FORMS = {
 
 
 GENERATED = [(index_copy, "bhtd"), (index_put_per_sequence, "bthd"), (masked_update, "tbhd")]
-"""What Inductor meets: the positions of all sequences, those of each, a masked update. The others run node by node."""
+"""Writes whose generated code is tested: shared positions, positions per sequence, masked. Others run node by node."""
 
 
 def heads_first(x: Tensor, axes: str) -> Tensor:
-    """[B, H, S, D], a view of a tensor in the order ``axes``."""
+    """A [B, H, S, D] view of a tensor whose dimensions have the order ``axes``."""
     return x.permute([axes.index(axis) for axis in "bhtd"])
 
 
 def attention_step(write: Write, axes: str) -> Callable[..., Tensor]:
-    """A decode step of a hand-written attention layer; caches are in the order ``axes``."""
+    """A decode step of a hand-written attention layer, whose caches have the order ``axes``."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
         keys, values = heads_first(k_cache, axes), heads_first(v_cache, axes)
@@ -149,7 +149,7 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
             pos = torch.arange(start, start + n)
             mask = torch.arange(MAX_LEN)[None, :] <= pos[:, None]
             out = compiled(q, k, v, k_cache, v_cache, pos, mask)
-            # The meaning, with writes in their simplest form: eager code on packed caches.
+            # The meaning: eager code on packed caches, with writes in their simplest form.
             step(q, k, v, plain_k, plain_v, pos, mask)
             written = [3] if write is select_assignment else [3, 4] if write in (slice_assignment, slice_copy) else pos
             for packed, plain in ((k_expected, plain_k), (v_expected, plain_v)):
@@ -266,7 +266,7 @@ def test_a_full_window_moves_its_tokens_without_quantizing_them_again(move: Writ
     keys, values = caches()
     history = [keys.clone(), values.clone()]
     with torch.no_grad():
-        for tokens in (1, 3):  # the second time as a symbol
+        for tokens in (1, 3):  # the second time, the size is a symbol
             q = torch.randn(BATCH, NUM_HEADS, tokens, HEAD_DIM)
             k, v = torch.randn(2, BATCH, NUM_KV_HEADS, tokens, HEAD_DIM).unbind()
             out = compiled(q, k, v, keys, values)

@@ -1,4 +1,4 @@
-"""A sliding window of fixed size that several tokens enter at once: attention reads those that leave it as well."""
+"""Several tokens enter a sliding window of fixed size at once. Attention also reads the tokens that leave it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW = 2, 4, 2, 64, 70
 pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generation")
 
 Update = Callable[[Tensor, Tensor], Tensor]
-"""Lets new vectors [batch, heads, n, head_dim] enter a window; returns what attention reads."""
+"""Adds new vectors [batch, heads, n, head_dim] to a window; returns the vectors that attention reads."""
 
 
 def read_what_leaves(window: Tensor, x: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ def tokens_before_heads(window: Tensor, x: Tensor) -> Tensor:
 
 
 def fill_up(window: Tensor, x: Tensor) -> Tensor:
-    """The last 4 tokens of the window are not in use yet."""
+    """A window whose last 4 tokens are not in use yet."""
     whole = torch.cat([window[:, :, : WINDOW - 4], x], 2)
     window.copy_(whole[:, :, -WINDOW:])
     return whole
 
 
 def read_by(update: Update, past: Tensor, x: Tensor) -> Tensor:
-    """The vectors that attention reads, of a window and those that enter it, [batch, heads, tokens, head_dim]."""
+    """The vectors that attention reads, [batch, heads, tokens, head_dim]: the window and the vectors that enter it."""
     begin, end = {read_what_leaves: (1, WINDOW), tokens_before_heads: (1, WINDOW), fill_up: (0, WINDOW - 4)}.get(
         update, (x.shape[2], WINDOW)
     )
@@ -171,7 +171,7 @@ def test_a_format_whose_tokens_share_scales_is_refused() -> None:
 
 
 def test_a_copy_of_an_input_is_not_dropped() -> None:
-    """Two inputs that swap their values would both read what the other has become."""
+    """Two inputs that swap their values would each read the new value of the other."""
     aten = torch.ops.aten
     graph = torch.fx.Graph()
     one, other = graph.placeholder("one"), graph.placeholder("other")

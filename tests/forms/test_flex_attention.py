@@ -1,4 +1,4 @@
-"""``flex_attention`` on caches is rewritten where its functions are a scale, a softcap, biases and masks."""
+"""``flex_attention`` on caches is rewritten if its functions are a scale, a softcap, biases and masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS: dict[Attend, Given] = {}
 
 
 def form(given: Given) -> Callable[[Attend], Attend]:
-    """Remember how to attend to a cache, ``given`` what is made on a device for that."""
+    """Register a form of attention. ``given`` makes its tensors on a device."""
 
     def remember(attend: Attend) -> Attend:
         FORMS[attend] = given
@@ -39,7 +39,7 @@ def form(given: Given) -> Callable[[Attend], Attend]:
 
 
 def blocks(*masks: Any, combined: Any = and_masks) -> Given:
-    """The block mask of some functions, which are each made for a device."""
+    """The block mask of functions; each function is made for a device."""
 
     def make(device: str) -> BlockMask:
         of_device = [mask(device) for mask in masks]
@@ -181,7 +181,7 @@ def test_generated_code_does_the_same() -> None:
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_are_seen_in_the_blocks_that_a_block_mask_names(device: str) -> None:
-    """As in what PyTorch compiles; its eager code looks at ``mask_mod`` alone."""
+    """This is the meaning of PyTorch's compiled code. Its eager code uses ``mask_mod`` only."""
     count = torch.ones(BATCH, 1, 1, dtype=torch.int32, device=device)
     partial, full = (torch.tensor(i, dtype=torch.int32, device=device).expand(BATCH, 1, 1, 2) for i in ([2, 7], [0, 1]))
     block_mask = BlockMask.from_kv_blocks(
@@ -278,7 +278,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("attend", REFUSED, ids=lambda attend: attend.__name__)
-def test_what_attention_on_packed_caches_does_not_compute_is_left_alone_with_its_reason(
+def test_other_attention_is_refused_with_a_reason(
     attend: Callable[..., Any],
 ) -> None:
     new, caches, positions = inputs()

@@ -1,4 +1,4 @@
-"""A cache that grows by concatenation appends in place, and nobody can tell."""
+"""A cache that grows by concatenation appends in place, without any visible difference."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_second_append_to_the_same_cache_forks_it():
 
 def test_one_of_the_threads_that_continue_a_cache_has_its_room_and_the_others_copy(monkeypatch):
     has_room = GrowingBuffer._has_room
-    monkeypatch.setattr(GrowingBuffer, "_has_room", lambda *of: time.sleep(0.01) or has_room(*of))  # others go on
+    monkeypatch.setattr(GrowingBuffer, "_has_room", lambda *of: time.sleep(0.01) or has_room(*of))  # others continue
     prompt = pair(INT8, growing=True)
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda _: append(*prompt), range(4)))
@@ -184,7 +184,7 @@ def test_unused_room_is_zero_so_that_nothing_ever_decodes_to_nan():
     assert longer.isfinite().all()
 
 
-def test_concatenating_other_shapes_or_dtypes_is_what_it_is_for_plain_caches():
+def test_other_shapes_and_dtypes_are_concatenated_like_plain_caches():
     cache, plain = pair(INT8, growing=True)
     with pytest.raises(RuntimeError, match="does not extend a packed cache"):
         torch.cat([cache, torch.zeros(2, 2, 1, HEAD_DIM)], 2)

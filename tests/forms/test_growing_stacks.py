@@ -1,4 +1,4 @@
-"""Keys and values in one tensor that grows by ``cat``: a graph returns a stack of packed caches, and takes it again."""
+"""Keys and values in one tensor that grows by ``cat``: graphs return and take a stack of packed caches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FORMS: dict[Step, tuple[int, str]] = {
     roles_within_tokens: (3, "bthd"),
     beside_another_part: (0, "bhtd"),
 }
-"""The stacked dimension, and the order of those of a part."""
+"""The stacked dimension, and the order of a part's dimensions."""
 
 
 def stack_of(fn: Step, tokens: int) -> Tensor:
@@ -65,7 +65,7 @@ def stack_of(fn: Step, tokens: int) -> Tensor:
 
 
 def packed(fn: Step, kv: Tensor) -> PackedStack:
-    """What a growing stack is that holds ``kv``."""
+    """A growing stack of packed caches with the values of ``kv``."""
     dim, axes = FORMS[fn]
     layouts = [layout for layout, _ in packed_parts(index_copy).values()]
     parts = [
@@ -76,7 +76,7 @@ def packed(fn: Step, kv: Tensor) -> PackedStack:
 
 
 def decode(fn: Step, step: Step, begin: int, lengths: tuple[int, ...]) -> Tensor:
-    """Runs ``step``, ``fn`` compiled, beside ``fn`` on packed caches; returns the stack of the last step."""
+    """Run compiled ``step`` beside eager ``fn`` on packed caches; returns the stack after the last step."""
     kv = stack_of(fn, begin)
     reference: Tensor = packed(fn, kv)
     for n in lengths:
@@ -102,7 +102,7 @@ def test_a_stack_that_grows_is_packed_part_by_part_and_equals_eager_packed_cache
 def test_a_growing_stack_compiles_once_for_all_lengths() -> None:
     counters.clear()
     decode(roles_first, compiled(roles_first), 50, (1,) * 20)
-    assert counters["stats"]["unique_graphs"] == 2  # one takes a plain tensor
+    assert counters["stats"]["unique_graphs"] == 2  # one graph takes a plain tensor
 
 
 def test_a_growing_stack_runs_as_compiled_code() -> None:
@@ -123,7 +123,7 @@ def test_a_shorter_stack_keeps_its_tokens_when_two_continue_it() -> None:
 
 
 def refused_beside_packed(kv: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, ...]:
-    """Two layers: attention of one cannot be packed."""
+    """Two layers; the attention of one of them cannot be packed."""
     first = torch.cat([kv[0], torch.stack([k, v])], dim=-2)
     second = torch.cat([kv[1], torch.stack([k, v])], dim=-2)
     weights = torch.softmax(q @ first[0].repeat_interleave(2, 1).transpose(2, 3), -1)

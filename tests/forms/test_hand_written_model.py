@@ -1,4 +1,4 @@
-"""One meaning for a hand-written model: cache buffers written in every form, over prefill, a chunk and decoding."""
+"""A compiled hand-written model equals eager code on packed buffers, for every form of write and every step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_compiled_logits_equal_eager_logits_on_packed_buffers(
     if device == "cpu":
         if dtype is torch.bfloat16 or WRITES.index(write) % 4 != PRESETS.index(preset):
             pytest.skip("one preset for each form, in float32, is enough on a CPU")
-        # The passes make the same of the other forms; what Inductor meets is index_copy.
+        # The rewritten graphs of the other forms are the same. Generated code is tested for index_copy.
         request.getfixturevalue("two_threads" if write is index_copy else "without_code_generation")
     torch._dynamo.reset()
     counters.clear()

@@ -1,4 +1,4 @@
-"""Latents that serve as keys and values: one cache of them is packed, as a page of DeepSeek-V4's K cache if wanted."""
+"""Latents that serve as keys and values are packed as one cache, which may be a page of DeepSeek-V4's K cache."""
 
 from __future__ import annotations
 
@@ -91,8 +91,10 @@ def fresh_compiler() -> None:
 
 
 def check(model: LatentDecoder, policy: str, rtol: float, loss: float = 0.05, **options: Any) -> None:
-    """The compiled model computes what it computes in eager mode on a packed cache, up to a relative error of ``rtol``,
-    and what the plain model does up to ``loss``."""
+    """The compiled model equals eager mode on a packed cache within a relative error of ``rtol``.
+
+    It equals the plain model within ``loss``.
+    """
     width = model.latents.shape[-1]
     plain, eager = copy.deepcopy(model), copy.deepcopy(model)
     eager.latents = PackedTensor.from_dense(eager.latents, PackedLayout(policy, "key", width))
@@ -167,7 +169,7 @@ def test_the_generated_code_does_the_same() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_and_eager_bytes_are_equal() -> None:
     fmt, x = get_format("fp8_ds_mla"), latents(20)
-    x[7, 100], x[8, 500] = torch.nan, torch.inf  # one NaN of the last channels is as good as another
+    x[7, 100], x[8, 500] = torch.nan, torch.inf  # NaN in the last channels may have any bits
     for name, part in torch.compile(fmt.encode)(x).items():
         assert torch.equal(part, fmt.encode(x)[name]), name
 
@@ -192,7 +194,7 @@ def test_narrower_latents_may_have_any_format_without_scales_per_channel(policy:
         ("int8_per_token_head", WIDTH, "head_dim 512 is not a multiple of 16 between 16 and 256"),
     ],
 )
-def test_what_cannot_serve_as_both_is_left_alone(policy: str, width: int, reason: str) -> None:
+def test_caches_that_cannot_serve_as_both_are_refused(policy: str, width: int, reason: str) -> None:
     model = decoder(grouped, width)
     logits = run(compiled(model, policy, on_unsupported="ignore"))
     assert reason in str(last_report().sites[0].reason)
@@ -214,7 +216,7 @@ def test_a_tensor_that_another_attention_reads_as_values_is_left_alone() -> None
 
 
 @pytest.mark.parametrize(("spec", "shared"), [("fp8_ds_mla", False), ("fp8_ds_mla[recent=1,sinks=0,float32]", True)])
-def test_what_no_kernel_knows_stays_as_it_is_on_a_gpu(spec: str, shared: bool) -> None:
+def test_formats_without_a_kernel_stay_plain_on_a_gpu(spec: str, shared: bool) -> None:
     value = SimpleNamespace(device=torch.device("cuda"))
     root = SimpleNamespace(meta={"val": value})
     cache: Any = SimpleNamespace(root=root, serves_both=shared, is_pool=False, computing=set())
@@ -229,7 +231,7 @@ def test_a_cache_packed_with_scales_per_key_channel_does_not_serve_as_values() -
         _check_shared(cache, PackedLayout.parse("int4_per_channel[recent=1,sinks=0,float32]", "key", 128))
 
 
-# The format
+# the format
 
 
 def latents(*shape: int) -> Tensor:

@@ -26,9 +26,11 @@ ON_CPU = {
     (torch.float32, "turboquant_4bit_nc", "dynamic"),
     (torch.bfloat16, "int4_per_token_head", "static"),
 }
-"""What runs on a CPU, node by node: each preset but int8, which the last test has, and each dtype. What passes do with
-one kind of cache they do with the other. Generated code is compared in the last test, in test_hand_written_model.py and
-in test_output_code.py."""
+"""The cases that run node by node on a CPU: each dtype, and each preset except int8, which the last test has.
+
+Passes treat both kinds of caches alike. The last test, test_hand_written_model.py and test_output_code.py test
+generated code.
+"""
 
 
 def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
@@ -53,7 +55,7 @@ def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
 
 
 def token_chunks(model: Any, batch: int = 2) -> list[Tensor]:
-    """A prefill of 100 tokens, a chunk of 7, then 24 single tokens: across the block boundaries at 64 and 128."""
+    """A prefill of 100 tokens, a chunk of 7, and 24 single tokens, across the block boundaries at 64 and 128."""
     generator = torch.Generator().manual_seed(1)
     sizes = [100, 7, *[1] * 24]
     ids = torch.randint(0, model.config.vocab_size, (batch, sum(sizes)), generator=generator)
@@ -126,7 +128,7 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
 def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_cache_not_at_all(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    if kind == "static":  # Inductor puts guards on lengths that are symbols, which those of growing caches are
+    if kind == "static":  # the lengths of growing caches are symbols, on which Inductor puts guards
         request.getfixturevalue("without_code_generation")
     model = tiny_llama(num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"policy": "int8_per_token_head"})

@@ -134,7 +134,7 @@ def test_a_packed_pool_knows_that_heads_come_first_where_indices_name_whole_bloc
     pools = reference_pools(plain_pools(heads_before_tokens))
     reference = copy.deepcopy(pools)
     (q, *_), (_, table, mask) = inputs(1, 3)
-    k, v = torch.randn(2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.randn(BLOCK_SIZE, HEAD_DIM)  # v: of all heads
+    k, v = torch.randn(2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.randn(BLOCK_SIZE, HEAD_DIM)  # v of all heads
     assert_close(compiled(step)(q, k, v, *pools, table, mask), step(q, k, v, *reference, table, mask))
     for pool, expected in zip(pools, reference, strict=True):
         assert torch.equal(pool.dequantize(), expected.dequantize())
@@ -190,7 +190,7 @@ def test_generated_code_serves_layers_that_hold_their_pools() -> None:
 
 
 def test_operators_serve_gpus(rewritten_graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run their specifications on a CPU."""
+    """Operators run their specifications on a CPU."""
     monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     fn = blocks_of_which_the_first_tokens_are_read
     pools = plain_pools(fn)
@@ -248,7 +248,7 @@ def test_kernels_serve_paged_caches_on_a_gpu(fn: Step, policy: str, options: dic
 
 
 def out_of_range_slot(places: list[Tensor]) -> None:
-    places[0][0] = NUM_BLOCKS * BLOCK_SIZE  # there is room for it in the last block of the packed data
+    places[0][0] = NUM_BLOCKS * BLOCK_SIZE  # the last block of the packed data has room for it
 
 
 def out_of_range_block(places: list[Tensor]) -> None:
@@ -261,7 +261,7 @@ def out_of_range_negative_block(places: list[Tensor]) -> None:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", [index_copy_and_index, blocks_viewed_as_slots, blocks_and_offsets, heads_before_tokens])
-def test_what_lies_outside_the_pool_is_an_error(fn: Step) -> None:
+def test_a_slot_outside_the_pool_is_an_error(fn: Step) -> None:
     pools, step = reference_pools(plain_pools(fn)), compiled(fn)
     new, places = inputs(1, 3)
     step(*new, *pools, *places)

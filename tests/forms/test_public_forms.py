@@ -1,6 +1,6 @@
-"""Attention as public code bases write it, each with its own way to keep a cache: packed, it means what it says.
+"""Attention as public code bases write it, each with its own kind of cache, is packed and keeps its meaning.
 
-The layers have the tensor operations of their models and nothing else of them. Graphs run node by node.
+The layers have only the tensor operations of their models. Graphs run node by node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICIES = ["int8_per_token_head", "turboquant_4bit_nc"]
 
 Caches = dict[str, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Caches, int], Tensor]
-"""Attention of new tokens, queries [batch, n, num_heads, head_dim], at a first position; it writes its caches."""
+"""Attention of new tokens from a first position on, queries [batch, n, num_heads, head_dim]; writes its caches."""
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
@@ -35,7 +35,7 @@ def causal(n: int, kv_len: int, start: int) -> Tensor:
 
 
 def packed_copy(plain: Tensor, like: Tensor) -> Tensor:
-    """What ``plain`` is in the format of ``like``."""
+    """``plain`` in the format of ``like``."""
     if isinstance(like, PackedTensor):
         return PackedTensor.from_dense(plain, like.packed_layout, like.axes, growing=like.growing)
     if isinstance(like, PackedStack):
@@ -51,7 +51,7 @@ def dense(x: Tensor) -> Tensor:
 def check_layer(
     layer: Layer, caches: Caches, policy: str, num_kv_heads: int = NUM_KV_HEADS, chunks: Sequence[int] = CHUNKS
 ) -> kvcompile.report.report.Report:
-    """Run a compiled layer beside eager code on packed caches: outputs and caches are the same after every chunk."""
+    """Run a compiled layer beside eager code on packed caches, and compare outputs and caches after every chunk."""
     run = torch.compile(layer, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
     expected: Caches = {}
     start = 0
@@ -61,7 +61,7 @@ def check_layer(
             before = copy.deepcopy(caches)
             out = run(q, k, v, caches, start)
             expected = expected or {name: packed_copy(x, caches[name]) for name, x in before.items()}
-            if before:  # otherwise the layer has made its caches of rows that are not quantized yet
+            if before:  # otherwise the layer has made its caches of rows in full precision
                 torch.testing.assert_close(out, layer(q, k, v, expected, start), rtol=1e-3, atol=1e-3)
             else:
                 expected = copy.deepcopy(caches)
@@ -77,12 +77,12 @@ def sequences_first(*names: str, num_heads: int = NUM_KV_HEADS) -> Caches:
 
 
 def repeat_kv(x: Tensor) -> Tensor:
-    """[B, S, H, D] with every head as often as there are queries for it."""
+    """[B, S, H, D] with every KV head repeated for its query heads."""
     return x[:, :, :, None].expand(-1, -1, -1, NUM_HEADS // NUM_KV_HEADS, -1).flatten(2, 3)
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Written out, of tensors [B, S, H, D]."""
+    """Written-out attention of tensors [B, S, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * HEAD_DIM**-0.5
     weights = F.softmax(scores.masked_fill(~visible, -torch.inf).float(), -1).type_as(q)
@@ -90,7 +90,7 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 def llama(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """Meta's reference brings its caches to the device and dtype of its activations at every step."""
+    """Meta's reference, which casts its caches to the device and dtype of its activations in every step."""
     end = start + q.shape[1]
     for name, x in (("keys", k), ("values", v)):
         caches[name] = caches[name].to(x)
@@ -100,7 +100,7 @@ def llama(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor
 
 
 def tinygrad(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """Keys and values in one tensor, returned as above."""
+    """Keys and values in one tensor, which the layer returns."""
     end = start + q.shape[1]
     caches["kv"] = caches["kv"].to(k)
     caches["kv"][:, :, start:end] = torch.stack([k, v])
@@ -128,7 +128,7 @@ def one_head_for_all(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
 
 
 def one_growing_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """The same with keys and values that are concatenated."""
+    """Multi-query attention whose keys and values grow by concatenation."""
     for name, x in (("keys", k[:, :, 0] * 1), ("values", v[:, :, 0] * 1)):
         caches[name] = torch.cat([caches[name], x], 1) if caches.get(name) is not None else x
     keys, values = caches["keys"].unsqueeze(1), caches["values"].unsqueeze(1)
@@ -138,8 +138,10 @@ def one_growing_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
 
 
 def deepseek(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """DeepSeek's reference, absorbed: queries and outputs are brought to the space of the latents, which all heads
-    share; the rotary part of the scores comes of a small cache of its own, which stays as it is."""
+    """DeepSeek's reference in absorbed form: queries and outputs are projected to the latents, which all heads share.
+
+    The rotary part of the scores comes from a separate small cache, which stays plain.
+    """
     end = start + q.shape[1]
     caches["latents"][:BATCH, start:end] = k[:, :, 0]
     caches["rotary"][:BATCH, start:end] = v[:, :, 0, :16]
@@ -151,7 +153,7 @@ def deepseek(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Ten
 
 
 def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """[S, B * H, D], as ``nn.MultiheadAttention`` has them: batches of matrices are sequences and heads alike."""
+    """[S, B * H, D], as in ``nn.MultiheadAttention``: sequences and heads form one batch of matrices."""
     n = q.shape[1]
     q, k, v = (x.transpose(0, 1).reshape(n, -1, HEAD_DIM) * 1 for x in (q, k, v))
     for name, x in (("keys", k), ("values", v)):
@@ -163,7 +165,7 @@ def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
 
 
 def merged_heads(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """[B * H, S, D], as sequence-to-sequence toolkits have them: each head of each sequence is one of the batch."""
+    """[B * H, S, D], as in sequence-to-sequence toolkits: each head of each sequence is an entry of the batch."""
     n = q.shape[1]
     q, k, v = (x.transpose(1, 2).reshape(-1, n, HEAD_DIM) * 1 for x in (q, k, v))
     for name, x in (("keys", k), ("values", v)):
@@ -176,7 +178,7 @@ def merged_heads(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) ->
 
 
 def falcon(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """[B * num_kv_heads, S, D], of fixed size here, seen as [B, num_kv_heads, S, D] by attention."""
+    """[B * num_kv_heads, S, D] of fixed size, which attention views as [B, num_kv_heads, S, D]."""
     n = q.shape[1]
     for name, x in (("keys", k), ("values", v)):
         caches[name][:, start : start + n] = x.transpose(1, 2).reshape(-1, n, HEAD_DIM)
@@ -187,7 +189,7 @@ def falcon(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tenso
 
 
 def one_sequence(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
-    """[S, H, D]: a program for one sequence; here the first."""
+    """[S, H, D]: a program for one sequence, the first here."""
     end = start + q.shape[1]
     caches["keys"][start:end], caches["values"][start:end] = k[0], v[0]
     keys, values = (caches[name][None, :end] for name in ("keys", "values"))
@@ -201,17 +203,17 @@ def test_a_cache_of_its_own_tensors_is_packed(layer: Layer, policy: str) -> None
     assert all(isinstance(cache, PackedTensor) for cache in caches.values())
 
 
-def test_a_cache_of_keys_and_values_may_be_returned_as_it_is() -> None:
+def test_a_cache_of_keys_and_values_may_be_returned_whole() -> None:
     caches = {"kv": torch.zeros(2, BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM)}
     check_layer(tinygrad, caches, POLICIES[0])
     assert isinstance(caches["kv"], PackedStack)
 
 
-def test_what_packed_caches_do_in_eager_code_is_not_compiled() -> None:
+def test_operations_of_packed_caches_in_eager_code_are_not_compiled() -> None:
     def step(cache: Tensor, stack: Tensor) -> Tensor:
         total = torch.zeros(())
         for role in range(2):
-            torch._dynamo.graph_break()  # in a loop: Dynamo leaves this function, and looks into those that it calls
+            torch._dynamo.graph_break()  # in a loop: Dynamo compiles only the functions that this one calls
             total += cache[:, 0].sum() + stack[role, :, 1].sum()
         return total
 
@@ -253,7 +255,7 @@ def test_a_cache_of_three_dimensions_is_one_of_one_head_or_of_one_sequence(
         lambda x: x.view(NUM_KV_HEADS, BATCH, MAX_LEN, HEAD_DIM).transpose(0, 1),  # heads before sequences
         lambda x: x.view(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)[:, 1:].expand(-1, NUM_KV_HEADS, -1, -1),
         lambda x: x.view(BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)[1:].expand(BATCH, -1, -1, -1),
-        lambda x: x.view(-1, MAX_LEN // 2, 2, HEAD_DIM).transpose(1, 2)[:BATCH],  # tokens in two parts
+        lambda x: x.view(-1, MAX_LEN // 2, 2, HEAD_DIM).transpose(1, 2)[:BATCH],  # tokens in two groups
     ],
 )
 def test_parts_of_a_dimension_other_than_all_sequences_and_heads_are_refused(
@@ -273,13 +275,13 @@ def test_parts_of_a_dimension_other_than_all_sequences_and_heads_are_refused(
 
 
 def merged_channels(k: Tensor, keys: Tensor) -> Tensor:
-    keys = keys.view(BATCH, MAX_LEN, -1)  # [B, S, C], as Whisper has it
+    keys = keys.view(BATCH, MAX_LEN, -1)  # [B, S, C], as in Whisper
     keys[:, 3:4] = k.flatten(2)
     return keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
 
 
 def transposed(k: Tensor, keys: Tensor) -> Tensor:
-    keys = keys.view(BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN)  # as GPT-2 and MPT have it
+    keys = keys.view(BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN)  # as in GPT-2 and MPT
     keys[..., 3:4] = k.permute(0, 2, 3, 1)
     return keys.mT
 
@@ -291,7 +293,7 @@ def flattened(k: Tensor, keys: Tensor) -> Tensor:
 
 def added(k: Tensor, keys: Tensor) -> Tensor:
     keys = keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM)
-    keys.add_(k * F.one_hot(torch.tensor(3), MAX_LEN)[:, None, None])  # as T5X does
+    keys.add_(k * F.one_hot(torch.tensor(3), MAX_LEN)[:, None, None])  # as in T5X
     return keys.transpose(1, 2)
 
 
@@ -304,7 +306,7 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
         (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces all of the cache"),
     ],
 )
-def test_a_cache_that_cannot_be_packed_is_refused_for_what_it_is(
+def test_a_cache_that_cannot_be_packed_is_refused_with_a_reason(
     write: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], code: str, detail: str
 ) -> None:
     def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -327,13 +329,13 @@ def test_attention_on_shared_latents_is_packed() -> None:
     assert type(caches["rotary"]) is Tensor
 
 
-def test_what_is_not_packed_of_caches_of_three_dimensions_is_as_it_was() -> None:
+def test_plain_caches_of_three_dimensions_are_not_changed() -> None:
     def step(
         q: Tensor, k: Tensor, kept: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = torch.cat([kept[0], k], 1), torch.cat([kept[1], k], 1)
         scores = torch.einsum("bnhd,bsd->bhns", q, keys).softmax(-1)
-        out = torch.einsum("bhns,bsd->bnhd", scores, values * 2)  # values are computed anew
+        out = torch.einsum("bhns,bsd->bnhd", scores, values * 2)  # values are new
         for cache in caches:
             cache[:, :1] = k
         return F.scaled_dot_product_attention(out, *(x[:, None] for x in caches), enable_gqa=True), keys, values

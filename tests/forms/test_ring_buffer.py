@@ -1,4 +1,4 @@
-"""A ring buffer of a hand-written model is a packed cache whose positions wrap, and whose mask the model makes."""
+"""A ring buffer of a hand-written model is a packed cache. Its positions wrap, and the model makes the mask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def copy_up_to_the_end_and_then_the_rest(ring: Tensor, x: Tensor, position: int)
 
 
 def visible(position: int, q_len: int) -> Tensor:
-    """What the queries from ``position`` on may see, bool [q_len, SLOTS]."""
+    """The slots that the queries from ``position`` on may see, bool [q_len, SLOTS]."""
     query = torch.arange(position, position + q_len)[:, None]
     last = position + q_len - 1
     held = last - (last - torch.arange(SLOTS)) % SLOTS
@@ -49,7 +49,7 @@ def visible(position: int, q_len: int) -> Tensor:
     ("write", "axes", "policy"),
     [
         (assign_at_positions, "bthd", "int8_per_token_head"),
-        (copy_to_positions, "bhtd", "int4"),  # keys with scales per channel, of a block that is written again and again
+        (copy_to_positions, "bhtd", "int4"),  # keys with scales per channel, whose blocks are written repeatedly
         (copy_up_to_the_end_and_then_the_rest, "bhtd", "turboquant_4bit_nc"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_ring_buffer_is_written_packed_where_it_wraps_and_read_as_a_whole(
     ]
     compiled = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
     position = 3 * SLOTS - 2
-    for tokens in (1, 5):  # up to the last slot but one, and over the end
+    for tokens in (1, 5):  # up to the last slot but one, and past the end
         q = torch.randn(BATCH, NUM_HEADS, tokens, HEAD_DIM)
         k, v = torch.randn(2, BATCH, NUM_KV_HEADS, tokens, HEAD_DIM).unbind()
         out = compiled(q, k, v, keys, values, position)

@@ -1,4 +1,4 @@
-"""Caches whose tokens come before their sequences, [tokens, batch, num_kv_heads, head_dim], as Megatron-LM has them."""
+"""Caches [tokens, batch, num_kv_heads, head_dim], with tokens before sequences as in Megatron-LM, are packed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_cache_grows_at_its_first_dimension_from_the_prompt_on(
     batch: int, policy: str, device: str, request: pytest.FixtureRequest
 ) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
-        k, v = k * 1, v * 1  # projections, as it were
+        k, v = k * 1, v * 1  # stands for projections
         start = 0
         if past is not None:
             start = past[0].shape[0]

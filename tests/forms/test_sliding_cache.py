@@ -32,7 +32,7 @@ class Window:
 
 
 Update = Callable[[Window, Tensor, int], Tensor]
-"""Adds new vectors [batch, heads, n, head_dim] to a window of so many tokens; returns what attention reads."""
+"""Adds vectors [batch, heads, n, head_dim] to a window of some tokens; returns the vectors that attention reads."""
 
 
 def read_all_keep_the_last(window: Window, x: Tensor, size: int) -> Tensor:
@@ -65,7 +65,7 @@ def cut_once_it_is_full(window: Window, x: Tensor, size: int) -> Tensor:
 
 
 class Layer:
-    """Attention over a window: what is compiled, and its meaning in eager code on packed caches."""
+    """Attention over a window, for compiled code and for eager code on packed caches, which gives its meaning."""
 
     def __init__(self, update: Update, size: int, policy: str, **options: Any) -> None:
         self.update, self.size = update, size
@@ -82,12 +82,12 @@ class Layer:
         ]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Window, values: Window) -> Tensor:
-        k, v = k * 2, v * 2  # projections, as it were
+        k, v = k * 2, v * 2  # stands for projections
         read = (self.update(window, x, self.size) for window, x in ((keys, k), (values, v)))
         return F.scaled_dot_product_attention(q, *read, enable_gqa=True)
 
     def run(self, tokens: int, *, eager: bool = False) -> None:
-        """One step on new tokens, compared with its meaning."""
+        """Run one step on new tokens, and compare it with eager code on packed caches."""
         q = torch.randn(BATCH, NUM_HEADS, tokens, HEAD_DIM)
         k, v = torch.randn(2, BATCH, NUM_KV_HEADS, tokens, HEAD_DIM).unbind()
         out = (self.step if eager else self.compiled)(q, k, v, *self.windows)
@@ -100,7 +100,7 @@ class Layer:
 
 
 def bytes_of(cache: Tensor) -> Tensor:
-    """What a packed cache stores for its tokens, [batch, heads, tokens, bytes]."""
+    """The bytes that a packed cache stores for its tokens, [batch, heads, tokens, bytes]."""
     assert isinstance(cache, PackedTensor)
     return read(cache, coordinates_of(cache))
 
@@ -129,7 +129,7 @@ def test_every_form_of_window_keeps_the_bytes_of_its_tokens(
 
 
 def test_the_graph_for_a_gpu_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(insert_ops, "_uses_kernels", lambda data: True)  # operators, which run their spec on a CPU
+    monkeypatch.setattr(insert_ops, "_uses_kernels", lambda data: True)  # operators run their specification on a CPU
     layer = Layer(read_all_keep_the_last, 70, "int4_per_token_head", on_unsupported="error")
     for tokens in (80, 1):
         layer.run(tokens)
@@ -222,7 +222,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("update", UNSAFE, ids=lambda update: update.__name__)
-def test_what_is_not_one_window_is_refused(update: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+def test_other_uses_of_a_window_are_refused(update: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Any:
         whole, *kept = update(keys, k)
         values = torch.cat([values, v], 2)[:, :, -whole.shape[2] :]

@@ -1,4 +1,4 @@
-"""Caches of more sequences than a step has: ``cache[:batch, :, positions] = k``, as in Meta's Llama, is packed too."""
+"""Caches with more sequences than a step are packed: ``cache[:batch, :, positions] = k``, as in Meta's Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tensor for keys and values, or for all layers: its caches are packed one by one, as if each came by itself."""
+"""One tensor may hold keys and values, or all layers. Its caches are packed like separate inputs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_part_that_is_not_packed_stays_plain_beside_packed_ones(fn: Step, poli
 
 
 def test_a_graph_knows_the_strides_of_plain_parts_beside_packed_ones_and_without(rewritten_graphs: list[Graph]) -> None:
-    """Beside packed parts a plain one lies in memory of its own; a part of a plain tensor is a view of it."""
+    """A plain part beside packed parts has its own memory. A part of a plain tensor is a view of it."""
 
     def fn(one: Tensor, other: Tensor, *rest: Tensor) -> Tensor:
         dropped = F.scaled_dot_product_attention(
@@ -255,7 +255,7 @@ REFUSED: dict[Step, tuple[str, str]] = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_is_more_than_a_selection_of_caches_is_refused_with_its_reason(fn: Step) -> None:
+def test_other_uses_of_a_stack_are_refused_with_a_reason(fn: Step) -> None:
     of_layers = next(iter(inspect.signature(fn).parameters)) == "cache"
     sizes = (LAYERS, 2, BATCH) if of_layers else (2, BATCH)
     cache = torch.randn(*sizes, NUM_KV_HEADS, MAX_LEN, HEAD_DIM)
@@ -273,7 +273,7 @@ def test_what_is_more_than_a_selection_of_caches_is_refused_with_its_reason(fn: 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", [assignment, summed_up], ids=lambda fn: fn.__name__)
 def test_a_packed_stack_is_used_by_any_graph(fn: Step) -> None:
-    """By one that uses it as a whole as well, as the values that eager code reads."""
+    """A graph that uses the whole stack gets the values that eager code reads."""
     cache = PackedStack.from_dense(torch.randn(2, BATCH, NUM_KV_HEADS, MAX_LEN, HEAD_DIM), packed_parts(index_copy))
     reference = copy.deepcopy(cache)
     args = inputs(2, 5)

@@ -1,4 +1,4 @@
-"""``static_cache``: packed before anything is written, with the formats of the policy, and used like any other."""
+"""``static_cache`` makes a cache that is packed before its first write, with the formats of the policy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tiny_llama import MAX_LEN, fresh_cache, tiny_llama  # noqa: E402
 
 BATCH = 2
 PLAIN_BYTES = BATCH * 2 * MAX_LEN * 64 * 4
-"""Of the keys of one layer in float32."""
+"""Bytes of the keys of one layer in float32."""
 
 
 class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor with memory that an operation returns."""
+    """Bytes of the largest tensor that an operation allocates and returns."""
 
     nbytes = 0
 
@@ -34,7 +34,7 @@ class LargestAllocation(TorchDispatchMode):
 
 
 def formats(cache: Any) -> list[list[str | None]]:
-    """The formats of the keys and values of each layer; None for what is not packed."""
+    """The formats of the keys and values of each layer; None for plain ones."""
     return [[getattr(getattr(x, "packed_layout", None), "format_name", None) for x in (layer.keys, layer.values)]
             for layer in cache.layers]  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_rules_choose_the_formats_by_layer_and_module() -> None:
     ]
 
 
-def test_layers_with_a_sliding_window_are_those_of_transformers() -> None:
+def test_layers_with_a_sliding_window_are_layers_of_transformers() -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -77,7 +77,7 @@ def test_layers_with_a_sliding_window_are_those_of_transformers() -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_compiled_model_computes_with_it_what_it_computes_with_a_cache_that_it_packs_itself() -> None:
+def test_a_compiled_model_computes_the_same_as_with_a_cache_that_it_packs_itself() -> None:
     model = tiny_llama(num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"on_unsupported": "error"})
     ids = torch.randint(0, 97, (BATCH, 80))

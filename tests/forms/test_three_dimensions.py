@@ -1,4 +1,4 @@
-"""``F.scaled_dot_product_attention`` on [batch * heads, tokens, head_dim], with and without masks."""
+"""``F.scaled_dot_product_attention`` on caches [batch * heads, tokens, head_dim] is packed, with any mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is assigned to a cache is rounded to the dtype of the cache and then quantized, as in eager code."""
+"""A value that is assigned to a cache is rounded to the cache's dtype and then quantized, as in eager code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def some_sequences(cache: Tensor, k: Tensor) -> None:
 
 
 def steps_on_both(write: Write, dtype: torch.dtype, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The caches and the output of a compiled step, each with what eager code makes of packed copies."""
+    """The caches and the output of a compiled step, each with the result of eager code on packed copies."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         write(keys, k), write(values, v)
@@ -89,7 +89,7 @@ def cast_before_a_view(cache: Tensor, k: Tensor) -> None:
     [(cast_by_the_model, torch.float32), (cast_before_a_view, torch.float32), (cast_by_the_model, torch.bfloat16)],
 )
 def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: torch.dtype) -> None:
-    """That of its own cast, and that of a product in the dtype of the cache."""
+    """The model's cast rounds, and so does a product in the dtype of the cache."""
     new = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM).to(dtype)
     _, *caches = steps_on_both(write, torch.bfloat16, *new)
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
@@ -98,7 +98,7 @@ def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: tor
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("source", ["placeholder", "cast"])
 def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: str, source: str) -> None:
-    """On CUDA a store is an operator: what it is given lies in memory, rounded."""
+    """On CUDA a store is an operator, whose operands lie in memory and are rounded."""
     graph = Graph()
     with FakeTensorMode():
         cache, k = (torch.empty(2, 2, n, 16, dtype=torch.bfloat16, device=device) for n in (70, 1))
@@ -112,7 +112,7 @@ def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: 
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_cache_that_would_change_its_dtype_stays_as_it_is() -> None:
+def test_a_cache_that_would_change_its_dtype_stays_plain() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
         return F.scaled_dot_product_attention(q, keys, values), keys, values

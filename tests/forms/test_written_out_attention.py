@@ -17,7 +17,7 @@ from kvcompile import collect_reports, last_report
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
-# What stage B has to look through differs between these; tests/passes/test_match_attention.py has all forms.
+# Forms whose operands reach packing through different views. tests/passes/test_match_attention.py has all forms.
 DISTINCT = (
     "plain",
     "softcap",
@@ -43,7 +43,7 @@ def step(form: Form, q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, po
 
 
 def arguments(q_len: int, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """q, k, v, plain caches, positions and operands, the same in every call."""
+    """(q, k, v, plain caches, positions, operands), the same in every call."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, heads, q_len, D).to(dtype) for heads in (H, H_KV, H_KV))
     caches = (torch.randn(B, H_KV, S, D).to(dtype) for _ in range(2))
@@ -51,7 +51,7 @@ def arguments(q_len: int, dtype: torch.dtype = torch.float32) -> list[Any]:
 
 
 def packed(given: list[Any]) -> list[Any]:
-    """The arguments with packed caches."""
+    """The same arguments with packed caches."""
     roles = ((3, "key"), (4, "value"))
     caches = [
         PackedTensor.from_dense(given[index], PackedLayout("int8_per_token_head", role, D)) for index, role in roles
@@ -66,7 +66,7 @@ def compiled(fn: Callable[..., Any], given: list[Any], backend: str = "kvquant",
 
 
 def on_packed_caches(form: Form, given: list[Any]) -> tuple[Any, Any]:
-    """The result of the compiled step, and that of the same code in eager mode on the dequantized packed caches."""
+    """The result of the compiled step, and the result of the same code in eager mode on the dequantized caches."""
     given = packed(given)
     kc, vc = given[3].clone(), given[4].clone()
     out = compiled(step, [form, *given], policy="int8_per_token_head", on_unsupported="error")
@@ -149,7 +149,7 @@ ROWS_WITHOUT_A_VISIBLE_KEY = (
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", ROWS_WITHOUT_A_VISIBLE_KEY, ids=lambda form: form.__name__)
 def test_rows_without_a_visible_key_keep_their_meaning(form: Form) -> None:
-    """Where a mask is a finite number, they are the mean of the values that the largest such number masks."""
+    """With finite masks, such a row is the mean of the values that the largest constant masks."""
     given = arguments(3)
     given[6].allowed[:, :, 1] = False
     given[6].additive[:, :, 1] = LOWEST
@@ -159,7 +159,7 @@ def test_rows_without_a_visible_key_keep_their_meaning(form: Form) -> None:
 
 
 def channels_first(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
-    """Its last view is one of strides that attention on packed caches does not give."""
+    """Its last view has strides that attention on packed caches does not give."""
     weights = (repeat_kv(k) @ q.mT).softmax(-2)
     return (repeat_kv(v).mT @ weights).view(B, H * D, -1)
 

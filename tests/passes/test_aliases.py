@@ -1,4 +1,4 @@
-"""Views of one tensor share memory, unless they take ranges of it that do not overlap."""
+"""Views of one tensor share memory unless they take disjoint ranges of it."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_these_share_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> 
 
 
 @pytest.mark.parametrize("make", SEPARATE.values(), ids=SEPARATE)
-def test_these_share_none(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+def test_these_share_no_memory(make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     assert not shares(make)

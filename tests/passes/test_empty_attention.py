@@ -1,4 +1,4 @@
-"""Attention of no tokens, no keys, no heads or no sequences compiles, and gives what the model gives."""
+"""Attention with no tokens, no keys, no heads or no sequences compiles, and equals the model's attention."""
 
 from __future__ import annotations
 

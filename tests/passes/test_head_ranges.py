@@ -1,4 +1,4 @@
-"""Attention may read some of the heads of a cache, and pair keys of some with values of others."""
+"""Attention may read some heads of a cache, and combine keys of some heads with values of others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
 
 
 def differential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Two attentions, each with the values of one half of the heads for all keys."""
+    """Two attentions: all keys with the values of the first half of the heads, and with those of the second half."""
     first, second = (half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1))
     return attend(q, k, first) - 0.3 * attend(q, k, second)
 
@@ -77,7 +77,7 @@ READS: dict[Attend, int] = {
     with_a_bias_of_every_head: 2,
     with_sinks: 2,
 }
-"""How attention reads caches of keys and values, and the ranges of heads that makes."""
+"""Attention that reads some heads of its caches, each with the expected ranges of heads."""
 
 
 def caches(format_name: str = "int8_per_token_head", device: str = "cpu") -> list[Tensor]:
@@ -104,7 +104,7 @@ def rows(device: str = "cpu") -> list[Tensor]:
 
 
 def check(fn: Attend, packed: list[Tensor], rtol: float = 1e-5) -> None:
-    """Compiled, attention gives what it gives for the dequantized caches."""
+    """Compiled attention on packed caches equals the same attention on the dequantized caches."""
     new = rows(str(packed[0].device))
     expected = step_of(fn)(*new, *(cache.clone() for cache in packed))
     out = compiled(step_of(fn))(*new, *packed)
@@ -185,7 +185,7 @@ REFUSED: dict[Attend, str] = {
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_is_no_range_of_heads_is_left_alone_with_its_reason(fn: Attend) -> None:
+def test_heads_that_form_no_ranges_are_refused_with_a_reason(fn: Attend) -> None:
     plain = [cache.dequantize() for cache in caches()]
     new, expected_plain = rows(), [cache.clone() for cache in plain]
     out = compiled(step_of(fn), on_unsupported="ignore")(*new, *plain)

@@ -1,4 +1,4 @@
-"""Rows from which every key is hidden are on packed caches what they are in the model: NaN, or zeros."""
+"""Rows from which every key is hidden are NaN or zeros on packed caches, as they are in the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOWEST = torch.finfo(torch.float32).min
 ROWS, TOKENS = 3, 70
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Attention of query, keys, values and a bool mask [3, 70], of which True hides and row 1 hides all."""
+"""Attention of query, keys, values and a bool mask [3, 70]. True hides a key, and row 1 hides every key."""
 
 
 def filled_with_infinity(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def arguments() -> list[Any]:
 
 
 def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
-    """The result on packed caches, and that of the same code in eager mode on the dequantized ones."""
+    """The result on packed caches, and the result of the same code in eager mode on the dequantized caches."""
     q, k, v, hidden = copy.deepcopy(given)
     expected = form(q, k.dequantize(), v.dequantize(), hidden)
     torch._dynamo.reset()
@@ -117,7 +117,7 @@ def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("form", [*NAN, *ZERO, *MEAN], ids=lambda form: form.__name__)
-def test_a_row_without_a_visible_key_is_what_the_model_makes_of_it(form: Form) -> None:
+def test_a_row_without_a_visible_key_equals_the_row_of_the_model(form: Form) -> None:
     out, expected = both(form, arguments())
     row = expected[:, :, 1]
     assert row.isnan().all() if form in NAN else row.count_nonzero() == (0 if form in ZERO else row.numel())
@@ -125,7 +125,7 @@ def test_a_row_without_a_visible_key_is_what_the_model_makes_of_it(form: Form) -
 
 
 def reductions(graph: Graph) -> int:
-    """How often a graph asks whether keys are hidden from a row."""
+    """The number of nodes of a graph that ask whether every key is hidden from a row."""
     names = ("aten.any.dim", "aten.all.dim")
     return sum(str(node.target) in names for node in graph.nodes)
 
@@ -138,7 +138,7 @@ def test_nothing_is_computed_where_the_graph_shows_that_no_row_is_nan(
     assert reductions(rewritten_graphs[0]) == (form in NAN)
 
 
-def test_layers_that_share_a_mask_share_the_question_which_rows_it_hides(rewritten_graphs: list[Graph]) -> None:
+def test_layers_that_share_a_mask_look_for_its_hidden_rows_once(rewritten_graphs: list[Graph]) -> None:
     def layers(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         return filled_with_infinity(filled_with_infinity(q, k, v, hidden).nan_to_num(), k, v, hidden)
 

@@ -1,4 +1,4 @@
-"""Caches of latents, of which a model computes keys and values in every step: packed, and dequantized where it does."""
+"""Caches of latents are packed, and dequantized where the model computes keys and values from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvcompile.passes.pipeline import Pass
 
 BATCH, NUM_HEADS, MAX_LEN, WIDTH = 2, 4, 70, 64
 RANK, NOPE, ROPE, V_DIM = 48, 16, 32, 32
-"""Channels of a latent, of the two parts of a key, and of a value."""
+"""Number of channels of a latent, of the two parts of a key, and of a value."""
 POLICY = "int8_per_token_head"
 
 interpreted = pytest.mark.usefixtures("without_code_generation")
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention as it is cached: latents, and the rotary parts of keys."""
+    """Multi-head latent attention that caches latents and the rotary channels of keys."""
 
     expand: Callable[[LatentAttention, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         self.register_buffer("rotary", torch.zeros(*shape, ROPE))
 
     def new(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, H, T, D] of tokens [B, T, WIDTH], and what is cached of them."""
+        """The query [B, H, T, D] of tokens [B, T, WIDTH], and the latents and rotary channels to cache."""
         q = self.query(x).unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2)
         latents, rotary = self.down(x).unsqueeze(3 - self.token_axis).split([RANK, ROPE], -1)
         return q, latents, rotary.cos()
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
 
 
 def both_parts(self: LatentAttention, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys without their rotary part, and values, of all heads."""
+    """Keys without their rotary channels, and values, both of all heads."""
     x = self.up(latents).view(BATCH, -1, NUM_HEADS, NOPE + V_DIM).transpose(1, 2)
     nope, value = x.split([NOPE, V_DIM], -1)
     return nope, value
@@ -108,7 +108,7 @@ def compiled(fn: Any, policy: Any = POLICY, on_unsupported: str = "error") -> An
 
 
 def run(step: Any, lengths: tuple[int, ...] = (66, 4), device: str = "cpu") -> list[Any]:
-    """What a prefill of more than a block and a chunk give."""
+    """The outputs of a prefill longer than a block and of a chunk."""
     x = torch.randn(BATCH, MAX_LEN, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = zip(x.split(lengths, 1), torch.arange(MAX_LEN, device=device).split(lengths), strict=True)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Graph]]:
 
 
 def count(graph: Graph, *names: str) -> int:
-    """How many operations of these names a graph has."""
+    """The number of operations of a graph with one of these names."""
     return sum(operation_name(node) in names for node in graph.nodes if node.op == "call_function")
 
 
@@ -154,7 +154,7 @@ def test_latents_in_buffers_are_packed_and_dequantized_for_the_projection(
     ]
     for before, after in zip(graphs["before"], graphs["after"], strict=True):
         assert count(before, "index_put") == count(after, "index_put") == 2
-        assert count(before, "mm", "bmm") == count(after, "mm", "bmm") == 5  # three projections, two of attention
+        assert count(before, "mm", "bmm") == count(after, "mm", "bmm") == 5  # 3 projections, 2 products of attention
         inputs = [node.meta["val"] for node in after.find_nodes(op="placeholder")]
         assert sum(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in inputs) == 2
 
@@ -165,7 +165,7 @@ def test_latents_on_a_gpu_are_packed_and_dequantized_for_the_projection(policy: 
     torch._dynamo.reset()
     module = attention().to("cuda")
     exact, step = run(copy.deepcopy(module), device="cuda"), compiled(module, policy)
-    first = run(step, device="cuda")  # packs the caches; the second run writes the same tokens to packed ones
+    first = run(step, device="cuda")  # packs the caches; the second run writes the same tokens to the packed caches
     eager = copy.deepcopy(module)
     for results in (first, run(step, device="cuda")):
         for actual, expected, plain in zip(results, run(eager, device="cuda"), exact, strict=True):
@@ -175,7 +175,7 @@ def test_latents_on_a_gpu_are_packed_and_dequantized_for_the_projection(policy: 
 
 
 def growing_step(module: LatentAttention, latents: Tensor, rotary: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A step with caches that grow by ``cat``, and that the caller holds."""
+    """A step with caches that grow by ``cat`` and stay with the caller."""
     q, new_latents, new_rotary = module.new(x)
     if latents is not None:
         new_latents, new_rotary = torch.cat([latents, new_latents], 2), torch.cat([rotary, new_rotary], 2)
@@ -229,7 +229,7 @@ def test_latents_of_512_channels_take_a_format_of_latents_and_their_rotary_part_
 
 
 def write(m: LatentAttention, c: Tensor, r: Tensor, x: Tensor, pos: Tensor) -> Tensor:
-    """Write latents and rotary parts of new tokens to caches; returns the query."""
+    """Write latents and rotary channels of new tokens to caches; returns the query."""
     q, new, rotary = m.new(x)
     c.index_copy_(2, pos, new), r.index_copy_(2, pos, rotary)
     return q
@@ -313,7 +313,7 @@ REFUSED: dict[Callable[..., Any], str] = {
 
 @interpreted
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_only_looks_like_latents_is_left_alone_with_its_reason(fn: Callable[..., Any]) -> None:
+def test_graphs_that_only_resemble_latents_are_refused_with_a_reason(fn: Callable[..., Any]) -> None:
     module = attention()
     x, pos = torch.randn(BATCH, 1, WIDTH), torch.tensor([5])
     caches = [torch.randn(BATCH, 1, MAX_LEN, width) for width in (RANK, ROPE)]

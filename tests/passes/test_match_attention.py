@@ -1,4 +1,4 @@
-"""Which code is attention, what its marker says, and that a marker gives back the computation it stands for."""
+"""Which code is attention, what its marker says, and that an expanded marker is the model's computation again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compiled_by(backend: Callable[..., Any], fn: Callable[..., Any], args: tuple
 
 
 def marked(fn: Callable[..., Any], *args: Any) -> list[Marker]:
-    """The markers that stage A puts into Dynamo's graph of ``fn``."""
+    """The markers of Dynamo's graph of ``fn``."""
     found: list[Marker] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
@@ -51,7 +51,7 @@ def value(node: Any) -> Tensor:
 
 
 def aten_ops(fn: Callable[..., Any], mark: bool) -> Counter[str]:
-    """The operations that AOTAutograd makes of ``fn``, views aside; ``mark`` marks attention and gives it back."""
+    """AOTAutograd's operations of ``fn``, except views. ``mark``: attention is marked and expanded again."""
     found: Counter[str] = Counter()
 
     def compiler(gm: GraphModule, example_inputs: list[Any]) -> Any:
@@ -73,7 +73,7 @@ def aten_ops(fn: Callable[..., Any], mark: bool) -> Counter[str]:
 
 
 def dense_attention(marker: Marker) -> Tensor:
-    """What a marker says, computed from its operands alone."""
+    """The attention that a marker describes, computed from its operands."""
     assert marker.unsupported is None
     query, key, v = (x.float() for x in (marker.query, marker.key, marker.value))
     heads = query.shape[1]
@@ -110,7 +110,7 @@ def by_its_marker(form: Form, given: tuple[Any, ...]) -> Tensor:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, S), (1, 1)], ids=["rows", "single"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_the_operands_of_a_marker_give_the_result_of_the_model(form: Form, q_len: int, kv_len: int) -> None:
-    """Also where dimensions of size 1 say nothing of what they stand for."""
+    """They do so even if dimensions have size 1, which could be any axis."""
     if kv_len != S and form.__name__ in ("heads_folded_into_the_batch", "baddbmm_on_an_empty_tensor"):
         pytest.skip("the number of keys is written into it")
     q, k, v = (x[:, :, :n] for x, n in zip(inputs()[:3], (q_len, kv_len, kv_len), strict=True))
@@ -507,7 +507,7 @@ def test_a_factor_of_the_keys_is_kept_where_they_change_after_it() -> None:
     assert marker.unsupported is None
 
 
-def test_a_cast_that_only_lends_precision_to_the_products_is_left_out() -> None:
+def test_a_cast_that_only_makes_products_more_precise_is_skipped() -> None:
     q, k, v = (x.bfloat16() for x in inputs()[:3])
     form = next(function for function in FORMS if function.__name__ == "computed_in_float32")
     (marker,) = marked(form, q, k, v, operands(Q, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Keys and values that go to the same positions are stored by one operation."""
+"""One operation stores keys and values that go to the same positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stores:
         merge_stores(self.graph)
         self.graph.lint()
         nodes = list(self.graph.nodes)
-        assert list(reversed(self.graph.nodes)) == nodes[::-1]  # which an insertion beside an erased node would break
+        assert list(reversed(self.graph.nodes)) == nodes[::-1]  # an insertion beside an erased node breaks it
         return Counter(node.args[0] for node in self.graph.nodes if node.target is auto_functionalized_v2)
 
 

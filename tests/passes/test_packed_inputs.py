@@ -1,4 +1,4 @@
-"""Caches that a graph only reads, and packed tensors that come into one: read packed, or by their values."""
+"""Graphs read caches that they do not write, and packed tensors that are no caches, packed or by their values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def packed_caches(growing: bool = False) -> list[Any]:
 
 
 def expected_step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
-    """What :func:`step` computes with packed caches, by their own dispatch."""
+    """The result of :func:`step` on packed caches in eager mode."""
     write(kc, k, pos), write(vc, v, pos)
     return sdpa(q, kc.dequantize(), vc.dequantize())
 
@@ -131,7 +131,7 @@ def test_a_plain_cache_that_is_only_read_is_packed_if_an_object_holds_it() -> No
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_tensors_of_a_module_that_are_only_read_stay_as_they_are() -> None:
+def test_tensors_of_a_module_that_are_only_read_stay_plain() -> None:
     class Prefix(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What only looks like a paged cache is left alone: the reason is reported, and the result is plain Inductor's."""
+"""Graphs that only resemble a paged cache are refused with a reason, and the result is plain Inductor's."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ WITH_HEADS_FIRST = (
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_only_looks_like_a_paged_cache_is_refused_with_its_reason(fn: Step) -> None:
+def test_graphs_that_only_resemble_a_paged_cache_are_refused_with_a_reason(fn: Step) -> None:
     new, places = inputs(1, 3)
     pools = plain_pools(heads_before_tokens if fn in WITH_HEADS_FIRST else index_copy_and_index)
     expected_pools = [pool.clone() for pool in pools]

@@ -1,4 +1,4 @@
-"""Caches of latents without a dimension of heads, [batch, tokens, channels], are packed like those with one."""
+"""Caches of latents [batch, tokens, channels] are packed like caches with a dimension of heads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ KINDS: dict[Step, str] = {
 
 
 def steps(step: Any, cache: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The outputs of a chunk of three tokens and of two single ones, and the cache after them."""
+    """The outputs of a chunk of three tokens and of two single tokens, and the cache after them."""
     generator, outs, first = torch.Generator().manual_seed(1), [], 30
     for n in (3, 1, 1):
         q = torch.randn(BATCH, NUM_HEADS, n, HEAD_DIM, generator=generator)
@@ -140,7 +140,7 @@ REFUSED: dict[Step, str] = {
 
 
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
-def test_what_is_left_alone_says_why_and_is_computed_as_the_model_wrote_it(step: Step) -> None:
+def test_refused_latents_have_a_reason_and_are_computed_as_the_model_wrote_them(step: Step) -> None:
     given = [torch.randn(BATCH, NUM_HEADS, 2, HEAD_DIM), torch.randn(BATCH, 2, RANK), torch.randn(BATCH, MAX_LEN, RANK)]
     cache = given[2].clone()
     out = compiled(step, "ignore")(*given[:2], cache, torch.arange(2))

@@ -1,4 +1,4 @@
-"""What cannot be proven is left alone: the reason is reported, and the result is exactly plain Inductor's."""
+"""A site that is not proven is refused with a reason in the user's words, and the result is plain Inductor's."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     new_keys_returned_beside_a_view: "escaping_view",
     new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
 }
-"""Graphs that look as if they had a cache; only their treatment is tested, not the code that Inductor makes of it."""
+"""Graphs that only resemble a cache. Their tests run node by node, without generated code."""
 
 
 def inputs() -> list[Tensor]:
@@ -300,7 +300,7 @@ def test_an_unproven_site_is_refused_with_its_reason_and_compiles_to_plain_induc
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", UNSAFE, ids=lambda fn: fn.__name__)
-def test_what_only_looks_like_a_cache_is_refused_with_its_reason(fn: Callable[..., Any]) -> None:
+def test_graphs_that_only_resemble_a_cache_are_refused_with_a_reason(fn: Callable[..., Any]) -> None:
     args, expected_args = inputs(), inputs()
     out = run(fn, args, policy="int8_per_token_head", on_unsupported="ignore")
     torch.testing.assert_close(out, fn(*expected_args), rtol=1e-5, atol=1e-6)
@@ -525,7 +525,7 @@ def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
     assert [site.reason for site in last_report().sites] == ["its key cache kv[0] is read before it is written"]
 
 
-def test_caches_that_are_views_of_one_tensor_stay_as_they_are() -> None:
+def test_caches_that_are_views_of_one_tensor_stay_plain() -> None:
     args, expected = inputs(), inputs()
     storage, expected_storage = torch.zeros(2, B, H, S, D), torch.zeros(2, B, H, S, D)
     args[3], args[4] = storage[0], storage[1]

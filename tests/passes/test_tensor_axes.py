@@ -1,4 +1,4 @@
-"""Views between any layout of named axes and four dimensions move no element to a wrong place, and lead back."""
+"""Views between any layout of named axes and four dimensions put every element in its place, and lead back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def apply(x: Tensor, steps: tuple[Step, ...]) -> Tensor:
 
 
 def random_layout(rng: random.Random) -> tuple[list[str], Layout]:
-    """Some of the axes in any order, neighbours merged at random, with dimensions of size 1 in between."""
+    """Some axes in random order, with neighbours merged at random and dimensions of size 1 in between."""
     names = rng.sample(list(SIZES), rng.randint(1, len(SIZES)))
     dims: list[list[Axis]] = []
     for name in names:
@@ -38,7 +38,7 @@ def random_layout(rng: random.Random) -> tuple[list[str], Layout]:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_any_layout_is_brought_to_its_slots_and_back(seed: int) -> None:
+def test_any_layout_is_brought_to_its_dimensions_and_back(seed: int) -> None:
     names, layout = random_layout(random.Random(seed))
     x = numbered(names)
     given = x.reshape([math.prod(axis.size for axis in dim) for dim in layout])
@@ -52,12 +52,12 @@ def test_any_layout_is_brought_to_its_slots_and_back(seed: int) -> None:
     assert torch.equal(apply(result, found.back), given)
 
 
-def test_a_tensor_that_has_its_slots_already_is_left_as_it_is() -> None:
+def test_a_tensor_that_has_its_dimensions_already_is_not_changed() -> None:
     layout = ((Axis("b", 2),), (Axis("h", 3), Axis("g", 5)), (), (Axis("d", 11),))
     assert rearrange(layout, SLOTS).steps == ()
 
 
-def test_an_axis_without_a_slot_cannot_be_placed() -> None:
+def test_an_axis_without_a_dimension_cannot_be_placed() -> None:
     assert rearrange(((Axis("x", 4),),), SLOTS) is None
 
 

@@ -1,4 +1,4 @@
-"""KV heads may be repeated one by one, all of them in turn, or both: the packed cache is the same."""
+"""KV heads may be repeated one by one, all in turn, or both. The packed cache is the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(cache: Tensor, x: Tensor) -> Tensor:
 
 
 def check(attend: Callable[..., Tensor], caches: list[Tensor], *queries: Tensor, dynamic: bool | None = None) -> None:
-    """``attend(queries, keys, values)`` gives, compiled, what it gives for the dequantized caches."""
+    """Compiled ``attend(queries, keys, values)`` equals the same function on the dequantized caches."""
 
     def step(k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, *queries: Tensor) -> Tensor:
         return attend(*queries, write(kc, k), write(vc, v))
@@ -107,7 +107,7 @@ def test_keys_and_values_whose_heads_are_repeated_in_different_orders_are_refuse
     assert [site.reason_code for site in last_report().sites] == ["unknown_read"]
 
 
-def test_rows_that_an_index_takes_out_of_a_fused_projection_are_no_cache_of_theirs() -> None:
+def test_rows_that_an_index_takes_from_a_fused_projection_are_no_cache() -> None:
     def step(q: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = F.linear(x, weight).unflatten(2, (NUM_KV_HEADS, 3, HEAD_DIM))
         k, v = (qkv[:, :, :, [place]].flatten(2, 3).transpose(1, 2) for place in (-2, -1))

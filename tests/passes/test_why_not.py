@@ -1,4 +1,4 @@
-"""What is no cache is told apart: new rows, codes that the model dequantizes itself, caches of another device."""
+"""The reason says why keys are no cache: new rows, codes that the model dequantizes, caches of another device."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def beside_what_is_kept(cache: Tensor, new: Tensor) -> Tensor:
         (beside_what_is_kept, Reason.no_cache),
     ],
 )
-def test_keys_that_replace_all_of_an_input_are_those_of_a_cache(
+def test_keys_that_replace_all_of_an_input_are_a_cache(
     make: Callable[[Tensor, Tensor], Tensor], reason: Reason
 ) -> None:
     graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph

@@ -1,4 +1,4 @@
-"""Writes of caches are read with the sizes that they have when they are rewritten."""
+"""The recognised writes of a cache are complete, and take the sizes that are known when they are rewritten."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -
 
 
 def test_every_write_operator_has_a_matcher_and_every_matcher_is_of_a_write_operator() -> None:
-    """Analyses stop at operators outside of ``WRITE_OPS``, and no write is understood without a matcher."""
+    """Analyses stop at operators outside ``WRITE_OPS``, and without a matcher no write is understood."""
     assert set(_MATCHERS) == WRITE_OPS
 
 
 @pytest.mark.usefixtures("without_code_generation")
 def test_a_length_that_a_check_after_the_match_makes_constant() -> None:
-    """The mask makes the length of the keys constant, and that they are as long as the values that of the values."""
+    """The mask makes the length of the keys constant. The values have the same length, so theirs is constant, too."""
     q, k, v = torch.randn(3, 2, 2, 1, D).unbind()
     kc, vc = (
         PackedTensor.from_dense(torch.randn(2, 2, S, D), PackedLayout("int8_per_token_head", role, D))

@@ -1,4 +1,4 @@
-"""Parts say what nodes do for a site; a neighbourhood is what is around a site, small enough to draw."""
+"""Roles say what nodes do for a site. A neighbourhood is the graph around a site, small enough to draw."""
 
 from __future__ import annotations
 
