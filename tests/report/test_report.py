@@ -1,12 +1,9 @@
-"""The report says of every site what became of it and why; counters, logs and explain agree with it."""
+"""The report has the outcome and the reason of every site; counters, logs and ``explain`` agree with it."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -94,17 +91,24 @@ def test_the_log_has_a_line_a_site_and_the_reason_of_each_refusal(caplog: pytest
     ]
 
 
-def test_torch_logs_shows_our_log() -> None:
-    program = (
-        "import torch\n"
-        "from kvcompile.passes.site import Site\n"
-        "from kvcompile.report.report import record\n"
-        "record([Site('layers.0', 0, 'sdpa', reason='because', reason_code='training')])\n"
-        "assert 'kvquant' in torch._dynamo.list_backends()\n"
-    )
-    environment = {**os.environ, "TORCH_LOGS": "+kvcompile"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "refused: layers.0: sdpa: because" in done.stderr
+@pytest.fixture
+def torch_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """PyTorch's logging as a process sets it up with ``TORCH_LOGS=+kvcompile``; our logger is restored afterwards."""
+    logger, logging_of_torch = logging.getLogger("kvcompile"), torch._logging._internal
+    before = logger.level, logger.propagate, list(logger.handlers)
+    monkeypatch.setenv("TORCH_LOGS", "+kvcompile")
+    logging_of_torch._init_logs()
+    yield
+    monkeypatch.delenv("TORCH_LOGS")
+    logging_of_torch.log_state.clear()
+    logging_of_torch._init_logs()
+    logger.level, logger.propagate, logger.handlers = before
+
+
+@pytest.mark.usefixtures("torch_logs")
+def test_torch_logs_shows_our_log(capsys: pytest.CaptureFixture[str]) -> None:
+    record([Site("layers.0", 0, "sdpa", reason="because", reason_code="training")])
+    assert "refused: layers.0: sdpa: because" in capsys.readouterr().err
 
 
 def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,6 +323,7 @@ class Model(nn.Module):
 INPUTS = (torch.ones(1, 1, 64), torch.tensor([3]))
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_reports_every_site_under_the_policy() -> None:
     policy = {"rules": [{"match": {"layers": "0"}, "dtype": "fp8_e4m3"}], "default": {"dtype": "auto"}}
     report = kvcompile.explain(Model(), *INPUTS, policy=policy)
@@ -328,6 +333,7 @@ def test_explain_reports_every_site_under_the_policy() -> None:
     assert second.reason_code == "policy_auto"
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
     model, (x, position) = Model(), INPUTS
     kvcompile.explain(model, x, position=position)
@@ -336,6 +342,7 @@ def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
         assert not layer.keys.any()
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_neither_uses_nor_drops_what_was_compiled_before() -> None:
     torch._dynamo.reset()
     model = Model()

@@ -1,4 +1,4 @@
-"""One format of every kind that code treats differently, for tests that are too slow to run on all of them."""
+"""One format of every kind that code treats differently, for tests that are too slow for all formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_TOKEN = [
 """Formats whose tokens are written one by one."""
 
 BY_TOKEN_AT_16 = [name for name in BY_TOKEN if "group" not in name]
-"""Those of them that fit a head_dim of 16."""
+"""The token-wise formats that support a head_dim of 16."""
 
 KINDS = [*BY_TOKEN, "int4_per_channel"]
 
@@ -34,4 +34,4 @@ def supports(name: str, head_dim: int) -> bool:
 HEAD_DIMS = {64: BY_TOKEN, 80: BY_TOKEN, 128: ["int8_per_token_head", "turboquant_2.5bit", "int2_per_group_32"],
              96: ["int4_per_token_head"], 256: ["fp8_e4m3", "turboquant_4bit"]}  # fmt: skip
 SHAPES = [(name, head_dim) for head_dim, names in HEAD_DIMS.items() for name in names if supports(name, head_dim)]
-"""Every kind with a head_dim that is a power of two and with one that is not, and more of some."""
+"""(format, head_dim) of every kind, with a power of two, with another size, and with further sizes for some."""
