@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -91,24 +94,17 @@ def test_the_log_has_a_line_a_site_and_the_reason_of_each_refusal(caplog: pytest
     ]
 
 
-@pytest.fixture
-def torch_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """PyTorch's logging as a process sets it up with ``TORCH_LOGS=+kvcompile``; our logger is restored afterwards."""
-    logger, logging_of_torch = logging.getLogger("kvcompile"), torch._logging._internal
-    before = logger.level, logger.propagate, list(logger.handlers)
-    monkeypatch.setenv("TORCH_LOGS", "+kvcompile")
-    logging_of_torch._init_logs()
-    yield
-    monkeypatch.delenv("TORCH_LOGS")
-    logging_of_torch.log_state.clear()
-    logging_of_torch._init_logs()
-    logger.level, logger.propagate, logger.handlers = before
-
-
-@pytest.mark.usefixtures("torch_logs")
-def test_torch_logs_shows_our_log(capsys: pytest.CaptureFixture[str]) -> None:
-    record([Site("layers.0", 0, "sdpa", reason="because", reason_code="training")])
-    assert "refused: layers.0: sdpa: because" in capsys.readouterr().err
+def test_torch_logs_shows_our_log() -> None:
+    program = (
+        "import torch\n"
+        "from kvcompile.passes.site import Site\n"
+        "from kvcompile.report.report import record\n"
+        "record([Site('layers.0', 0, 'sdpa', reason='because', reason_code='training')])\n"
+        "assert 'kvquant' in torch._dynamo.list_backends()\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+kvcompile"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "refused: layers.0: sdpa: because" in done.stderr
 
 
 def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: pytest.LogCaptureFixture) -> None:
