@@ -1,7 +1,7 @@
-"""A small byte-level Llama, trained on the Python standard library's source and kept in the user's cache directory.
+"""A small byte-level Llama, trained on the source of Python's standard library and kept in the user's cache directory.
 
-Every token is a byte, so no tokenizer and no download is needed, and a minute on a CPU gives a model whose keys and
-values have the statistics of a real one.
+Every token is a byte, so the model needs no tokenizer and no download. A minute of training on a CPU gives keys and
+values with the statistics of a real model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is made; equal recipes share a trained model.
+    """The sizes and the training of the model; equal recipes share a trained model.
 
     Attributes:
         seconds: training time, unless ``steps`` is given.
-        steps: optimizer steps, for a result that does not depend on the machine's speed.
-        seed: of the weights and of the order of the data.
-        num_layers, context, batch_size, learning_rate: the rest of it.
+        steps: number of optimizer steps, for a result that does not depend on the machine's speed.
+        seed: the seed of the weights and of the order of the data.
+        num_layers, context, batch_size, learning_rate: further parameters.
     """
 
     seconds: float = 60
@@ -45,7 +45,7 @@ class Recipe:
     learning_rate: float = 3e-3
 
     def progress(self, step: int, elapsed: float) -> float:
-        """The part of the training that is done, 0 to 1."""
+        """The finished fraction of the training, 0 to 1."""
         return min(1.0, step / self.steps if self.steps is not None else elapsed / self.seconds)
 
     def config(self) -> LlamaConfig:
@@ -65,7 +65,7 @@ class Recipe:
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """The standard library's source as bytes, uint8 [n]: for training, and every 16th file, held out."""
+    """The source of the standard library as bytes, uint8 [n]: training text, and every 16th file as held-out text."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path for path in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
@@ -80,7 +80,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 
 
 def train(recipe: Recipe, corpus: Tensor, on_step: Callable[[float, float], None]) -> LlamaForCausalLM:
-    """Train on random windows of ``corpus``; ``on_step`` hears the progress (0 to 1) and the loss in bits per byte."""
+    """Train on random windows of ``corpus``; ``on_step`` gets the progress (0 to 1) and the loss in bits per byte."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(recipe.config())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -106,14 +106,14 @@ def train(recipe: Recipe, corpus: Tensor, on_step: Callable[[float, float], None
 
 
 def model_folder(recipe: Recipe) -> Path:
-    """Where the model of a recipe is kept: below XDG_CACHE_HOME or ~/.cache."""
+    """The folder of a recipe's model, below XDG_CACHE_HOME or ~/.cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     what = json.dumps([asdict(recipe), recipe.config().to_dict()], sort_keys=True, default=str)
     return cache / "kvcompile" / f"byte-lm-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
 def load_or_train(recipe: Recipe, corpus: Tensor, on_step: Callable[[float, float], None]) -> Path:
-    """The folder of the trained model; trains it if that has not been done before."""
+    """The folder of the trained model. Trains the model if the folder does not exist."""
     folder = model_folder(recipe)
     if not (folder / "config.json").exists():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")

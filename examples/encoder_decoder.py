@@ -1,9 +1,9 @@
-"""An encoder-decoder model: the decoder's own cache and the cache of the encoder's output are both packed.
+"""An encoder-decoder model with two packed caches: the decoder's own cache, and the cache of the encoder's output.
 
     python examples/encoder_decoder.py
 
-The cache is static; the default, growing one works as well. The decoder writes its own part at every step, and only
-reads the encoder's.
+The caches are static; the default, growing caches work as well. In every step, the decoder writes its own cache and
+reads the encoder's cache.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/hand_written_model.py
     python examples/hand_written_model.py --policy int4_per_token_head
 
-Nothing in the model knows of kvcompile: the backend finds the two buffers by what the graph does with them.
+The model does not refer to kvcompile: the backend finds the two buffers from their uses in the graph.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def tiny_transformer(num_layers: int = 1) -> Transformer:
 
 @torch.no_grad()
 def generate(model: Transformer, decode_one_token: nn.Module, prompt: Tensor, num_tokens: int) -> Tensor:
-    """``prompt`` [1, n] and the tokens that follow it: an eager prefill, then one compiled step a token."""
+    """``prompt`` [1, n] and its continuation: an eager prefill, then one compiled step for each token."""
     tokens = [prompt, model(prompt, torch.arange(prompt.shape[1]))[:, -1:].argmax(-1)]
     for position in range(prompt.shape[1], prompt.shape[1] + num_tokens - 1):
         tokens.append(decode_one_token(tokens[-1], torch.tensor([position]))[:, -1:].argmax(-1))

@@ -17,14 +17,14 @@ import kvcompile
 
 
 def with_static_cache(prompt: torch.Tensor, policy: str, **arguments: Any) -> Any:
-    """A static cache: generate() compiles the decode step itself, and the caches it has filled are adopted."""
+    """A static cache: generate() fills the cache eagerly and compiles the decode step, which packs the cache."""
     config = CompileConfig(backend="kvquant", mode=None, options={"policy": policy})
-    config._compile_all_devices = True  # transformers compiles on accelerators only, unless told otherwise
+    config._compile_all_devices = True  # by default, Transformers compiles on accelerators only
     return tiny_llama().generate(prompt, cache_implementation="static", compile_config=config, **arguments)
 
 
 def with_growing_cache(prompt: torch.Tensor, policy: str, **arguments: Any) -> Any:
-    """The default cache grows by concatenation; compile the model, and prefill and decoding both run packed."""
+    """The default cache grows by concatenation. With a compiled model, prefill and decoding both run packed."""
     model = tiny_llama()
     model.compile(backend="kvquant", options={"policy": policy})
     return model.generate(prompt, **arguments)

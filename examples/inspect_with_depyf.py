@@ -1,10 +1,10 @@
-"""See what the compiler makes of a decode step: Dynamo's graph, ours, the generated code, and the reasons.
+"""Inspect the compilation of a decode step: Dynamo's graph, the rewritten graph, the generated code, and the reasons.
 
     python examples/inspect_with_depyf.py                      # writes ./kvcompile_dump
     python examples/inspect_with_depyf.py --out DIR --policy int4_per_token_head
 
-The model is two hand-written layers with random weights. One of them looks at its cache a second time, which is why its
-cache stays as it is; the dump and the report say so.
+The model has two hand-written layers with random weights. The second layer uses its cache for another purpose, so this
+cache is not packed; the dump and the report name the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CachedAttention(nn.Module):
     """Causal attention with grouped queries and a cache of its own."""
 
     def __init__(self, watched: bool) -> None:
-        """``watched``: whether each step also measures how large the cached keys are."""
+        """``watched``: whether each step also computes the largest cached key."""
         super().__init__()
         self.watched = watched
         self.query = nn.Linear(HIDDEN, NUM_HEADS * HEAD_DIM)
@@ -37,7 +37,7 @@ class CachedAttention(nn.Module):
             self.register_buffer(name, torch.zeros(1, NUM_KV_HEADS, MAX_TOKENS, HEAD_DIM))
 
     def forward(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[1, 1, HIDDEN] at ``position`` [1] -> the same shape, and the largest key if watched."""
+        """``x`` [1, 1, HIDDEN] at ``position`` [1] -> a tensor of the same shape, and the largest key if watched."""
         q, k, v = (
             layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -49,7 +49,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Two layers of attention, of which the second is watched."""
+    """Two layers of attention; the second is watched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
 
 
 def excerpt(path: Path, words: str) -> list[str]:
-    """The lines of a file that contain ``words``, cut to 100 columns around what they say."""
+    """The lines of a file whose comment begins with ``words``, cut to 100 columns."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         code, comment, what = line.strip().partition(f"  # {words}")
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stage in ("3_aten", "4_rewritten"):
         path = options.out / "graph_1" / f"{stage}.py"
         lines = excerpt(path, f"{SITE}: ")
-        print(f"\nWhat {path} says of {SITE}, {min(len(lines), 8)} lines of {len(lines)}:")
+        print(f"\n{path} on {SITE}, {min(len(lines), 8)} of {len(lines)} lines:")
         print("\n".join(lines[:8]))
 
 

@@ -1,10 +1,10 @@
-"""How the memory of KV caches grows with the context, by policy: a table, and a plot if you ask for one.
+"""The memory of KV caches by context and policy, as a table and optionally as a plot.
 
     python examples/long_context_memory.py
     python examples/long_context_memory.py --config model/config.json --plot memory.png
 
-Nothing runs but arithmetic: the planner reads a model's config, here that of Llama 3.1 8B unless you name another. The
-plot needs matplotlib (``pip install matplotlib``).
+No model runs: the planner calculates from a model's config, by default the config of Llama 3.1 8B. The plot needs
+Matplotlib (``pip install matplotlib``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LLAMA_3_1_8B = {
 
 
 def plan_for(config: Path | None, policies: Sequence[str]) -> Plan:
-    """The plan for a model's ``config.json``; None for that of Llama 3.1 8B."""
+    """The plan for a model's ``config.json``; None stands for Llama 3.1 8B."""
     with tempfile.TemporaryDirectory() as folder:
         if config is None:
             config = Path(folder, "config.json")
@@ -49,7 +49,7 @@ def plan_for(config: Path | None, policies: Sequence[str]) -> Plan:
 
 
 def gibibytes(plan: Plan) -> dict[str, list[float]]:
-    """GiB of one user's caches, with scales and blocks, by policy, for every context."""
+    """By policy, the GiB of one user's caches for every context, in whole blocks and with scales."""
     return {
         policy.caches.policy: [policy.capacity["allocated"].bytes_per_user[context] / GIB for context in CONTEXTS]
         for policy in plan.policies

@@ -1,4 +1,4 @@
-"""A policy file that gives layers different formats, and what a model of four layers makes of it.
+"""A policy file that gives layers different formats, and the report on a model with four layers.
 
 python examples/per_layer_policy.py
 python examples/per_layer_policy.py --policy my_policy.yaml

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     model(prompt, past_key_values=cache)  # eager, on a plain cache
     plain_bytes = kvcompile.cache_nbytes(cache)
     compiled = torch.compile(model, backend="kvquant", options={"policy": options.policy})
-    compiled(question, past_key_values=cache)  # packs it
+    compiled(question, past_key_values=cache)  # packs the cache
     print(f"cache {plain_bytes} -> {kvcompile.cache_nbytes(cache)} bytes")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""The main job of kvcompile: the same model under plain Inductor and under ``backend="kvquant"``, side by side.
+"""The main purpose of kvcompile: the same model under plain Inductor and under ``backend="kvquant"``, side by side.
 
     python examples/quickstart.py                                # trains a small byte-level Llama first (a minute)
     python examples/quickstart.py --policy turboquant_4bit_nc
     python examples/quickstart.py --model PATH_OR_HUB_ID --policy policy.yaml
 
-Prints the report of what was rewritten, the text that was generated, tokens per second, the bytes of the KV cache
-(measured from its storages) and bits per byte of held-out text.
+Prints the report, the generated text, tokens per second, the bytes of the KV cache (measured from its storages) and
+bits per byte of held-out text.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Text:
 
     Attributes:
         windows: int64 [num_windows, window_tokens].
-        num_bytes: bytes of the text in the windows, without the first token of each.
-        decode: tokens -> text.
+        num_bytes: bytes of the text in the windows, without the first token of each window.
+        decode: converts tokens to text.
     """
 
     windows: Tensor
@@ -61,13 +61,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one backend gave.
+    """The results of one backend.
 
     Attributes:
-        tokens_per_second: of decoding one token at a time, in the median step.
+        tokens_per_second: speed of decoding one token at a time, from the median step.
         cache_bytes: bytes of the cache's storages.
-        bits_per_byte: of held-out text, read through the cache.
-        text: what the model wrote.
+        bits_per_byte: loss on held-out text that is read through the cache.
+        text: the prompt and the generated text.
     """
 
     tokens_per_second: float
@@ -112,7 +112,7 @@ class Runner:
         return torch.cat(tokens), step_seconds, cache
 
     def bits_per_byte(self, text: Text) -> float:
-        """Score all tokens of the windows but the first of each: a prefill, then chunks, all through the cache."""
+        """Score all tokens except the first one of each window: a prefill, then chunks, all through the cache."""
         nats = 0.0
         for window in self.track(text.windows, "reading held-out text"):
             cache = self.new_cache()
@@ -125,7 +125,7 @@ class Runner:
         return StaticCache(config=self.model.config, max_cache_len=PROMPT_TOKENS + self.new_tokens)
 
     def forward(self, tokens: Tensor, cache: StaticCache) -> Tensor:
-        """Append ``tokens`` to the cache; logits [len(tokens), vocab_size] of the tokens that follow each."""
+        """Append ``tokens`` to the cache; returns the logits [len(tokens), vocab_size] of the next tokens."""
         output = self.compiled(input_ids=tokens[None].to(self.model.device), past_key_values=cache)
         return output.logits[0].float().cpu()
 
@@ -140,7 +140,7 @@ def split_window(num_tokens: int) -> list[slice]:
 
 
 def trained_byte_model(recipe: Recipe, corpus: Tensor) -> str:
-    """The folder of the byte-level model, which is trained unless the cache has it."""
+    """The folder of the byte-level model; trains the model if it is not in the cache directory."""
     with Progress(**PROGRESS) as progress:
         task = progress.add_task("training a byte-level Llama", total=1.0, visible=not model_folder(recipe).exists())
 
@@ -151,7 +151,7 @@ def trained_byte_model(recipe: Recipe, corpus: Tensor) -> str:
 
 
 def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, num_windows: int, new_tokens: int) -> Text:
-    """Windows from all over the held-out bytes, in the model's tokens."""
+    """Windows of the held-out bytes, spread evenly, in the model's tokens."""
     encode, decode = codec(model_name, vocab_size)
     tokens = torch.tensor(encode(bytes(held_out.tolist())))
     length = PROMPT_TOKENS + new_tokens // CHUNK_TOKENS * CHUNK_TOKENS + 1
@@ -161,7 +161,7 @@ def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, num_window
 
 
 def codec(model_name: str, vocab_size: int) -> tuple[Callable[[bytes], list[int]], Callable[[Tensor], bytes]]:
-    """Text to tokens and back, by the model's tokenizer; a vocabulary of 256 means bytes."""
+    """Functions from text to tokens and back, from the model's tokenizer; a vocabulary of 256 means bytes."""
     if vocab_size == 256:
         return list, lambda tokens: bytes(tokens.tolist())
     tokenizer = AutoTokenizer.from_pretrained(model_name)
@@ -172,7 +172,7 @@ def codec(model_name: str, vocab_size: int) -> tuple[Callable[[bytes], list[int]
 
 
 def printable(text: str) -> str:
-    """A young model writes any byte; a terminal should not obey them."""
+    """Text without control characters: a barely trained model writes any byte, and a terminal would obey it."""
     return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
 
 
@@ -203,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train this many steps instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--quick", action="store_true", help="a smaller model, few steps, little text: a test of the path"
+        "--quick", action="store_true", help="a smaller model, few steps, little text: a test of the program"
     )
     args = parser.parse_args()
     if args.quick:

@@ -1,4 +1,4 @@
-"""Models of the examples: a real architecture, few channels, random weights, so that nothing is downloaded."""
+"""The models of the examples: real architectures with few channels and random weights, so nothing is downloaded."""
 
 from __future__ import annotations
 

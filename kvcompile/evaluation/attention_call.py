@@ -15,7 +15,7 @@ from kvcompile.passes.site import FormatPair
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The operands and the result of one attention; the fields are those of :class:`kvcompile.passes.marker.Marker`.
+    """The operands and the result of one attention; fields as in :class:`kvcompile.passes.marker.Marker`.
 
     Attributes:
         original: the model's own result, [batch, num_heads, q_len, v_head_dim].

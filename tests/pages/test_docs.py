@@ -1,4 +1,4 @@
-"""What README and docs say is true: their commands and their Python run, and what is made from the code is current."""
+"""README and docs are true: their commands and their Python run, and their generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ RUN_ELSEWHERE = {
     ".ci/run": "what runs these tests",
     "ruff check && ruff format --check && mypy": ".ci/run",
 }
-"""Commands in pages that this file does not run, and what does."""
+"""Commands in pages that this file does not run, and the file that runs them."""
+
+SLOW = {"tuning.md"}
+"""Pages whose Python takes long and calls functions that other tests run: only in ``pytest -m slow``."""
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,7 +92,7 @@ def test_policies_are_policies(page: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what commands and snippets read."""
+    """A folder with the files that commands and snippets read."""
     write_config(tmp_path, LLAMA_3_1_8B)
     (tmp_path / "policy.yaml").write_text(blocks(POLICY_PAGE, "yaml")[0])
     (tmp_path / "scales.json").write_text('{"largest": {"layers.0.attn": {"key": 1.0, "value": 1.0}}}')
@@ -120,10 +123,10 @@ def test_other_commands_are_of_files_that_exist_or_run_elsewhere(command: str) -
 
 
 def given() -> dict[str, Any]:
-    """What snippets take for granted."""
+    """The variables that snippets use without defining them."""
     model = tiny_llama(num_layers=1)
     input_ids = torch.randint(0, 97, (1, 5))
-    inputs = {"input_ids": input_ids, "max_new_tokens": 3}
+    inputs = {"input_ids": input_ids, "max_new_tokens": 1}  # one graph for each generate()
     cache = fresh_cache(model, "static")
     tokens = torch.randint(0, 97, (65,))
     return {"kvcompile": kvcompile, "torch": torch, "model": model, "input_ids": input_ids, "inputs": inputs,
@@ -131,11 +134,18 @@ def given() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a module with a file, because ``triton.jit`` looks for the source of functions and Dynamo for their module."""
+    """The snippets run as a module with a file: ``triton.jit`` reads the source of functions, Dynamo their module."""
     file = folder / f"snippets_of_{page.stem}.py"
     file.write_text("\n".join(blocks(page, "python")))
     module = ModuleType(file.stem)

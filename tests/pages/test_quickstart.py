@@ -1,4 +1,4 @@
-"""The quickstart measures what it says it measures, and runs end to end."""
+"""The quickstart measures speed, bytes and quality correctly, and runs end to end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from byte_lm import Recipe, load_or_train, model_folder, read_corpus, train
-from quickstart import CHUNK_TOKENS, PROMPT_TOKENS, Runner, held_out_text, split_window
+from quickstart import CHUNK_TOKENS, PROMPT_TOKENS, Runner, held_out_text, main, split_window
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
@@ -24,21 +26,34 @@ def nothing(done: float, loss: float) -> None:
     pass
 
 
+@pytest.fixture(scope="module")
+def corpus() -> tuple[Tensor, Tensor]:
+    """The text for training and the held-out text, which take seconds to read."""
+    return read_corpus()
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """The figures do not depend on Dynamo, which would take most of the time."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def tiny_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(TINY.config()).eval()
 
 
-def test_training_and_held_out_text_come_from_different_files() -> None:
-    training, held_out = read_corpus()
+def test_training_and_held_out_text_come_from_different_files(corpus: tuple[Tensor, Tensor]) -> None:
+    training, held_out = corpus
     assert training.dtype == held_out.dtype == torch.uint8
     assert len(training) > 5 * len(held_out) > 5e5
     assert bytes(held_out[:200].tolist()) not in bytes(training.tolist())
 
 
-def test_training_learns_and_hears_its_progress() -> None:
+def test_training_learns_and_hears_its_progress(corpus: tuple[Tensor, Tensor]) -> None:
     heard: list[tuple[float, float]] = []
-    train(TINY, read_corpus()[0], lambda done, loss: heard.append((done, loss)))
+    train(TINY, corpus[0], lambda done, loss: heard.append((done, loss)))
     progress, losses = zip(*heard, strict=True)
     assert progress == tuple((i + 1) / 8 for i in range(8))
     assert losses[-1] < losses[0] - 0.5
@@ -46,16 +61,16 @@ def test_training_learns_and_hears_its_progress() -> None:
 
 
 def test_a_trained_model_is_kept_in_the_cache_directory_and_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: tuple[Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    corpus, steps = read_corpus()[0], []
-    folder = load_or_train(TINY, corpus, lambda done, loss: steps.append(done))
+    steps: list[float] = []
+    folder = load_or_train(TINY, corpus[0], lambda done, loss: steps.append(done))
     assert folder == model_folder(TINY)
     assert folder.is_relative_to(tmp_path)
     assert list(tmp_path.rglob("*.safetensors")) == list(folder.glob("*.safetensors"))
     assert len(steps) == 8
-    assert load_or_train(TINY, corpus, lambda done, loss: steps.append(done)) == folder
+    assert load_or_train(TINY, corpus[0], lambda done, loss: steps.append(done)) == folder
     assert len(steps) == 8
     assert model_folder(Recipe(steps=9, num_layers=1)) != folder
 
@@ -67,9 +82,10 @@ def test_a_window_is_read_once_in_a_prefill_and_chunks() -> None:
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(PROMPT_TOKENS + 2 * CHUNK_TOKENS))
 
 
-def test_bits_per_byte_through_the_cache_are_those_of_one_forward_pass() -> None:
+@pytest.mark.usefixtures("uncompiled")
+def test_bits_per_byte_through_the_cache_are_those_of_one_forward_pass(corpus: tuple[Tensor, Tensor]) -> None:
     model = tiny_model()
-    text = held_out_text("", 256, read_corpus()[1], num_windows=2, new_tokens=32)
+    text = held_out_text("", 256, corpus[1], num_windows=2, new_tokens=32)
     with torch.no_grad():
         measured = Runner("eager", model, 32, 0, backend="eager").bits_per_byte(text)
         logits = model(input_ids=text.windows[:, :-1]).logits
@@ -78,8 +94,11 @@ def test_bits_per_byte_through_the_cache_are_those_of_one_forward_pass() -> None
     assert measured == pytest.approx(expected, rel=1e-4)
 
 
-def test_cache_bytes_are_those_of_the_storages_and_the_text_continues_the_prompt() -> None:
-    text = held_out_text("", 256, read_corpus()[1], num_windows=1, new_tokens=32)
+@pytest.mark.usefixtures("uncompiled")
+def test_cache_bytes_are_those_of_the_storages_and_the_text_continues_the_prompt(
+    corpus: tuple[Tensor, Tensor],
+) -> None:
+    text = held_out_text("", 256, corpus[1], num_windows=1, new_tokens=32)
     measurement = Runner("eager", tiny_model(), 32, 0, backend="eager").measure(text)
     keys_and_values = 2 * (1 * 2 * (PROMPT_TOKENS + 32) * 64) * 4
     assert 0 <= measurement.cache_bytes - keys_and_values < 64, "the rest is the cache's count of tokens"
@@ -91,6 +110,7 @@ def run_script(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(tmp_path: Path) -> None:
     done = run_script("--quick", "--policy", "int4_per_token_head", cache=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -108,8 +128,12 @@ def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(tm
     assert re.search(r"(\d+) attention sites: \1 rewritten, 0 refused, 0 left alone", done.stdout)
 
 
-def test_an_unknown_policy_is_an_error_before_any_work(tmp_path: Path) -> None:
-    done = run_script("--policy", "int9", cache=tmp_path)
-    assert done.returncode == 2
-    assert "policy 'int9' is neither a preset nor a file" in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_an_unknown_policy_is_an_error_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--policy", "int9"])
+    monkeypatch.setattr("quickstart.read_corpus", lambda: pytest.fail("work has begun"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "policy 'int9' is neither a preset nor a file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the README says is true: its commands, its table and its policy. Its code runs in test_docs.py."""
+"""The README is true: its commands, its table and its policy. Its code runs in test_docs.py."""
 
 from __future__ import annotations
 

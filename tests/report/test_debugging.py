@@ -1,4 +1,4 @@
-"""``debug`` writes what becomes of a program's graphs, changes no result, and leaves no trace in PyTorch."""
+"""``debug`` dumps a program's graphs, changes no result, and leaves no trace in PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(model: Callable[..., Any], position: int, device: str = "cpu") -> Tenso
 
 
 class Trace(logging.Handler):
-    """What goes to ``TORCH_TRACE``."""
+    """A receiver of the artifacts of ``TORCH_TRACE``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return Dump(folder, report, trace, results, expected)
 
 
-# What is in the folder
+# The files of the folder
 
 
 def test_the_report_has_the_seconds_of_every_pass_in_order(dump: Dump) -> None:
@@ -185,7 +185,7 @@ def test_depyf_dumps_functions_guards_and_bytecode(dump: Dump) -> None:
 
 def test_the_index_says_how_the_run_differed(dump: Dump) -> None:
     index = dump.read("index.md")
-    assert "compiled anew" in index
+    assert "were compiled again" in index
     assert "caches of compiled graphs were off" in index
     assert "Attention sites: 1 rewritten, 1 refused, 0 left alone." in index
 
@@ -246,7 +246,7 @@ def test_on_a_gpu_the_dump_has_triton_kernels_and_our_ops(tmp_path: Path) -> Non
 
 
 class Backend:
-    """A backend that runs graphs as they are and counts them."""
+    """A backend that runs graphs unchanged and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -265,7 +265,7 @@ def backend() -> Iterator[Backend]:
 
 
 def doubled(backend: Backend) -> Callable[[Tensor], Tensor]:
-    """A compiled function that no other test has compiled."""
+    """A compiled function with a code object of its own, on which Dynamo has no code yet."""
 
     def double(x: Tensor) -> Tensor:
         return 2 * x
@@ -379,7 +379,7 @@ def test_an_earlier_dump_is_replaced_and_other_files_in_it_are_kept(tmp_path: Pa
 
 def test_a_folder_with_other_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "report.txt").write_text("mine")
-    with pytest.raises(KVCompileError, match="holds files that are no dump of debug"), kvcompile.debug(tmp_path):
+    with pytest.raises(KVCompileError, match="holds files that are not a dump of debug"), kvcompile.debug(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
 

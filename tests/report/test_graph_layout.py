@@ -1,4 +1,4 @@
-"""Drawings are readable: boxes lie apart, edges lead to the right, and whatever is drawn is escaped."""
+"""Drawings are readable: boxes lie apart, edges lead to the right, and all text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report says of every site what became of it and why; counters, logs and explain agree with it."""
+"""The report has the outcome and the reason of every site; counters, logs and ``explain`` agree with it."""
 
 from __future__ import annotations
 
@@ -319,6 +319,7 @@ class Model(nn.Module):
 INPUTS = (torch.ones(1, 1, 64), torch.tensor([3]))
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_reports_every_site_under_the_policy() -> None:
     policy = {"rules": [{"match": {"layers": "0"}, "dtype": "fp8_e4m3"}], "default": {"dtype": "auto"}}
     report = kvcompile.explain(Model(), *INPUTS, policy=policy)
@@ -328,6 +329,7 @@ def test_explain_reports_every_site_under_the_policy() -> None:
     assert second.reason_code == "policy_auto"
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
     model, (x, position) = Model(), INPUTS
     kvcompile.explain(model, x, position=position)
@@ -336,6 +338,7 @@ def test_explain_leaves_the_model_and_the_arguments_as_they_were() -> None:
         assert not layer.keys.any()
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_explain_neither_uses_nor_drops_what_was_compiled_before() -> None:
     torch._dynamo.reset()
     model = Model()

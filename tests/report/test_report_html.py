@@ -1,4 +1,4 @@
-"""The HTML report is one page that needs nothing else, escapes everything, and works in a real browser."""
+"""The HTML report is one self-contained page, escapes all text, and works in a real browser."""
 
 from __future__ import annotations
 
@@ -174,12 +174,12 @@ SHOWN = "[...document.querySelectorAll('tr.site')].filter((row) => row.offsetPar
 
 
 def shown(browser: Chromium) -> list[tuple[int, int]]:
-    """(graph, layer) of the rows in sight."""
+    """(graph, layer) of the visible rows."""
     return [(int(data["graph"]), int(data["layer"])) for data in browser.run(f"{SHOWN}.map((data) => ({{...data}}))")]
 
 
 def choose(browser: Chromium, control: str, value: str) -> None:
-    """Choose an option as a user does: with the keyboard, so that the control tells the page itself."""
+    """Choose an option with the keyboard, as a user does, so that the control sends its own events."""
     browser.run(f"document.getElementById('{control}').focus()")
     browser.run(
         f"(() => {{ const control = document.getElementById('{control}'); control.value = {json.dumps(value)};"

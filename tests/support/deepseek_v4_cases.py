@@ -1,4 +1,4 @@
-"""What the tests of the DeepSeek-V4 K cache share: tokens that are hard to quantize, and requests on shuffled pages."""
+"""Shared by the tests of the DeepSeek-V4 K cache: tokens that are hard to quantize, and requests on shuffled pages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from kvcompile.kernels.formats.ds_mla_rows import HEAD_DIM, TOKEN_BYTES
 
 NOWHERE = -1_000_000
-"""Entries of a block table that must not be read."""
+"""The value of block table entries that must not be read."""
 
 POISON = 0xA5
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> Tensor:
-    """bfloat16 [num_tokens, HEAD_DIM], with magnitudes that differ from block to block, and some rows that are hard."""
+    """Tokens, bfloat16 [num_tokens, HEAD_DIM]: magnitudes differ between blocks, and some rows are hard to quantize."""
     generator = torch.Generator().manual_seed(seed)
     k = torch.randn(num_tokens, HEAD_DIM, generator=generator)
     k *= torch.exp2(torch.randint(-20, 20, (num_tokens, HEAD_DIM // 64), generator=generator)).repeat_interleave(64, 1)
@@ -34,7 +34,7 @@ def random_tokens(num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def empty_cache(num_blocks: int, block_size: int) -> Tensor:
-    """A cache of nothing but POISON, uint8 [num_blocks, block_size, TOKEN_BYTES]."""
+    """A cache full of POISON, uint8 [num_blocks, block_size, TOKEN_BYTES]."""
     return torch.full((num_blocks, block_size, TOKEN_BYTES), POISON, dtype=torch.uint8)
 
 
@@ -51,10 +51,10 @@ class Requests:
     Attributes:
         seq_lens: int32 [num_reqs].
         gather_lens: int32 [num_reqs], or None.
-        block_table: int32 [num_reqs, max_blocks_per_seq], distinct pages in random order; NOWHERE where no token of the
-            sequence lies and where none is gathered.
-        block_size: tokens of a page.
-        num_blocks: pages of the cache.
+        block_table: int32 [num_reqs, max_blocks_per_seq], distinct pages in random order. Entries without a token of
+            the sequence, and entries that are not gathered, are NOWHERE.
+        block_size: the number of tokens in a page.
+        num_blocks: the number of pages in the cache.
     """
 
     seq_lens: Tensor
@@ -67,7 +67,7 @@ class Requests:
     def on_shuffled_pages(
         cls, seq_lens: list[int], gather_lens: list[int] | None, block_size: int, seed: int = 0
     ) -> Requests:
-        """Requests on random pages of a cache that has two pages more than they need."""
+        """Requests on random pages of a cache with two spare pages."""
         pages = [-(-seq_len // block_size) for seq_len in seq_lens]
         num_blocks = sum(pages) + 2
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
@@ -80,7 +80,7 @@ class Requests:
         return cls(lens[0], lens[1], block_table.int(), block_size, num_blocks)
 
     def gathered(self) -> list[int]:
-        """Tokens that each request gathers."""
+        """The number of tokens that each request gathers."""
         return (self.seq_lens if self.gather_lens is None else self.gather_lens).tolist()
 
     def slots(self) -> list[Tensor]:
@@ -99,13 +99,16 @@ class Requests:
 
 
 def poisoned_output(requests: Requests, offset: int, spare_rows: int = 3) -> Tensor:
-    """bfloat16 [num_reqs + 1, rows, HEAD_DIM] of a number that no test stores, ``spare_rows`` beyond the gather."""
+    """Output memory, bfloat16 [num_reqs + 1, rows, HEAD_DIM], full of a number that no test stores.
+
+    It has ``spare_rows`` rows beyond the gather.
+    """
     rows = offset + max(requests.gathered(), default=0) + spare_rows
     return torch.full((len(requests.seq_lens) + 1, rows, HEAD_DIM), -1.2345e-7, dtype=torch.bfloat16)
 
 
 def assert_same_bfloat16(actual: Tensor, expected: Tensor) -> None:
-    """The same bits, where one NaN is as good as another."""
+    """The bits of ``x`` with one pattern for every NaN."""
     assert actual.dtype == expected.dtype == torch.bfloat16
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)

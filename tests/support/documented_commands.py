@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """What a page has in fences of this language, but for what is made from the code."""
+    """The code blocks of a page in this language, without generated parts."""
     text = make_pages.PART.sub("", page.read_text(encoding="utf-8"))
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
@@ -24,7 +24,7 @@ def commands(language: str) -> list[str]:
 
 
 def command_line() -> list[str]:
-    """What pages give to the command line."""
+    """The arguments of ``python -m kvcompile`` in all pages."""
     found = [(command, command.removeprefix("python -m kvcompile ")) for command in commands("console")]
     assert [command for command, arguments in found if arguments == command] == []
     return [arguments for _, arguments in found]
@@ -38,9 +38,9 @@ ELSEWHERE = {
     "explain": "test_explain_command.py",
     "bench": "test_bench_command.py",
 }
-"""Commands that need a model or much time, and the file that runs their examples."""
+"""Commands that need a model or much time, and the files that run their examples."""
 
 
 def runs_elsewhere(command: str) -> bool:
-    """Whether a file of its own runs the examples of a command."""
+    """Whether another file runs the examples of a command."""
     return command.split()[0] in ELSEWHERE

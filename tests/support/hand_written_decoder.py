@@ -1,4 +1,4 @@
-"""A hand-written model that keeps its cache in buffers, and the forms in which it may write them."""
+"""A hand-written model with its cache in buffers, and the forms in which it may write them."""
 
 from __future__ import annotations
 

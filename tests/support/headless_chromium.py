@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive over its DevTools pipe: no driver, no library, no port."""
+"""A headless Chromium that tests control through its DevTools pipe, without a driver, a library or a port."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Chromium:
     """One page of a running browser."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        """``commands``, ``answers``: the browser's end of the pipes is 3 and 4, these are ours."""
+        """``commands`` and ``answers`` are our ends of the pipes; the browser's ends are 3 and 4."""
         self._commands, self._answers = commands, answers
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
         self.messages: list[str] = []
-        """What the page logged, warned of, or threw."""
+        """The page's log messages, warnings and exceptions."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Accessibility"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol, and its answer."""
+        """Send a command of the DevTools protocol; returns its answer."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -71,7 +71,7 @@ class Chromium:
     def open(
         self, page: Path, *, width: int = 1280, height: int = 1000, dark: bool = False, fragment: str = ""
     ) -> None:
-        """Load a page into a window of the given size; returns when it has loaded."""
+        """Load a page into a window of the given size, and wait until it has loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -90,14 +90,14 @@ class Chromium:
         return result["result"].get("value")
 
     def press(self, key: str, text: str = "") -> None:
-        """Press and release a key, where the focus is."""
+        """Press and release a key at the focused element."""
         code = {"Enter": 13, "Tab": 9, " ": 32}.get(key, 0)
         for kind in ("keyDown", "keyUp"):
             given = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **given)
 
     def type(self, text: str) -> None:
-        """Type where the focus is."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configs of public models, the fields that decide their caches and weights, and what the planner makes of them."""
+"""Configs of public models, reduced to the fields that decide their caches and weights, and plans for them."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ T5_SMALL: dict[str, Any] = {
 
 
 def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
-    """Write ``config`` to ``folder/config.json``, with ``changes``; a field that is changed to None is left out."""
+    """Write ``config`` with ``changes`` to ``folder/config.json``; a field that is changed to None is omitted."""
     values = {name: value for name, value in {**config, **changes}.items() if value is not None}
     path = folder / "config.json"
     path.write_text(json.dumps(values))
@@ -172,13 +172,13 @@ def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
 
 
 def model_of(config: dict[str, Any], source_tokens: int | None = None, **changes: Any) -> ModelCaches:
-    """The caches of a config, with ``changes`` to it."""
+    """The caches of a config with ``changes``."""
     with tempfile.TemporaryDirectory() as folder:
         return read_model_caches(read_config(write_config(Path(folder), config, **changes)), source_tokens)
 
 
 def plan_of(config: dict[str, Any], *policies: str, **request: Any) -> Plan:
-    """A plan for a config; for the article's budget and contexts unless ``request`` says something else."""
+    """A plan for a config, with the article's budget and contexts unless ``request`` has others."""
     if "memory" not in request:
         request.setdefault("kv_budget", 74 * GIB)
     request.setdefault("contexts", (2048, 8192, 32768, 131072))
@@ -187,7 +187,7 @@ def plan_of(config: dict[str, Any], *policies: str, **request: Any) -> Plan:
 
 
 def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
-    """What the planner says is wrong."""
+    """The message of the planner's error."""
     with pytest.raises((PlanError, PolicyError)) as caught:
         function(*arguments, **keywords)
     return str(caught.value)

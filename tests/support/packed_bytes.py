@@ -1,4 +1,4 @@
-"""Packed bytes that tests begin with."""
+"""Initial packed bytes of tests."""
 
 from __future__ import annotations
 

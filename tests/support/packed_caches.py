@@ -1,4 +1,4 @@
-"""What the tests of packed caches share: layouts of every format, and the plain tensor a packed cache must equal."""
+"""Shared by tests of packed caches: layouts of every format, and the plain tensor that a packed cache must equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(*shape: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 def quantized(x: Tensor, layout: PackedLayout) -> Tensor:
-    """What is read after ``x`` was written: dequantize(quantize(x)), in the dtype of ``x``."""
+    """The values that a cache returns after ``x`` was written: dequantize(quantize(x)), in the dtype of ``x``."""
     return layout.format.decode(layout.format.encode(x)).to(x.dtype)
 
 
@@ -49,13 +49,13 @@ def pair(
     growing: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[PackedTensor, Tensor]:
-    """A packed cache of random values, and the plain cache that it must be indistinguishable from."""
+    """A packed cache of random values, and the plain cache that it must equal in every operation."""
     x = values(*shape_of(axes, tokens)).to(dtype)
     return PackedTensor.from_dense(x, layout, axes, growing=growing), quantized(x, layout)
 
 
 def assert_same(cache: Tensor, plain: Tensor) -> None:
-    """Equal; but undoing a rotation sums in an order that depends on the shape, so there up to rounding."""
+    """Assert equality; for rotated formats up to rounding, because the order of their sums depends on the shape."""
     assert isinstance(cache, PackedTensor)
     assert cache.shape == plain.shape
     assert cache.dtype == plain.dtype

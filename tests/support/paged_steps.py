@@ -1,4 +1,4 @@
-"""Steps of hand-written models with paged caches, pools for them, and what a step is called with."""
+"""Steps of hand-written models with paged caches, their pools, and the arguments of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def slots_of(block_table: Tensor) -> Tensor:
-    """[batch, tokens] from [batch, blocks]."""
+    """The slots of all tokens, [batch, tokens], from a block table, [batch, blocks]."""
     return (block_table[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=block_table.device)).flatten(1)
 
 
@@ -72,7 +72,7 @@ def written_out_attention(
 def all_sequences_as_one(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, table: Tensor, mask: Tensor
 ) -> Tensor:
-    """As continuous batching does it: queries of all sequences in a row, and a mask of one block a sequence."""
+    """Continuous batching: the queries of all sequences in one row, and a mask with one block for each sequence."""
     keys[slots], values[slots] = k, v
     batch, num_heads, q_len, _ = q.shape
     read = slots_of(table).flatten()
@@ -146,7 +146,7 @@ FORMS: dict[Step, str] = {
     heads_before_tokens: "blocks with heads first",
     heads_before_tokens_exchanged: "blocks with heads first",
 }
-"""Ways to write and read paged caches, and what their pools are made of."""
+"""Ways to write and read paged caches, with the shapes of their pools."""
 
 _SHAPES = {
     "slots": (NUM_BLOCKS * BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM),
@@ -171,8 +171,10 @@ def reference_pools(pools: tuple[Tensor, Tensor], format_name: str = POLICY) -> 
 
 
 def inputs(q_len: int, num_blocks: int, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
-    """Query, keys and values of new tokens; slot mapping, block table and mask. Behind its tokens a sequence has block
-    0, which others use, as padding."""
+    """Query, keys and values of new tokens; slot mapping, block table and mask.
+
+    A row of the block table is padded with block 0, which other sequences use.
+    """
     q = torch.randn(BATCH, NUM_HEADS, q_len, HEAD_DIM)
     k, v = torch.randn(2, BATCH, q_len, NUM_KV_HEADS, HEAD_DIM).unbind()
     table = 1 + torch.randperm(NUM_BLOCKS - 1)[: BATCH * num_blocks].view(BATCH, num_blocks)

@@ -1,4 +1,4 @@
-"""Runs the few PTX instructions of codecs, so that their text is tested without a GPU."""
+"""An interpreter of the few PTX instructions in codecs, which tests their text without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def run(text: str, num_outputs: int, *inputs: int) -> list[int]:
-    """The 32-bit registers ``$0`` to ``$num_outputs - 1`` after PTX text that reads the inputs as the next ones."""
+    """Run PTX text; returns the 32-bit registers ``$0`` to ``$num_outputs - 1``. The inputs are the next registers."""
     registers = {f"${num_outputs + i}": value for i, value in enumerate(inputs)}
     for statement in text.strip().strip("{}").split(";"):
         name, _, operands = statement.strip().partition(" ")

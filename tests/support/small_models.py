@@ -14,7 +14,7 @@ MODULES = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
 def small_model(num_layers: int = 2, vocab_size: int = 256) -> Any:
-    """A Llama with random weights, whose tokens are bytes unless its vocabulary has another size."""
+    """A Llama with random weights. With a vocabulary of 256, its tokens are bytes."""
     return tiny_llama(
         num_layers=num_layers,
         vocab_size=vocab_size,
@@ -30,15 +30,17 @@ def some_bytes(count: int) -> bytes:
 
 
 def save(model: Any, folder: Path) -> None:
-    """A byte-level model with held-out text beside it."""
+    """Save a byte-level model, with held-out text in its folder."""
     model.save_pretrained(folder)
     (folder / "val.bin").write_bytes(some_bytes(2000))
 
 
 @torch.no_grad()
 def give_outlier_keys(model: Any, factor: float, pair: int = 3, layers: tuple[int, ...] = (0, 1)) -> Any:
-    """Scale a RoPE pair of every key head by ``factor`` and of every query head by its inverse; for powers of two the
-    model computes exactly what it did."""
+    """Scale a RoPE pair of channels by ``factor`` in every key head, and by its inverse in every query head.
+
+    For powers of two, the results of the model do not change at all.
+    """
     for layer in layers:
         attention = model.model.layers[layer].self_attn
         for projection, scale in ((attention.k_proj, factor), (attention.q_proj, 1 / factor)):

@@ -1,4 +1,4 @@
-"""Ways to keep several caches in one tensor: what tests of stacks compile, and what they compare it with."""
+"""Ways to keep several caches in one tensor: functions for tests of stacks, and their references."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor holds caches.
+    """A way in which a tensor holds caches.
 
     Attributes:
-        dims: its stacked dimensions.
-        sizes: their sizes.
-        role_axis: which of them has keys at 0 and values at 1.
-        axes: the order of the dimensions of its caches.
+        dims: the stacked dimensions of the tensor.
+        sizes: the sizes of these dimensions.
+        role_axis: the position in ``dims`` of the dimension with keys at 0 and values at 1.
+        axes: the axes of each cache.
     """
 
     dims: tuple[int, ...] = (0,)
@@ -194,7 +194,7 @@ def all_layers_at_once(cache: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tens
 
 
 def packed_parts(fn: Step, preset: str = POLICY) -> dict[tuple[int, ...], tuple[PackedLayout, str]]:
-    """How each part is packed that ``fn`` makes of its stack."""
+    """The layout and the axes of each part of ``fn``'s stack, by the index of the part."""
     how = FORMS[fn]
     formats = Policy.load(preset).formats_for("", 0, 1)
     assert formats is not None
@@ -224,7 +224,7 @@ def inputs(n: int, begin: int, device: str = "cpu") -> tuple[Tensor, Tensor, Ten
 
 
 def compiled(fn: Callable[..., Any], policy: Any = POLICY, on_unsupported: str = "error", **how: Any) -> Any:
-    """``how``: arguments of ``torch.compile``."""
+    """``fn`` under ``torch.compile``, with further arguments in ``how``."""
     torch._dynamo.reset()
     options = {"policy": policy, "on_unsupported": on_unsupported}
     return torch.compile(fn, backend="kvquant", fullgraph=True, options=options, **how)

@@ -1,7 +1,6 @@
-"""One rank of tests/hugging_face/test_tensor_parallel.py, run by torchrun: a model that Transformers distributes, on
-packed caches.
+"""One rank of tests/hugging_face/test_tensor_parallel.py: a model that Transformers distributes, on packed caches.
 
-``tensor_parallel_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes what :func:`run` returns.
+torchrun runs ``tensor_parallel_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the result of :func:`run`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def run(model: Any) -> dict[str, Any]:
         ``logits`` [1, tokens, vocab_size]; ``cache`` the keys and values of the first layer, dequantized; ``sites`` the
         refusals of all attention sites, None for those that were rewritten.
     """
-    # With sizes that are symbols DTensor's cache of shardings now and then gets one, which it cannot hash.
+    # Static sizes, because DTensor's cache of shardings cannot hash a symbolic size.
     options = {"policy": "int8_per_token_head"}
     compiled = torch.compile(model, backend="kvquant", dynamic=False, options=options)
     cache = fresh_cache(model, "static")

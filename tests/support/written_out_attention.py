@@ -19,7 +19,7 @@ B, H, H_KV, S, D = 2, 4, 2, 70, 32
 
 @dataclass
 class Operands:
-    """What the forms may take beside query, keys and values."""
+    """The operands that a form may take besides query, keys and values."""
 
     additive: Tensor  # [B, 1, q_len, S], the lowest number where masked
     allowed: Tensor  # [B, 1, q_len, S], bool

@@ -1,4 +1,4 @@
-"""``python -m kvcompile bench``: it times what is right, on whatever device there is, and says what failed."""
+"""``python -m kvcompile bench`` times correct results only, on a GPU or a CPU, and reports failures."""
 
 from __future__ import annotations
 

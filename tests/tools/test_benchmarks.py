@@ -1,4 +1,4 @@
-"""Benchmarks time only what is right, lose no result, and say clearly what they need."""
+"""Benchmarks time only correct results, lose no result, and name their requirements."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 @pytest.fixture
 def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks of a GPU run on this device, with times and ceilings that mean nothing."""
+    """Run the benchmarks for GPUs on this device, with meaningless times and ceilings."""
 
     def time_once(fn: Any, inputs: Any = ((),), **settings: Any) -> Timing:
         for arguments in inputs:
@@ -100,6 +100,7 @@ def test_a_benchmark_of_a_gpu_refuses_to_run_without_one(script, monkeypatch, ca
 
 
 @without_cuda
+@pytest.mark.slow
 def test_scripts_run_as_scripts():
     done = subprocess.run([sys.executable, str(BENCHMARKS / "decode.py")], capture_output=True, text=True)
     assert done.returncode == 2
@@ -262,7 +263,7 @@ def test_caches_are_windows_of_random_data_with_the_layout_of_caches_of_their_ow
 @pytest.mark.parametrize("script", ["decode", "store"])
 def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_clock, monkeypatch, tmp_path):
     sizes = {
-        "decode": ["--shapes", SHAPE, "1,4/1,64,100", "--masked-shapes", "1,4/2,64,320", "--visible", 70],
+        "decode": ["--shapes", "1,4/1,64,100", "--masked-shapes", "1,4/2,64,320", "--visible", 70],
         "store": ["--context", 128, "--batches", 1, 2, "--num-kv-heads", 2, "--head-dim", 64],
     }
     assert run(monkeypatch, script, *sizes[script], "--output", tmp_path, "--tag", "test") == 0
@@ -272,7 +273,7 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
         formats.remove("int4")  # it keeps recent tokens exact
     ours = [row for row in rows if row["format"] in formats]
     assert {row["format"] for row in ours} == formats
-    assert len(ours) == {"decode": 2 * len(formats) + 2 * fully_packed, "store": 2 * 2 * 2 * fully_packed}[script]
+    assert len(ours) == {"decode": len(formats) + 2 * fully_packed, "store": 2 * 2 * 2 * fully_packed}[script]
     assert all(0 <= row["relative_error"] < workloads.MAX_ERROR for row in ours)
     assert all(row["of_read_ceiling"] == pytest.approx(row["megabytes"] * 1e6 / 1e-3 / 1e12) for row in rows)
     assert all(row.keys() <= COLUMNS.keys() for row in rows)

@@ -1,10 +1,11 @@
-"""The command line: what it prints, what it exits with, and what it says to somebody who made a mistake."""
+"""The command line: its output, its exit codes, and its messages about mistakes."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -35,7 +36,7 @@ default: {dtype: int8_per_token_head}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config and a policy, in which the commands run."""
+    """A working directory with a config and a policy."""
     write_config(tmp_path, LLAMA_3_1_8B)
     (tmp_path / "policy.yaml").write_text(POLICY)
     monkeypatch.chdir(tmp_path)
@@ -44,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str, code: int = 0) -> tuple[str, str]:
-    """What a command writes to stdout and stderr."""
+    """The output of a command on stdout and stderr."""
     result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout, result.stderr
@@ -67,13 +68,15 @@ def cells(text: str) -> list[list[str]]:
 # The command line as a whole
 
 
-def test_the_module_runs_as_a_program(folder: Path) -> None:
+def test_the_module_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     command = "plan --config config.json --kv-budget 74GiB --policies bf16,int4_per_token_head"
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcompile", *command.split()], cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert ["bf16", "131072", "606208", "296", "74", "18", "4"] in cells(done.stdout)
-    assert done.stderr == ""
+    monkeypatch.setattr(sys, "argv", ["kvcompile", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvcompile", run_name="__main__")
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert ["bf16", "131072", "606208", "296", "74", "18", "4"] in cells(out)
+    assert err == ""
 
 
 def test_the_help_needs_neither_torch_nor_sympy() -> None:
@@ -120,12 +123,18 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if not runs_elsewhere(example)])
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")
     out, err = run(command)
     assert out
     assert err == ""
+
+
+@pytest.mark.slow
+def test_doctor_compiles_and_runs_a_small_attention() -> None:
+    assert re.search(r"ok +trial on cpu +packed, largest error", run("doctor --try")[0])
 
 
 def test_every_command_has_examples() -> None:
@@ -321,7 +330,7 @@ def test_policy_validate_finds_rules_that_decide_nothing_in_a_model(folder: Path
 
 
 def conforms(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether ``value`` satisfies a JSON schema, of the keywords that the policy's schema has."""
+    """Whether ``value`` satisfies a JSON schema; supports the keywords of the policy's schema."""
     if "$ref" in schema:
         return conforms(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "anyOf" in schema:

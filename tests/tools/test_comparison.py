@@ -1,4 +1,4 @@
-"""``kvcompile.compare``: errors are those of their definitions, and what it suggests helps."""
+"""``kvcompile.compare``: errors follow their definitions, and the suggested rules help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``doctor`` finds what is wrong with an installation, and nothing where nothing is."""
+"""``doctor`` finds the faults of an installation, and no faults in a sound one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _no_policy_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str, code: int = 0) -> str:
-    """What a command writes to stdout."""
+    """The output of a command on stdout."""
     result = CliRunner().invoke(app, shlex.split(command))
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout
@@ -42,7 +42,7 @@ def test_doctor_finds_this_machine_healthy_and_says_what_runs_where() -> None:
 
 
 def failing(data: dict[str, Any]) -> dict[str, str]:
-    """Remedies of the checks that failed, by name."""
+    """The remedies of failed checks, by name."""
     assert data["healthy"] is False
     return {check["name"]: check["remedy"] for check in data["checks"] if check["status"] == "missing"}
 

@@ -1,4 +1,4 @@
-"""``python -m kvcompile eval``: what it measures, and what it says to somebody who made a mistake."""
+"""``python -m kvcompile eval``: its measurements, and its messages about mistakes."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folder(saved_model: Path, monkeypatch: pytest.MonkeyPatch, without_code_generation: None) -> Path:
-    """The folder of a model, in which the commands run."""
+    """The working directory: the folder of a model."""
     monkeypatch.chdir(saved_model)
     return saved_model
 
 
 def run(command: str, code: int = 0) -> tuple[str, str]:
-    """What a command writes to stdout and stderr."""
+    """The output of a command on stdout and stderr."""
     result = CliRunner().invoke(app, shlex.split(command), prog_name="kvcompile")
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout, result.stderr
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """The cells of the rows of all tables, by the first."""
+    """The cells of the rows of all tables, by the first cell."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows}
 
 
-# What it measures
+# Measurements
 
 
 def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_attention_is_heard_with_the_keys_that_it_reads(folder: Path) -> None:
 
 
 def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fit a model with few positions; what the evaluation does is tested above."""
+    """The examples run up to the evaluation, which the tests above cover, on a model with few positions."""
     evaluated: list[tuple[Schedule, list[str]]] = []
 
     def evaluate(model: Any, text: Text, policies: list[str], **arguments: Any) -> Evaluation:

@@ -1,4 +1,4 @@
-"""``python -m kvcompile explain``: what becomes of a model, from its folder or from a config alone."""
+"""``python -m kvcompile explain``: a report on a model, from its folder or from a config alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_code_generation")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model, in which the commands run."""
+    """The working directory: the folder of a model."""
     save(small_model(), tmp_path)
     (tmp_path / "policy.yaml").write_text("rules: [{match: {layers: 0}, dtype: auto}]\ndefault: {dtype: fp8_e4m3}\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The planner's figures are those of published tables and of the formats; users, tokens and times follow from them."""
+"""The planner's figures match published tables and the formats; users, tokens and times follow from them."""
 
 from __future__ import annotations
 

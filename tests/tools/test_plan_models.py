@@ -1,4 +1,4 @@
-"""The planner reads configs rightly: its caches and parameters are those of the models themselves."""
+"""The planner reads configs correctly: its caches and parameters match the models themselves."""
 
 from __future__ import annotations
 

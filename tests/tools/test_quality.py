@@ -1,7 +1,7 @@
-"""What the presets may cost in quality, on a real model through the compiled path.
+"""The limits of the quality that presets cost, on a real model through the compiled path.
 
-The model is byte-lm-24m where the environment variable ``KVCOMPILE_BYTE_LM`` or ``../shared/models`` beside the
-repository has it, else the quickstart's, trained for a minute.
+The model is byte-lm-24m if the environment variable ``KVCOMPILE_BYTE_LM`` names it or ``../shared/models`` beside the
+repository has it. Otherwise it is the quickstart's model, trained for a minute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMITS = {
     "turboquant_k3v4_nc": 0.0140,
     "turboquant_3bit_nc": 0.0170,
 }
-"""The most by which bits per byte may grow."""
+"""The largest allowed relative increase of bits per byte."""
 
 BITS = {  # of an element at head_dim 128
     "int8_per_token_head": 8.25,
@@ -47,19 +47,19 @@ BITS = {  # of an element at head_dim 128
     "turboquant_3bit_nc": 3.1875,
 }
 OUTLIER_PAIR = 40
-"""A RoPE pair whose keys are not among the smallest."""
+"""A RoPE pair of channels whose keys are not among the smallest."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the text to try it on."""
+    """A model and the text for its evaluation."""
 
     model: Any
     text: Text
 
 
 def byte_lm() -> Path | None:
-    """The folder of byte-lm-24m, if it is at hand."""
+    """The folder of byte-lm-24m, if it exists."""
     shared = Path(__file__).parents[3] / "shared" / "models" / "byte-lm-24m"
     folder = Path(os.environ.get("KVCOMPILE_BYTE_LM", shared))
     return folder if (folder / "config.json").exists() else None
@@ -88,7 +88,7 @@ def test_every_preset_has_a_limit() -> None:
 def test_bits_per_byte_grow_no_more_than_the_preset_promises(preset: str, subject: Subject) -> None:
     (result,) = evaluate(subject.model, subject.text, [preset]).results
     assert result.packed_layers == result.num_layers > 0
-    # What the sample cannot tell from the limit is no failure: 8-bit floats lie at theirs.
+    # An excess within the sample's error is not a failure: 8-bit floats lie at their limit.
     assert result.change - result.change_error <= LIMITS[preset]
     assert result.mean_divergence > 0, "it was quantized"
     if subject.model.config.head_dim == 128 and preset in BITS:
@@ -96,7 +96,7 @@ def test_bits_per_byte_grow_no_more_than_the_preset_promises(preset: str, subjec
 
 
 def with_outlier_keys(model: Any) -> Any:
-    """A model that computes the same from keys of which one pair of channels is 16 times larger, in every layer."""
+    """A model that computes the same although one pair of key channels is 16 times larger, in every layer."""
     return give_outlier_keys(copy.deepcopy(model), 16, OUTLIER_PAIR, tuple(range(model.config.num_hidden_layers)))
 
 

@@ -1,4 +1,4 @@
-"""``kvcompile.tune``: the choice is the best that fits, what it predicts is near, and the file reproduces it."""
+"""``kvcompile.tune``: the choice is the best that fits, its predictions are close, and the file reproduces it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_search_meets_its_budget_predicts_its_divergence_and_writes_a_policy
 
 
 def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend refuses the first layer, which the search only learns when it measures its result."""
+    """The backend refuses the first layer, and the search learns this only from the measurement."""
     measured: list[Policy] = []
 
     def measure(model: Any, text: Any, policies: list[Policy], **arguments: Any) -> Any:
