@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
+from kvcompile.caches.static import attention_modules
+from kvcompile.call.key_outliers import examine
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.report import report
 
@@ -84,6 +87,7 @@ class Generation:
         self._model = model
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
         self._of_thread = threading.local()
+        self._looks = backend.options.policy.key_outliers != "ignore"
         self._compiled = torch.compile(model._call_impl, backend=backend, **how)
         self._recorded = torch.compile(model._call_impl, backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
@@ -146,7 +150,9 @@ class Generation:
         if request is None:
             return self._compiled(*args, **kwargs)
         if not request.is_decode_step(kwargs):
-            return self._model._call_impl(*args, **kwargs)
+            cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
+            with _looking_at_keys(self._model, cache):
+                return self._model._call_impl(*args, **kwargs)
         records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable and not request.keeps_outputs
         return (self._recorded if records else self._compiled)(*args, **kwargs)
 
@@ -207,6 +213,28 @@ class Generation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+@contextmanager
+def _looking_at_keys(model: nn.Module, cache: StaticCache | None) -> Iterator[None]:
+    """Look for outlier keys in a prompt that is read inside: once they are packed, nobody sees plain keys."""
+    layers = packed_layers(cache) if cache is not None else []
+    modules = attention_modules(model) if layers else {}
+    for index, layer in enumerate(cache.layers if cache is not None else []):
+        if layer in layers:
+            layer.update = partial(_update_and_look, layer, modules.get(index, ""))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def _update_and_look(layer: Any, module: str, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``layer.update``, after a look at the new keys."""
+    if found := examine(keys, layer.keys.packed_layout.format_name, module):
+        report.note(str(found))
+    return type(layer).update(layer, keys, *args, **kwargs)
 
 
 def is_generative(model: nn.Module) -> bool:

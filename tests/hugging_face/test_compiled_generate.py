@@ -21,6 +21,7 @@ from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_report
 from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
+from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
@@ -133,6 +134,21 @@ def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, argument
         cache = kvcompile.static_cache(plain, 2 * arguments.get("num_beams", 1), 128, policy)
         expected = generated(plain, past_key_values=cache, **arguments)
         assert torch.equal(generated(model, **arguments), expected)
+
+
+def test_outlier_keys_of_the_first_prompt_are_noted() -> None:
+    model = give_outlier_keys(tiny_llama(num_layers=2, head_dim=32), 1024.0, layers=(1,))
+    kvcompile.compile(model, policy="int4_per_token_head")
+    with collect_reports() as report:
+        for _ in range(2):
+            generated(model, inputs=REPETITIVE, max_new_tokens=2)
+    (note,) = report.notes
+    assert note.startswith("model.layers.1.self_attn: its keys have outlier channels")
+    ignoring = {"default": {"dtype": "int4_per_token_head"}, "key_outliers": "ignore"}
+    kvcompile.compile(model, policy=ignoring)
+    with collect_reports() as report:
+        generated(model, inputs=REPETITIVE, max_new_tokens=2)
+    assert report.notes == []
 
 
 # Memory
