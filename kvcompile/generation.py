@@ -112,8 +112,9 @@ class Generation:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
             result = self._original("generate")(*args, **kwargs)
-            if request.served is not None and getattr(result, "past_key_values", None) is request.served:
-                hand_out(request.served)
+            returned: Any = getattr(result, "past_key_values", None)
+            if returned is not None and returned is request.served:
+                hand_out(returned)
                 request.served = None  # it is the caller's from now on
         return result
 
@@ -220,6 +221,7 @@ def _looking_at_keys(model: nn.Module, cache: StaticCache | None) -> Iterator[No
     """Look for outlier keys in a prompt that is read inside: once they are packed, nobody sees plain keys."""
     layers = packed_layers(cache) if cache is not None else []
     modules = attention_modules(model) if layers else {}
+    layer: Any
     for index, layer in enumerate(cache.layers if cache is not None else []):
         if layer in layers:
             layer.update = partial(_update_and_look, layer, modules.get(index, ""))
@@ -237,7 +239,7 @@ def _update_and_look(layer: Any, module: str, keys: torch.Tensor, *args: Any, **
     return type(layer).update(layer, keys, *args, **kwargs)
 
 
-def is_generative(model: nn.Module) -> bool:
+def is_generative(model: Any) -> bool:
     """Whether ``model`` is one of Transformers that generates with one cache, so not an encoder-decoder."""
     return any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__) and not model.config.is_encoder_decoder
 

@@ -73,8 +73,7 @@ def hand_out(cache: StaticCache) -> None:
 
 def packed_layers(cache: Cache) -> list[Any]:
     """The layers of a static cache, those with windows excepted, whose keys and values are packed."""
-    layers = [layer for layer in getattr(cache, "layers", ()) if _is_static(layer)]
-    return [layer for layer in layers if isinstance(layer.keys, PackedTensor)]
+    return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 
 def can_crop(cache: Cache) -> bool:
@@ -100,6 +99,7 @@ def make_room(cache: Cache, num_new_tokens: int) -> None:
             "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
         )
     needed = num_blocks(needed) * BLOCK_TOKENS
+    layer: Any
     for layer in filter(_is_static, cache.layers):
         for name in ("keys", "values"):
             with torch.inference_mode(False):
@@ -121,8 +121,9 @@ def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 def _clear(cache: StaticCache) -> None:
     """Make a cache what it was when it was new."""
+    layer: Any
     for layer in cache.layers:
-        if not (_is_static(layer) and isinstance(layer.keys, PackedTensor)):
+        if not _is_packed(layer):
             layer.reset()
             continue
         layer.keys.packed.zero_()
@@ -136,6 +137,10 @@ def _is_static(layer: Any) -> bool:
     return type(layer) is StaticLayer
 
 
+def _is_packed(layer: Any) -> bool:
+    return _is_static(layer) and isinstance(layer.keys, PackedTensor)
+
+
 @functools.cache
 def _request_cache_class() -> type:
     from transformers import StaticCache
@@ -147,13 +152,15 @@ def _request_cache_class() -> type:
             """Forget the last ``-tokens_to_remove`` tokens: they are overwritten, and masked until then."""
             if tokens_to_remove > 0:
                 raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
+            layer: Any
             for layer in self.layers:
                 layer.cumulative_length.add_(tokens_to_remove)
 
         def reorder_cache(self, beam_idx: torch.Tensor) -> None:
             """Sequence ``i`` becomes what sequence ``beam_idx[i]`` was; addresses stay, for compiled code."""
+            layer: Any
             for layer in self.layers:
-                if not isinstance(layer.keys, PackedTensor):
+                if not _is_packed(layer):
                     layer.reorder_cache(beam_idx)
                     continue
                 for tensor in (layer.keys, layer.values):
