@@ -135,7 +135,7 @@ class Generation:
         if request is None or request.served is None:
             self._original("_prepare_cache_for_generation")(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
-                make_room(cache, max_cache_length)  # enough even if the prompt does not repeat what the cache holds
+                make_room(cache, max_cache_length, is_on_top=not _repeats_the_past(config, model_kwargs))
         if request is not None:
             request.decodes_with = None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
@@ -214,6 +214,13 @@ class Generation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt begins with the tokens of the cache: then the attention mask, which has them, is as long."""
+    mask = model_kwargs.get("attention_mask")
+    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
+    return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
 
 
 @contextmanager

@@ -256,6 +256,25 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
     assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
 
 
+def test_a_cache_that_is_long_enough_is_not_extended_and_one_without_its_past_in_the_prompt_is() -> None:
+    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    prompt = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(1))
+    cache = kvcompile.static_cache(plain, 1, 90, LOSSLESS)
+    first = generated(model, inputs=prompt, past_key_values=cache, return_dict_in_generate=True).sequences
+    ids = torch.cat([first, torch.tensor([[7]])], 1)
+    second = generated(plain, inputs=ids)
+    assert torch.equal(generated(model, inputs=ids, past_key_values=cache), second)
+    assert cache.layers[0].keys.shape[2] == 90
+    question = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(2))
+    third = generated(plain, inputs=torch.cat([second, question], 1))
+    held = int(cache.get_seq_length())
+    new = torch.cat([second, question], 1)[:, held:]
+    mask = torch.ones(1, held + new.shape[1], dtype=torch.long)
+    answer = generated(model, inputs=new, past_key_values=cache, attention_mask=mask)
+    assert torch.equal(answer, third[:, held:])
+    assert cache.layers[0].keys.shape[2] == 192
+
+
 def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
     model = compiled_llama("int4")
     cache = generated(model, inputs=REPETITIVE, return_dict_in_generate=True).past_key_values
