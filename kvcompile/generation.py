@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from kvcompile.caches.static import attention_modules
 from kvcompile.call.key_outliers import examine
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.report import report
-
-if TYPE_CHECKING:
-    from transformers import Cache, StaticCache
 
 _ATTRIBUTE = "_kvcompile_generation"
 """The attribute of a model that holds its Generation."""
@@ -60,8 +57,8 @@ class Request:
     """
 
     is_custom: bool = False
-    served: StaticCache | None = None
-    decodes_with: Cache | None = None
+    served: Any = None
+    decodes_with: Any = None
     keeps_outputs: bool = False
 
     def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
@@ -191,7 +188,7 @@ class Generation:
             and "mamba" not in type(self._model).__name__.lower()
         )
 
-    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> StaticCache | None:
+    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> Any:
         """An empty packed cache for a request, or None if the model or the mode does not allow it."""
         if self._caches is None:
             return None
@@ -224,11 +221,10 @@ def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _looking_at_keys(model: nn.Module, cache: StaticCache | None) -> Iterator[None]:
+def _looking_at_keys(model: nn.Module, cache: Any) -> Iterator[None]:
     """Look for outlier keys in a prompt that is read inside: once they are packed, nobody sees plain keys."""
     layers = packed_layers(cache) if cache is not None else []
     modules = attention_modules(model) if layers else {}
-    layer: Any
     for index, layer in enumerate(cache.layers if cache is not None else []):
         if layer in layers:
             layer.update = partial(_update_and_look, layer, modules.get(index, ""))
