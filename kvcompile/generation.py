@@ -19,19 +19,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
+from kvcompile.caches.static import attention_modules
+from kvcompile.call.key_outliers import examine
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.report import report
-
-if TYPE_CHECKING:
-    from transformers import Cache, StaticCache
 
 _ATTRIBUTE = "_kvcompile_generation"
 """The attribute of a model that holds its Generation."""
@@ -57,8 +57,8 @@ class Request:
     """
 
     is_custom: bool = False
-    served: StaticCache | None = None
-    decodes_with: Cache | None = None
+    served: Any = None
+    decodes_with: Any = None
     keeps_outputs: bool = False
 
     def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
@@ -84,6 +84,7 @@ class Generation:
         self._model = model
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
         self._of_thread = threading.local()
+        self._looks = backend.options.policy.key_outliers != "ignore"
         self._compiled = torch.compile(model._call_impl, backend=backend, **how)
         self._recorded = torch.compile(model._call_impl, backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
@@ -108,8 +109,9 @@ class Generation:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
             result = self._original("generate")(*args, **kwargs)
-            if request.served is not None and getattr(result, "past_key_values", None) is request.served:
-                hand_out(request.served)
+            returned: Any = getattr(result, "past_key_values", None)
+            if returned is not None and returned is request.served:
+                hand_out(returned)
                 request.served = None  # it is the caller's from now on
         return result
 
@@ -130,7 +132,7 @@ class Generation:
         if request is None or request.served is None:
             self._original("_prepare_cache_for_generation")(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
-                make_room(cache, max_cache_length)  # enough even if the prompt does not repeat what the cache holds
+                make_room(cache, max_cache_length, is_on_top=not _repeats_the_past(config, model_kwargs))
         if request is not None:
             request.decodes_with = None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
@@ -146,7 +148,9 @@ class Generation:
         if request is None:
             return self._compiled(*args, **kwargs)
         if not request.is_decode_step(kwargs):
-            return self._model._call_impl(*args, **kwargs)
+            cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
+            with _looking_at_keys(self._model, cache):
+                return self._model._call_impl(*args, **kwargs)
         records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable and not request.keeps_outputs
         return (self._recorded if records else self._compiled)(*args, **kwargs)
 
@@ -184,7 +188,7 @@ class Generation:
             and "mamba" not in type(self._model).__name__.lower()
         )
 
-    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> StaticCache | None:
+    def _taken(self, num_sequences: int, num_tokens: int, mode: str) -> Any:
         """An empty packed cache for a request, or None if the model or the mode does not allow it."""
         if self._caches is None:
             return None
@@ -209,7 +213,36 @@ class Generation:
         return type(None), ()
 
 
-def is_generative(model: nn.Module) -> bool:
+def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt begins with the tokens of the cache: then the attention mask, which has them, is as long."""
+    mask = model_kwargs.get("attention_mask")
+    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
+    return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
+
+
+@contextmanager
+def _looking_at_keys(model: nn.Module, cache: Any) -> Iterator[None]:
+    """Look for outlier keys in a prompt that is read inside: once they are packed, nobody sees plain keys."""
+    layers = packed_layers(cache) if cache is not None else []
+    modules = attention_modules(model) if layers else {}
+    for index, layer in enumerate(cache.layers if cache is not None else []):
+        if layer in layers:
+            layer.update = partial(_update_and_look, layer, modules.get(index, ""))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def _update_and_look(layer: Any, module: str, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``layer.update``, after a look at the new keys."""
+    if found := examine(keys, layer.keys.packed_layout.format_name, module):
+        report.note(str(found))
+    return type(layer).update(layer, keys, *args, **kwargs)
+
+
+def is_generative(model: Any) -> bool:
     """Whether ``model`` is one of Transformers that generates with one cache, so not an encoder-decoder."""
     return any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__) and not model.config.is_encoder_decoder
 

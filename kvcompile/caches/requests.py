@@ -64,7 +64,7 @@ class RequestCaches:
         return is_alike and keys.shape[2] >= num_tokens
 
 
-def hand_out(cache: StaticCache) -> None:
+def hand_out(cache: Any) -> None:
     """Make a cache of :class:`RequestCaches` one that callers know: it can be saved, copied and passed on."""
     from transformers import StaticCache
 
@@ -73,8 +73,7 @@ def hand_out(cache: StaticCache) -> None:
 
 def packed_layers(cache: Cache) -> list[Any]:
     """The layers of a static cache, those with windows excepted, whose keys and values are packed."""
-    layers = [layer for layer in getattr(cache, "layers", ()) if _is_static(layer)]
-    return [layer for layer in layers if isinstance(layer.keys, PackedTensor)]
+    return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 
 def can_crop(cache: Cache) -> bool:
@@ -82,8 +81,15 @@ def can_crop(cache: Cache) -> bool:
     return all(_is_static(layer) for layer in cache.layers)
 
 
-def make_room(cache: Cache, num_new_tokens: int) -> None:
-    """Give a packed static cache room for so many more tokens, in place; other caches stay unchanged.
+def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
+    """Give a packed static cache room for ``num_tokens`` tokens, in place; other caches stay unchanged.
+
+    A cache that is too short becomes longer by at least half, so that a conversation seldom has to wait for it.
+
+    Args:
+        cache: any cache.
+        num_tokens: tokens in all.
+        is_on_top: whether they come after those that the cache holds.
 
     Raises:
         KVCompileError: it is too short, and a layer of it has a sliding window, which may be shorter than the model's.
@@ -91,7 +97,7 @@ def make_room(cache: Cache, num_new_tokens: int) -> None:
     packed = packed_layers(cache)
     if not packed:
         return
-    room, needed = packed[0].max_cache_len, int(cache.get_seq_length()) + num_new_tokens
+    room, needed = packed[0].max_cache_len, num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
     if room >= needed:
         return
     if any(getattr(layer, "max_cache_len", 0) == room for layer in cache.layers if not _is_static(layer)):
@@ -99,13 +105,14 @@ def make_room(cache: Cache, num_new_tokens: int) -> None:
             f"generate: past_key_values has room for {room} tokens, this request may need {needed}, and a cache with "
             "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
         )
-    needed = num_blocks(needed) * BLOCK_TOKENS
+    longer = num_blocks(max(needed, room * 3 // 2)) * BLOCK_TOKENS
+    layer: Any
     for layer in filter(_is_static, cache.layers):
         for name in ("keys", "values"):
             with torch.inference_mode(False):
-                setattr(layer, name, _extended(getattr(layer, name), needed))
+                setattr(layer, name, _extended(getattr(layer, name), longer))
             torch._dynamo.mark_static_address(getattr(layer, name))
-        layer.max_cache_len = needed
+        layer.max_cache_len = longer
 
 
 def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -121,8 +128,9 @@ def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 def _clear(cache: StaticCache) -> None:
     """Make a cache what it was when it was new."""
+    layer: Any
     for layer in cache.layers:
-        if not (_is_static(layer) and isinstance(layer.keys, PackedTensor)):
+        if not _is_packed(layer):
             layer.reset()
             continue
         layer.keys.packed.zero_()
@@ -136,6 +144,10 @@ def _is_static(layer: Any) -> bool:
     return type(layer) is StaticLayer
 
 
+def _is_packed(layer: Any) -> bool:
+    return _is_static(layer) and isinstance(layer.keys, PackedTensor)
+
+
 @functools.cache
 def _request_cache_class() -> type:
     from transformers import StaticCache
@@ -147,13 +159,15 @@ def _request_cache_class() -> type:
             """Forget the last ``-tokens_to_remove`` tokens: they are overwritten, and masked until then."""
             if tokens_to_remove > 0:
                 raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
+            layer: Any
             for layer in self.layers:
                 layer.cumulative_length.add_(tokens_to_remove)
 
         def reorder_cache(self, beam_idx: torch.Tensor) -> None:
             """Sequence ``i`` becomes what sequence ``beam_idx[i]`` was; addresses stay, for compiled code."""
+            layer: Any
             for layer in self.layers:
-                if not isinstance(layer.keys, PackedTensor):
+                if not _is_packed(layer):
                     layer.reorder_cache(beam_idx)
                     continue
                 for tensor in (layer.keys, layer.values):

@@ -58,7 +58,7 @@ def static_cache(
     config: Any = model.config
     filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
     cache = StaticCache(config=config, max_cache_len=max_len)
-    modules = _attention_modules(model)
+    modules = attention_modules(model)
     layers: list[tuple[Any, Any]] = list(zip(cache.layers, filled.layers, strict=True))
     for index, (layer, filled_layer) in enumerate(layers):
         formats = policy.formats_for(modules.get(index, ""), index, len(layers))
@@ -90,7 +90,7 @@ def _is_plain_static(layer: Any) -> bool:
     return type(layer) is StaticLayer
 
 
-def _attention_modules(model: nn.Module) -> dict[int, str]:
+def attention_modules(model: nn.Module) -> dict[int, str]:
     """The names of the modules that call attention, by layer: the innermost ones that know the index of their layer."""
     names = [name for name, module in model.named_modules() if getattr(module, "layer_idx", None) is not None]
     innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]

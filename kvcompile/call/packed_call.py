@@ -73,7 +73,8 @@ class PackedCall:
         self._references = ReferencesOfThread() if rewritten.by_reference else None
         self._returned = rewritten.returned_inputs
         self._stacks = rewritten.stacks
-        self._inputs = [(action, sizes.reader(action.new_tokens)) for action in rewritten.inputs]
+        self._growing = [(a, sizes.reader(a.new_tokens)) for a in rewritten.inputs if a.kind == "growing"]
+        self._places = [action.index for action in rewritten.inputs]
         self._dequantized = list(dequantized)
         written = [action.index for action in rewritten.inputs if action.kind == "static"]
         self._written = written + [plain.index for plain in dequantized if plain.mutated]
@@ -85,16 +86,16 @@ class PackedCall:
         if self._conceals:
             args[:] = revealed(args)
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
-        new_tokens = [read(args) for _, read in self._inputs]
-        args[:] = with_parts(args, self._stacks)
+        new_tokens = [(action, read(args)) for action, read in self._growing]
+        if self._stacks:
+            args[:] = with_parts(args, self._stacks)
         check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
         grown: list[tuple[int, PackedTensor]] = []
-        for (action, _), count in zip(self._inputs, new_tokens, strict=True):
-            cache = args[action.index]
-            if action.kind == "growing":
-                cache = _growing(cache, action).extended(count)
-                grown.extend((output, cache) for output in action.outputs)
-            args[action.index] = _data_of(cache)
+        for action, count in new_tokens:
+            args[action.index] = cache = _growing(args[action.index], action).extended(count)
+            grown.extend((output, cache) for output in action.outputs)
+        for place in self._places:
+            args[place] = _data_of(args[place])
         changed: list[tuple[Tensor, Tensor]] = []
         for plain in self._dequantized:
             tensor = args[plain.index]
@@ -122,8 +123,8 @@ class PackedCall:
         The caller's packed tensors do: kernels may run after this call, and memory that is freed then is reused in the
         order of the stream.
         """
-        places = [action.index for action, _ in self._inputs]
-        for place, reference in zip(places, references.refer([args[place] for place in places]), strict=True):
+        data = [args[place] for place in self._places]
+        for place, reference in zip(self._places, references.refer(data), strict=True):
             args[place] = reference
 
 
@@ -210,6 +211,7 @@ class AdoptingCall:
         plain = [
             adoption
             for index, parts in self._caches.items()
+            if type(args[index]) is not PackedTensor
             for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
         ]
         if plain:
@@ -267,6 +269,8 @@ def _adopt_all(caches: Sequence[_Adoption]) -> None:
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
     """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    if type(packed) is PackedTensor and not packed.cache_meta.growing and packed.is_whole:
+        return packed.packed
     cache: PackedTensor = slots_of(packed).whole()
     if cache.growing and cache.packed.shape[0] != cache.packed_layout.growing_blocks(cache.num_tokens):
         cache = cache.extended(0)

@@ -36,6 +36,8 @@ def pass_marks_on(outer: Tensor, inner: Tensor, inner_dims: Mapping[int, int]) -
         inner: a tensor that it is made of.
         inner_dims: for each dimension of ``outer`` that of ``inner`` whose size its own depends on, if there is one.
     """
+    if outer.__dict__.keys().isdisjoint(_INNER_MARKS):
+        return  # as in nearly every call: asking a tensor for an attribute that it lacks takes a microsecond
     for mark, inner_mark in _INNER_MARKS.items():
         dims = {inner_dims[dim] for dim in getattr(outer, mark, ()) if dim in inner_dims}
         if dims:
@@ -44,8 +46,9 @@ def pass_marks_on(outer: Tensor, inner: Tensor, inner_dims: Mapping[int, int]) -
 
 def drop_marks(tensor: Tensor) -> None:
     """Undo what ``mark_dynamic``, ``maybe_mark_dynamic`` and ``mark_static`` did to a tensor."""
-    for mark in _MARKS:
-        tensor.__dict__.pop(mark, None)
+    if not tensor.__dict__.keys().isdisjoint(_MARKS):
+        for mark in _MARKS:
+            tensor.__dict__.pop(mark, None)
 
 
 def _mark(tensor: Tensor, mark: str, dims: set[int]) -> None:

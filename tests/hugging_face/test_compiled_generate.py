@@ -21,6 +21,7 @@ from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_report
 from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
+from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
@@ -135,6 +136,21 @@ def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, argument
         assert torch.equal(generated(model, **arguments), expected)
 
 
+def test_outlier_keys_of_the_first_prompt_are_noted() -> None:
+    model = give_outlier_keys(tiny_llama(num_layers=2, head_dim=32), 1024.0, layers=(1,))
+    kvcompile.compile(model, policy="int4_per_token_head")
+    with collect_reports() as report:
+        for _ in range(2):
+            generated(model, inputs=REPETITIVE, max_new_tokens=2)
+    (note,) = report.notes
+    assert note.startswith("model.layers.1.self_attn: its keys have outlier channels")
+    ignoring = {"default": {"dtype": "int4_per_token_head"}, "key_outliers": "ignore"}
+    kvcompile.compile(model, policy=ignoring)
+    with collect_reports() as report:
+        generated(model, inputs=REPETITIVE, max_new_tokens=2)
+    assert report.notes == []
+
+
 # Memory
 
 
@@ -238,6 +254,25 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
         assert first.past_key_values is cache
         assert torch.equal(first.sequences, right.sequences)
     assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
+
+
+def test_a_cache_that_is_long_enough_is_not_extended_and_one_without_its_past_in_the_prompt_is() -> None:
+    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    prompt = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(1))
+    cache = kvcompile.static_cache(plain, 1, 90, LOSSLESS)
+    first = generated(model, inputs=prompt, past_key_values=cache, return_dict_in_generate=True).sequences
+    ids = torch.cat([first, torch.tensor([[7]])], 1)
+    second = generated(plain, inputs=ids)
+    assert torch.equal(generated(model, inputs=ids, past_key_values=cache), second)
+    assert cache.layers[0].keys.shape[2] == 90
+    question = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(2))
+    third = generated(plain, inputs=torch.cat([second, question], 1))
+    held = int(cache.get_seq_length())
+    new = torch.cat([second, question], 1)[:, held:]
+    mask = torch.ones(1, held + new.shape[1], dtype=torch.long)
+    answer = generated(model, inputs=new, past_key_values=cache, attention_mask=mask)
+    assert torch.equal(answer, third[:, held:])
+    assert cache.layers[0].keys.shape[2] == 192
 
 
 def test_a_returned_cache_can_be_saved_and_copied(tmp_path: Any) -> None:
