@@ -6,7 +6,6 @@ operators, so it always sees the present values. A write reads, computes and sto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
