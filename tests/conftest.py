@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,16 @@ import torch
 
 
 def pytest_configure() -> None:
-    """One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile."""
+    """Settings that make compilation in tests cheaper.
+
+    Compilation makes many objects and little garbage, so the collector runs less often. Pytest adds its handlers to
+    every logger that does not propagate, and PyTorch writes out each graph as soon as its trace logger has a handler:
+    this logger gets none, because it propagates, to no parent.
+    One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
+    """
+    gc.set_threshold(20_000, 20, 20)
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate, trace.parent = True, None
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start
