@@ -6,7 +6,6 @@ operators, so it always sees the present values. A write reads, computes and sto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,8 +141,9 @@ def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
     source, steps, begin = (
         (viewed.source, viewed.steps, viewed.offset) if isinstance(viewed, LiveView) else (viewed, (), 0)
     )
-    same_units = begin is not None and not viewed.data_is_traced and like.dtype == source.dtype
-    return LiveView(source, (*steps, step), like, begin + int(like.storage_offset()) if same_units else None)
+    if begin is None or viewed.data_is_traced or like.dtype != source.dtype:
+        return LiveView(source, (*steps, step), like)
+    return LiveView(source, (*steps, step), like, begin + int(like.storage_offset()))
 
 
 @handles(PackedTensor, aten.as_strided.default)
@@ -161,7 +161,7 @@ def _as_strided(
             "is not known; call as_strided on the cache itself, or on a clone() of the view"
         )
     begin = begin if storage_offset is None else storage_offset
-    if not root.data_is_traced and math.prod(size):
+    if not root.data_is_traced and 0 not in size:
         last = begin + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
         if last >= root.numel():
             raise RuntimeError(
