@@ -196,8 +196,8 @@ class PackedTensor(PackedSubclass):
         if axes not in WHOLE_AXES:
             raise ValueError(
                 f"axes are {axes!r}; valid axes are {', '.join(CACHE_AXES)} for batch (b), heads (h), tokens (t) and "
-                f"channels (d), {', '.join(RANK_3_AXES)} for one head or one sequence, and {SLOT_AXES} for a pool of slots "
-                "[num_slots, heads, head_dim]"
+                f"channels (d), {', '.join(RANK_3_AXES)} for one head or one sequence, and {SLOT_AXES} for a pool "
+                "of slots [num_slots, heads, head_dim]"
             )
         if len(shape) != len(axes) or shape[-1] != layout.head_dim:
             raise ValueError(
