@@ -39,11 +39,11 @@ def save_cache(cache: Any, path: str | os.PathLike[str], metadata: Mapping[str, 
         cache: a tensor, packed or plain; lists, tuples and dicts of such; or a cache of Transformers (static, dynamic,
             with sliding windows, encoder-decoder).
         path: the file; an existing one is replaced.
-        metadata: what :func:`load_cache` shall be able to check besides, the name of the model say. A cache does not
-            know what wrote it, and the keys of one model are noise to another.
+        metadata: names and values that :func:`load_cache` can check, such as the name of the model. A cache does not
+            record the model, and the keys of one model are noise to another.
 
     Raises:
-        CacheFileError: the cache holds something that is none of these; the message says where.
+        CacheFileError: the cache holds an object of another kind; the message says where.
         OSError: the file cannot be written.
     """
     writer = _Writer()
@@ -67,16 +67,16 @@ def load_cache(
     device: torch.device | str = "cpu",
     metadata: Mapping[str, str] | None = None,
 ) -> Any:
-    """Read what :func:`save_cache` wrote: an equal cache, with storage of its own, ready to be continued.
+    """Read a file of :func:`save_cache`: an equal cache, with storage of its own, ready to be continued.
 
     Args:
         path: the file.
         device: where the tensors go.
-        metadata: what the file must say of itself, as it was given to :func:`save_cache`.
+        metadata: names and values that the file must have, as given to :func:`save_cache`.
 
     Raises:
-        CacheFileError: the file is no cache, is of another version, of another minor version of Transformers, has other
-            ``metadata``, or its bytes do not fit what it says of them.
+        CacheFileError: the file is not a cache, is of another version, of another minor version of Transformers, has
+            other ``metadata``, or its bytes do not fit what it says of them.
         OSError: the file cannot be read.
     """
     try:
@@ -90,7 +90,7 @@ def load_cache(
 
 def _check(header: Mapping[str, str], expected: Mapping[str, str], path: Any) -> None:
     if header.get("format") != FORMAT:
-        raise CacheFileError(f"{path} is no cache: its metadata lack format={FORMAT!r}; write it with save_cache")
+        raise CacheFileError(f"{path} is not a cache: its metadata lack format={FORMAT!r}; use save_cache")
     if header.get("version") != str(VERSION):
         raise CacheFileError(
             f"{path} has version {header.get('version')} of the format, and this kvcompile reads {VERSION}; "
@@ -109,7 +109,7 @@ class _Writer:
         self._described: dict[int, Any] = {}
 
     def describe(self, value: Any, place: str) -> Any:
-        """What ``value`` is; ``place`` names it."""
+        """The description of ``value``, whose place in the cache is ``place``."""
         if isinstance(value, Tensor):
             # One description for all places that hold a tensor: they hold one tensor after loading as well.
             if id(value) not in self._described:
@@ -169,7 +169,7 @@ class _Writer:
 
 
 class _Reader:
-    """Makes a cache of its description and the tensors of a file."""
+    """Rebuilds a cache from its description and the tensors of a file."""
 
     def __init__(self, file: Any, device: torch.device, path: Any) -> None:
         self._file = file

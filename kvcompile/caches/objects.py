@@ -21,7 +21,7 @@ def is_known(cls: Any) -> TypeGuard[type]:
 
 
 def versions() -> dict[str, str]:
-    """What a file says about the classes that it names."""
+    """The versions of the libraries whose classes a file names."""
     transformers = sys.modules.get("transformers")
     return {"transformers": str(transformers.__version__)} if transformers is not None else {}
 
@@ -43,7 +43,7 @@ def _minor(version: str) -> list[str]:
 
 
 def known_class(name: str, path: Any) -> type:
-    """The class called ``name``; CacheFileError if it is none of those that files may name."""
+    """The class called ``name``; CacheFileError if it is not a cache class of Transformers."""
     from transformers import cache_utils
 
     cls = getattr(cache_utils, name, None)

@@ -142,7 +142,7 @@ def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
         (viewed.source, viewed.steps, viewed.offset) if isinstance(viewed, LiveView) else (viewed, (), 0)
     )
     if begin is None or viewed.data_is_traced or like.dtype != source.dtype:
-        return LiveView(source, (*steps, step), like, None)
+        return LiveView(source, (*steps, step), like)
     return LiveView(source, (*steps, step), like, begin + int(like.storage_offset()))
 
 

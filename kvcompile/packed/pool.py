@@ -2,8 +2,8 @@
 [num_blocks, num_kv_heads, block_size, head_dim], which has heads first.
 
 Its slots, block after block, are the tokens of one packed sequence (:class:`~kvcompile.packed.tensor.PackedTensor`),
-whatever ``block_size`` is: blocks of the packed data hold another number of tokens. Who views the pool as
-[num_slots, num_kv_heads, head_dim] is given those slots. :mod:`kvcompile.packed.pool_ops` says what is done to it.
+for every ``block_size``: a block of packed data always holds 64 tokens. A view of the pool as [num_slots, num_kv_heads,
+head_dim] is this sequence. :mod:`kvcompile.packed.pool_ops` says what each operator does.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PackedPool(PackedSubclass):
         return PackedPool(slots, size, context).of_size(size)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
         return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -123,12 +123,12 @@ def exchanged(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def slots_of(cache: Any) -> Any:
-    """The packed cache that a pool of blocks is made of; anything else as it is."""
+    """The packed cache inside a pool of blocks; any other object unchanged."""
     return cache.slots if isinstance(cache, PackedPool) else cache
 
 
 def rebuild_packed_pool(slots: PackedTensor, size: tuple[int, ...], heads_first: bool = False) -> PackedPool:
-    """What ``torch.load`` calls to make a saved pool again."""
+    """Rebuilds a saved pool; ``torch.load`` calls this."""
     return PackedPool(slots, size, heads_first)
 
 

@@ -1,4 +1,4 @@
-"""What each PyTorch operator does to a packed pool of blocks: what it does to the slots that it names.
+"""Operators on a packed pool of blocks: each is applied to the slots that it addresses.
 
 Views as slots or as other blocks, and views of some blocks, share the bytes. Other operators follow the general rules.
 """

@@ -1,10 +1,9 @@
 """A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
 
 ``PackedStack`` looks like a plain tensor that has the dimensions of a cache and others besides, the *stacked* ones.
-Each of its parts is a packed cache with a format of its own, or a plain tensor. Who selects a part (``kv[0]``,
-``cache[layer, 1]``, ``kv[:, 0]``, ``unbind``) is given a view of that cache, so that all reads and writes of parts mean
-what they mean for a :class:`~kvcompile.packed.tensor.PackedTensor`; :mod:`kvcompile.packed.stack_ops` says what is done
-to the whole.
+Each part is a packed cache with its own format, or a plain tensor. A selected part (``kv[0]``, ``cache[layer, 1]``,
+``kv[:, 0]``, ``unbind``) is a view of that cache, so it is read and written like any
+:class:`~kvcompile.packed.tensor.PackedTensor`. :mod:`kvcompile.packed.stack_ops` says what operators on the whole do.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ A cache that is no stack is the only part of itself, ``()``."""
 
 
 class PackedStack(PackedSubclass):
-    """Several caches in one tensor, or a view of such.
+    """Several caches in one tensor, or a view of such a tensor.
 
     Attributes:
         parts: packed or plain caches of one shape, in row-major order of the stacked dimensions.
@@ -111,7 +110,7 @@ class PackedStack(PackedSubclass):
         return stacked(values, self.stack_shape, self.stacked_dims)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        # Of what they are made is part of the context for Dynamo to guard on.
+        # Dynamo guards on the context, so it says how each part is packed.
         caches = [slots_of(part) for part in self.parts]
         metas = tuple(cache.cache_meta if isinstance(cache, PackedTensor) else None for cache in caches)
         for part in self.parts:
@@ -125,7 +124,7 @@ class PackedStack(PackedSubclass):
         return PackedStack(parts, size, context[0])
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
         parts = [
             part._stable_hash_for_caching()
             if isinstance(part, (PackedTensor, PackedPool))
@@ -160,7 +159,7 @@ def stacked(parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: S
 def rebuild_packed_stack(
     parts: tuple[Tensor, ...], size: tuple[int, ...], stacked_dims: tuple[int, ...] | None = None
 ) -> PackedStack:
-    """What ``torch.load`` calls to make a saved stack again."""
+    """Rebuilds a saved stack; ``torch.load`` calls this."""
     return PackedStack(parts, size, stacked_dims)
 
 

@@ -1,4 +1,4 @@
-"""What each PyTorch operator does to a stack of packed caches: the same to each part, where that has the same meaning.
+"""Operators on a stack of packed caches: each is applied to every part, where that has the same meaning.
 
 A selection of parts is a view of them. Other operators follow the general rules.
 """

@@ -7,8 +7,8 @@ transposes are views of the same bytes; copies of whole token vectors (clone, re
 bytes; everything else reads dequantized values. :mod:`kvcompile.packed` lists the
 modules that say what each operator does.
 
-A write that cannot be carried out raises; none is lost silently, with one exception that no subclass can see: code that
-takes the address of the tensor (``data_ptr()`` is 0) instead of calling an operator. Outside of ``no_grad``, gradients
+A write that cannot be carried out raises. Code that takes the address of the tensor (``data_ptr()`` is 0) instead of
+calling an operator does not see the cache; no tensor subclass can notice that. Outside of ``no_grad``, gradients
 pass straight through the quantization.
 """
 
@@ -199,13 +199,13 @@ class PackedTensor(PackedSubclass):
         """A cache of zeros of logical ``shape``, in the order ``axes``."""
         if axes not in WHOLE_AXES:
             raise ValueError(
-                f"axes are {axes!r}; they are those of [batch, heads, tokens, head_dim] in some order, "
-                f"{', '.join(CACHE_AXES)}; or of these without that of one head or one sequence, "
-                f"{', '.join(RANK_3_AXES)}; a pool of slots [num_slots, heads, head_dim] is {SLOT_AXES}"
+                f"axes are {axes!r}; valid axes are {', '.join(CACHE_AXES)} for batch (b), heads (h), tokens (t) and "
+                f"channels (d), {', '.join(RANK_3_AXES)} for one head or one sequence, and {SLOT_AXES} for a pool "
+                "of slots [num_slots, heads, head_dim]"
             )
         if len(shape) != len(axes) or shape[-1] != layout.head_dim:
             raise ValueError(
-                f"shape {tuple(shape)} is not that of a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
+                f"shape {tuple(shape)} does not fit a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
             )
         if (reason := layout.unsupported(dtype)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
@@ -431,7 +431,7 @@ class PackedTensor(PackedSubclass):
         return PackedTensor(inner["inner_packed"], context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
@@ -469,7 +469,7 @@ class PackedTensor(PackedSubclass):
 def rebuild_packed_tensor(
     data: Tensor, layout: tuple[Any, ...], meta: tuple[Any, ...], shape: tuple[int, ...]
 ) -> PackedTensor:
-    """What ``torch.load`` calls to make a saved cache again, from what names its layout and the fields of CacheMeta."""
+    """Rebuilds a saved cache from the names of its layout and the fields of CacheMeta; ``torch.load`` calls this."""
     return PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
 
 
