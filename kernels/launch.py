@@ -207,9 +207,10 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
 
 def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, role: Role, head_dim: int) -> Tensor:
     """:func:`kvcompile.kernels.spec.packing.read_tokens` on a GPU, in ``dtype``; contiguous."""
-    operand, static_scale = operand_and_scale(
-        spec, role, head_dim, dtype == torch.float32, launcher.capability_of(data.device), is_reference(data)
-    )
+    # Rotated levels are exact in half precision, and their products are summed in float32.
+    float32 = dtype == torch.float32 and not _layout(spec, role, head_dim).format.rotated
+    ptx = launcher.capability_of(data.device)
+    operand, static_scale = operand_and_scale(spec, role, head_dim, float32, ptx, is_reference(data))
     _, batch, num_kv_heads, _ = data.shape
     out = torch.empty((batch, num_kv_heads, num_tokens, head_dim), dtype=dtype, device=data.device)
     if out.numel() == 0:

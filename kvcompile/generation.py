@@ -54,12 +54,15 @@ class Request:
         served: the packed cache that was taken for the request.
         decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's.
         keeps_outputs: whether hidden states of all steps are returned, which CUDA graphs would overwrite.
+        records: whether decode steps may be CUDA graphs. One request at a time may: a step of another thread would
+            overwrite its outputs.
     """
 
     is_custom: bool = False
     served: Any = None
     decodes_with: Any = None
     keeps_outputs: bool = False
+    records: bool = False
 
     def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with ``kwargs`` reads one more token of each sequence, with the cache of this request."""
@@ -84,6 +87,7 @@ class Generation:
         self._model = model
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
         self._of_thread = threading.local()
+        self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
         self._compiled = torch.compile(model._call_impl, backend=backend, **how)
         self._recorded = torch.compile(model._call_impl, backend=backend.with_mode("reduce-overhead"), **how)
@@ -151,8 +155,8 @@ class Generation:
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
             with _looking_at_keys(self._model, cache):
                 return self._model._call_impl(*args, **kwargs)
-        records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable and not request.keeps_outputs
-        return (self._recorded if records else self._compiled)(*args, **kwargs)
+        records = request.records and not request.keeps_outputs and kwargs["past_key_values"].is_compileable
+        return (self._recorded if records and kwargs["input_ids"].is_cuda else self._compiled)(*args, **kwargs)
 
     # How they do it
 
@@ -160,10 +164,13 @@ class Generation:
     def _requested(self, request: Request) -> Iterator[Request]:
         """``request`` runs inside, perhaps within another one of the same thread; its cache is kept afterwards."""
         outer, self._of_thread.request = self._request, request
+        request.records = self._recording.acquire(blocking=False)
         try:
             yield request
         finally:
             self._of_thread.request = outer
+            if request.records:
+                self._recording.release()
             if request.served is not None and self._caches is not None:
                 self._caches.give_back(request.served)
 

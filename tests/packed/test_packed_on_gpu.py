@@ -59,6 +59,11 @@ def test_every_order_of_axes_is_packed_written_and_read(spec: str, axes: str) ->
     assert_same_cache(on_gpu, on_cpu)
 
 
+def assigned(cache: Tensor, positions: list[int], new: Tensor) -> Tensor:
+    cache[:, :, torch.tensor(positions, device=cache.device)] = new
+    return cache
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one token": lambda cache, new: cache.index_copy_(2, torch.tensor([70], device=cache.device), new[:, :, :1]),
     "a slice": lambda cache, new: cache[:, :, 60:160].copy_(new[:, :, :100]),
@@ -67,8 +72,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "all": lambda cache, new: cache.copy_(new),
     "no token": lambda cache, new: cache.index_copy_(2, torch.tensor([], dtype=torch.int64, device=cache.device),
                                                      new[:, :, :0]),
-    "a position each": lambda cache, new: cache.index_put_(
-        (None, None, torch.tensor([-1, 3], device=cache.device)), new[:, :, :2]),
+    "some positions": lambda cache, new: assigned(cache, [-1, 3], new[:, :, :2]),
     "another packed cache": lambda cache, new: cache.copy_(
         PackedTensor.from_dense(new, PackedLayout.parse("int8_per_token_head", "key", 64))),
 }  # fmt: skip
