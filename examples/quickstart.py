@@ -190,7 +190,7 @@ def comparison(plain: Measurement, packed: Measurement, policy: str) -> Table:
     return table
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     presets = ", ".join(kvcompile.preset_names())
     parser.add_argument("--policy", default="int8_per_token_head", help=f"a file, or one of {presets}")
@@ -205,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a smaller model, few steps, little text: a test of the program"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.quick:
         args.steps, args.new_tokens, args.windows = args.steps or 20, min(args.new_tokens, 64), 1
     if args.new_tokens < CHUNK_TOKENS:
@@ -217,8 +217,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     corpus, held_out = read_corpus()
     recipe = Recipe(seconds=args.seconds, steps=args.steps, seed=args.seed, num_layers=1 if args.quick else 3)
     name = args.model or trained_byte_model(recipe, corpus)

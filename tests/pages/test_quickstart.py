@@ -9,16 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import quickstart
 import torch
 from byte_lm import Recipe, load_or_train, model_folder, read_corpus, train
-from quickstart import CHUNK_TOKENS, PROMPT_TOKENS, Runner, held_out_text, main, split_window
+from quickstart import CHUNK_TOKENS, PROMPT_TOKENS, Runner, held_out_text, split_window
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TINY = Recipe(steps=8, num_layers=1, context=64, batch_size=4)
 
 
@@ -105,18 +106,19 @@ def test_cache_bytes_are_those_of_the_storages_and_the_text_continues_the_prompt
     assert measurement.text.startswith(text.decode(text.windows[0, :PROMPT_TOKENS]).decode())
 
 
-def run_script(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True)
+class WithoutInductor(Runner):
+    """Runs without code generation: plain Inductor becomes eager code, and kvquant runs its graphs node by node."""
+
+    def __init__(self, *args: Any, backend: str, **how: Any) -> None:
+        super().__init__(*args, backend="eager" if backend == "inductor" else backend, **how)
 
 
-@pytest.mark.slow
-def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(tmp_path: Path) -> None:
-    done = run_script("--quick", "--policy", "int4_per_token_head", cache=tmp_path)
-    assert done.returncode == 0, done.stderr
+QUICK = ["--quick", "--policy", "int4_per_token_head"]
 
+
+def check_output(shown: str) -> None:
     def row(name: str) -> list[float]:
-        (cells,) = re.findall(rf"{name} *│([^│]*)│([^│]*)│", done.stdout)
+        (cells,) = re.findall(rf"{name} *│([^│]*)│([^│]*)│", shown)
         return [float(cell.replace(",", "")) for cell in cells]
 
     assert min(row("tokens per second")) > 0
@@ -124,16 +126,39 @@ def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(tm
     assert after < before / 2
     plain, packed = row("bits per byte")
     assert packed == pytest.approx(plain, rel=0.05)
-    assert "model.layers.0.self_attn" in done.stdout
-    assert re.search(r"(\d+) attention sites: \1 rewritten, 0 refused, 0 left alone", done.stdout)
+    assert "model.layers.0.self_attn" in shown
+    assert re.search(r"(\d+) attention sites: \1 rewritten, 0 refused, 0 left alone", shown)
 
 
-def test_an_unknown_policy_is_an_error_before_any_work(
+@pytest.fixture
+def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for trained models."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("without_code_generation", "model_cache")
+def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--policy", "int9"])
-    monkeypatch.setattr("quickstart.read_corpus", lambda: pytest.fail("work has begun"))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    monkeypatch.setattr(quickstart, "Runner", WithoutInductor)
+    quickstart.main(QUICK)
+    check_output(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("model_cache")
+def test_the_quickstart_runs_as_a_program_with_generated_code() -> None:
+    script = Path(quickstart.__file__)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script), *QUICK], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_output(done.stdout)
+
+
+def test_an_unknown_policy_is_an_error_before_any_work(model_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        quickstart.main(["--policy", "int9"])
+    assert stopped.value.code == 2
     assert "policy 'int9' is neither a preset nor a file" in capsys.readouterr().err
+    assert not list(model_cache.iterdir())
