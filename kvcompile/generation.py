@@ -39,6 +39,9 @@ _ATTRIBUTE = "_kvcompile_generation"
 _METHODS = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria")
 """The methods of a model that a Generation replaces by its own."""
 
+_COMPILED_CODE = threading.RLock()
+"""Held while compiled code runs: PyTorch refuses to run it while another thread traces a graph."""
+
 _ASSISTED = "assisted_generation"
 _SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _GROWING = (None, "dynamic")
@@ -150,13 +153,15 @@ class Generation:
             return self._model._call_impl(*args, **kwargs)
         request = self._request
         if request is None:
-            return self._compiled(*args, **kwargs)
+            with _COMPILED_CODE:
+                return self._compiled(*args, **kwargs)
         if not request.is_decode_step(kwargs):
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
             with _looking_at_keys(self._model, cache):
                 return self._model._call_impl(*args, **kwargs)
         records = request.records and not request.keeps_outputs and kwargs["past_key_values"].is_compileable
-        return (self._recorded if records and kwargs["input_ids"].is_cuda else self._compiled)(*args, **kwargs)
+        with _COMPILED_CODE:
+            return (self._recorded if records and kwargs["input_ids"].is_cuda else self._compiled)(*args, **kwargs)
 
     # How they do it
 

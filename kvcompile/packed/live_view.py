@@ -7,6 +7,7 @@ operators, so it always sees the present values. A write reads, computes and sto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -129,11 +130,14 @@ def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
     """What ``view`` makes of a tensor with the shape and strides of ``viewed``.
 
     AOTAutograd must know where symbolic sizes come from, so there ``view`` is applied to values that nobody reads.
+    Elsewhere only a fake mode knows symbolic sizes, and no other mode may see the operators.
     """
     source = viewed.source if isinstance(viewed, LiveView) else viewed
     if _is_functionalized(source):
         return view(viewed.dequantize())
-    with _disable_current_modes():
+    has_symbols = any(isinstance(extent, torch.SymInt) for extent in (*viewed.shape, *viewed.stride()))
+    fake_mode = torch._guards.detect_fake_mode() if has_symbols else None
+    with _disable_current_modes(), fake_mode or nullcontext():
         return view(geometry_of(viewed))
 
 

@@ -92,6 +92,17 @@ class CacheMeta:
     growing: bool = False
 
 
+def _pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
+    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks``, a part at a time.
+
+    Encoding makes float32 temporaries; these stay small beside a long cache.
+    """
+    at_once = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
+    for first in range(0, num_blocks(x.shape[2]), at_once):
+        packed = pack_blocks(layout, x[:, :, first * BLOCK_TOKENS : (first + at_once) * BLOCK_TOKENS])
+        blocks[first : first + packed.shape[0]].copy_(packed)
+
+
 class PackedTensor(PackedSubclass):
     """A packed KV cache, or a view of one.
 
@@ -173,14 +184,8 @@ class PackedTensor(PackedSubclass):
         x = result.to_stored_axes(x.detach())
         if runs_kernels(result.packed):
             launch_write(result.packed, layout, x, torch.arange(x.shape[2], device=x.device))
-            return result
-        # Encoding makes float32 temporaries; in chunks of blocks they stay small beside the cache.
-        chunk_blocks = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
-        for block in range(0, num_blocks(x.shape[2]), chunk_blocks):
-            chunk = x[:, :, block * BLOCK_TOKENS : (block + chunk_blocks) * BLOCK_TOKENS]
-            data = pack_blocks(layout, chunk)
-            first = layout.header_blocks + block
-            result.packed[first : first + data.shape[0]].copy_(data)
+        else:
+            _pack_in_chunks(result.packed[layout.header_blocks :], layout, x)
         if layout.residual is not None:
             result.packed[: layout.header_blocks].copy_(header_of(layout, x))
         return result

@@ -220,14 +220,16 @@ def test_formats_without_a_kernel_stay_plain_on_a_gpu(spec: str, shared: bool) -
     value = SimpleNamespace(device=torch.device("cuda"))
     root = SimpleNamespace(meta={"val": value})
     cache: Any = SimpleNamespace(root=root, serves_both=shared, is_pool=False, computing=set())
-    with pytest.raises(Refusal, match="on a GPU it is for latents that serve as keys and values, none of them kept"):
+    with pytest.raises(
+        Refusal, match="on a GPU it is for latents that serve as keys and values, without tokens in full precision"
+    ):
         _check_shared(cache, PackedLayout.parse(spec, "key", WIDTH))
 
 
 def test_a_cache_packed_with_scales_per_key_channel_does_not_serve_as_values() -> None:
     root = SimpleNamespace(meta={"val": torch.zeros(1)})
     cache: Any = SimpleNamespace(root=root, serves_both=True, is_pool=False, computing=set())
-    with pytest.raises(Refusal, match="the scales of int4_per_channel are those of key channels"):
+    with pytest.raises(Refusal, match="the scales of int4_per_channel belong to channels of keys"):
         _check_shared(cache, PackedLayout.parse("int4_per_channel[recent=1,sinks=0,float32]", "key", 128))
 
 
