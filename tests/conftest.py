@@ -76,6 +76,13 @@ def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def node_by_node_on_cpu(request: pytest.FixtureRequest) -> None:
+    """On a CPU graphs run node by node, except in slow cases; for tests that have a parameter ``device``."""
+    if request.getfixturevalue("device") == "cpu" and not request.node.get_closest_marker("slow"):
+        request.getfixturevalue("without_code_generation")
+
+
+@pytest.fixture
 def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
     """The graphs that would go to Inductor, one after the other; they run node by node."""
     import kvcompile.backend

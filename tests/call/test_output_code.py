@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import cases_by_device
 from torch._inductor.utils import run_and_get_code
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,11 +38,16 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
     return codes[-1], model, cache
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("preset", PRESETS)
+# On a CPU kernels/test_reference_attention.py looks at the code of the other formats.
+@pytest.mark.parametrize(
+    ("preset", "device"),
+    cases_by_device(
+        on_gpu=[(preset,) for preset in PRESETS],
+        on_cpu=[("turboquant_4bit_nc",)],
+        generated_on_cpu=[("int4_per_token_head",)],
+    ),
+)
 def test_a_decode_step_stores_in_place_and_buffers_no_dequantized_cache(preset: str, device: str) -> None:
-    if device == "cpu" and preset not in ("int4_per_token_head", "turboquant_4bit_nc"):
-        pytest.skip("kernels/test_reference_attention.py looks at the code of the other formats")
     code, model, cache = decode_step_code(preset, device)
     body = code[code.index("def call") :]
     assert not re.search(r"clone\(|\.copy_\(", body)

@@ -170,6 +170,7 @@ def test_it_equals_flex_attention_on_packed_caches(attend: Attend, device: str, 
     torch.testing.assert_close(out, step_of(attend)(*new, *expected, positions, given), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_generated_code_does_the_same() -> None:
     new, caches, positions = inputs()
     given, expected = blocks(causal, padding)("cpu"), packed(caches)

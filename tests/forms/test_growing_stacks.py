@@ -105,6 +105,7 @@ def test_a_growing_stack_compiles_once_for_all_lengths() -> None:
     assert counters["stats"]["unique_graphs"] == 2  # one graph takes a plain tensor
 
 
+@pytest.mark.slow
 def test_a_growing_stack_runs_as_compiled_code() -> None:
     decode(sequences_first, compiled(sequences_first, dynamic=True), 63, (3, 1))
 

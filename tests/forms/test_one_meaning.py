@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from devices import cases_by_device
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -15,22 +17,20 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, PRESETS, fresh_cache, tiny_llama  # noqa: E402
+from tiny_llama import PRESETS, fresh_cache, tiny_llama  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = ["static", "dynamic"]
 
-ON_CPU = {
-    (torch.float32, "fp8_e4m3", "static"),
-    (torch.float32, "int4_per_token_head", "dynamic"),
-    (torch.float32, "turboquant_4bit_nc", "static"),
-    (torch.float32, "turboquant_4bit_nc", "dynamic"),
-    (torch.bfloat16, "int4_per_token_head", "static"),
-}
-"""The cases that run node by node on a CPU: each dtype, and each preset except int8, which the last test has.
-
-Passes treat both kinds of caches alike. The last test, test_hand_written_model.py and test_output_code.py test
-generated code.
-"""
+ON_CPU = [
+    ("fp32", "fp8_e4m3", "static"),
+    ("fp32", "turboquant_4bit_nc", "dynamic"),
+    ("bf16", "int4_per_token_head", "static"),
+]
+"""What runs on a CPU, node by node: each preset but int8, which the last test has, and each dtype. What passes do with
+one kind of cache they do with the other. Generated code is compared in the last test, in test_hand_written_model.py and
+in test_output_code.py."""
 
 
 def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
@@ -72,17 +72,15 @@ def fresh_compiler() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype_name", "preset", "kind", "device"), cases_by_device(itertools.product(DTYPES, PRESETS, KINDS), ON_CPU)
+)
 def test_compiled_logits_equal_eager_logits_on_packed_caches(
-    preset: str, kind: str, device: str, dtype: torch.dtype, request: pytest.FixtureRequest
+    dtype_name: str, preset: str, kind: str, device: str, request: pytest.FixtureRequest
 ) -> None:
     if device == "cpu":
-        if (dtype, preset, kind) not in ON_CPU:
-            pytest.skip("some combinations are enough on a CPU")
         request.getfixturevalue("without_code_generation")
+    dtype = DTYPES[dtype_name]
     model = tiny_llama(dtype, device, num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
     cache, expected_cache = fresh_cache(model, kind), eager_packed_cache(model, kind, preset, batch=2)
@@ -95,15 +93,16 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches(
     assert counters["kvquant"]["refused"] == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "kind", "device"),
+    cases_by_device(
+        itertools.product(PRESETS, KINDS), [("int8_per_token_head", "static"), ("turboquant_4bit_nc", "dynamic")]
+    ),
+)
 def test_a_cache_from_an_eager_prefill_is_adopted(
     preset: str, kind: str, device: str, request: pytest.FixtureRequest
 ) -> None:
     if device == "cpu":
-        if (preset, kind) not in (("int8_per_token_head", "static"), ("turboquant_4bit_nc", "dynamic")):
-            pytest.skip("two combinations are enough on a CPU")
         request.getfixturevalue("without_code_generation")
     formats = Policy.load(preset).formats_for("", 0, 1)
     model = tiny_llama(device=device, num_layers=1)
@@ -124,7 +123,7 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
     assert isinstance(cache.layers[0].keys, PackedTensor)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_cache_not_at_all(
     kind: str, request: pytest.FixtureRequest
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import cases_by_device
 from torch import Tensor
 
 from kvcompile import last_report
@@ -17,7 +19,6 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 4, 2, 64, 140
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POLICIES = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -59,19 +60,26 @@ def causal(n: int, kv_len: int, start: int, device: torch.device) -> Tensor:
     return torch.arange(kv_len, device=device) <= torch.arange(start, start + n, device=device)[:, None]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("attend", "batch"), [(by_products, 2), (by_sdpa, 2), (by_sdpa, 1)])
+READS = [(by_products, 2), (by_sdpa, 2), (by_sdpa, 1)]
+
+
+@pytest.mark.usefixtures("node_by_node_on_cpu")
+@pytest.mark.parametrize(
+    ("attend", "batch", "policy", "device"),
+    cases_by_device(
+        on_gpu=[(*read, policy) for read, policy in itertools.product(READS, POLICIES)],
+        on_cpu=[(by_products, 2, "int8_per_token_head"), (by_sdpa, 2, "turboquant_4bit_nc"), (by_sdpa, 1, "int4")],
+        generated_on_cpu=[(by_products, 2, "int8_per_token_head")],
+    ),
+)
 def test_a_static_cache_is_packed_and_read_up_to_its_last_token(
-    attend: Callable[..., Tensor], batch: int, policy: str, device: str, request: pytest.FixtureRequest
+    attend: Callable[..., Tensor], batch: int, policy: str, device: str
 ) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         end = start + k.shape[0]
         keys[start:end], values[start:end] = k, v
         return attend(q, keys[:end], values[:end], causal(len(q), end, start, q.device))
 
-    if device == "cpu" and (attend is by_sdpa or policy != POLICIES[0]):
-        request.getfixturevalue("without_code_generation")
     caches = [torch.zeros(MAX_LEN, batch, NUM_KV_HEADS, HEAD_DIM, device=device) for _ in range(2)]
     expected = [PackedTensor.from_dense(x, how, "tbhd") for x, how in zip(caches, layouts(policy), strict=True)]
     run = compiled(step, policy)
@@ -87,12 +95,16 @@ def test_a_static_cache_is_packed_and_read_up_to_its_last_token(
     assert {cache.kind for cache in last_report().sites[0].caches} == {"static"}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_cache_grows_at_its_first_dimension_from_the_prompt_on(
-    batch: int, policy: str, device: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("node_by_node_on_cpu")
+@pytest.mark.parametrize(
+    ("batch", "policy", "device"),
+    cases_by_device(
+        on_gpu=itertools.product((1, 2), POLICIES),
+        on_cpu=[(1, "turboquant_4bit_nc"), (2, "int4")],
+        generated_on_cpu=[(2, "int8_per_token_head")],
+    ),
+)
+def test_a_cache_grows_at_its_first_dimension_from_the_prompt_on(batch: int, policy: str, device: str) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
         k, v = k * 1, v * 1  # stands for projections
         start = 0
@@ -101,8 +113,6 @@ def test_a_cache_grows_at_its_first_dimension_from_the_prompt_on(
             k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
         return by_sdpa(q, k, v, causal(len(q), len(k), start, q.device)), (k, v)
 
-    if device == "cpu" and (batch == 1 or policy != POLICIES[0]):
-        request.getfixturevalue("without_code_generation")
     run = compiled(step, policy)
     past = expected = None
     for n in (70, 1, 1, 5):

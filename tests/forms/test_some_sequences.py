@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import cases_by_device
 from torch import Tensor
 
 from kvcompile import last_report
@@ -15,7 +17,6 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
 MAX_BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 4, 4, 2, 64, 140
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POLICIES = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -77,15 +78,24 @@ STEPS = {of_the_first: (2, "bthd"), of_those_behind: (2, "bthd"), of_one_and_hea
 STEPS[of_the_first_behind_tokens] = (3, "tbhd")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.usefixtures("node_by_node_on_cpu")
+@pytest.mark.parametrize(
+    ("step", "policy", "device"),
+    cases_by_device(
+        on_gpu=itertools.product(STEPS, POLICIES),
+        on_cpu=[
+            (of_the_first, "turboquant_4bit_nc"),
+            (of_those_behind, "int4"),
+            (of_one_and_heads_first, "int4"),
+            (of_the_first_behind_tokens, "int8_per_token_head"),
+        ],
+        generated_on_cpu=[(of_those_behind, "int4")],
+    ),
+)
 def test_only_the_sequences_of_a_step_are_written_and_read(
-    step: Callable[..., Tensor], policy: str, device: str, request: pytest.FixtureRequest
+    step: Callable[..., Tensor], policy: str, device: str
 ) -> None:
     batch, axes = STEPS[step]
-    if device == "cpu" and (step is not of_those_behind or policy != "int4"):
-        request.getfixturevalue("without_code_generation")
     sizes = {"b": MAX_BATCH, "h": NUM_KV_HEADS, "t": MAX_LEN, "d": HEAD_DIM}
     caches = [torch.randn([sizes[axis] for axis in axes], device=device) for _ in range(2)]
     expected = [packed_copy(cache, role, policy, axes) for cache, role in zip(caches, ("key", "value"), strict=True)]

@@ -48,7 +48,7 @@ NUM_TOKENS = 75
 
 
 def run(model: Any, cache: Any) -> torch.Tensor:
-    """The logits of a prefill and of a chunk of tokens after it."""
+    """The logits of a prefill and a chunk."""
     ids = torch.randint(0, 97, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         steps = [model(input_ids=chunk, past_key_values=cache).logits for chunk in ids.split([70, 5], dim=1)]
