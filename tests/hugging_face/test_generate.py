@@ -32,6 +32,7 @@ def test_generate_with_a_static_cache_and_a_compile_config_packs_the_cache(devic
     assert (result.sequences == plain.sequences).float().mean() > 0.9
 
 
+@pytest.mark.usefixtures("node_by_node_on_cpu")
 @pytest.mark.parametrize("device", DEVICES)
 def test_model_compile_packs_the_default_growing_cache_of_generate(device: str) -> None:
     torch._dynamo.reset()
