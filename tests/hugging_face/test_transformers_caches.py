@@ -104,4 +104,4 @@ def test_a_quantized_cache_of_transformers_stays_as_it_is() -> None:
     prefill, *steps = report.sites
     assert prefill.reason_code == "no_cache"  # it attends to its own keys, which are quantized for later steps
     assert {site.reason_code for site in steps} == {"already_quantized"}
-    assert "holds torch.int8: the model has quantized it already" in str(steps[0].reason)
+    assert "holds torch.int8: the model quantizes it" in str(steps[0].reason)
