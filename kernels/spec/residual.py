@@ -329,7 +329,8 @@ def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
     if n == 0:
         return header
     block = torch.arange(n, device=x.device) // BLOCK_TOKENS
-    last = torch.where(x.count_nonzero(-1) > 0, block, -1).amax(-1, keepdim=True)  # [batch, num_kv_heads, 1]
+    is_zero = (x.amax(-1) == 0) & (x.amin(-1) == 0)  # without a temporary of the size of x
+    last = torch.where(is_zero, -1, block).amax(-1, keepdim=True)  # [batch, num_kv_heads, 1]
     entry = all_entries(layout, x)
     cycles = torch.where(entry < residual.sink_blocks, 0, (last - entry) // max(residual.recent_blocks, 1))
     block_of_entry = entry + cycles * residual.recent_blocks
