@@ -1,9 +1,9 @@
-"""Packed caches as tensors: what every PyTorch operator does to them in eager and traced code.
+"""Packed caches are tensor subclasses; this package defines every PyTorch operator on them, in eager and traced code.
 
-Every class has a table of handlers, and the dispatch of :mod:`kvcompile.packed.subclass` looks operators up in it. The
-modules imported here fill the tables. docs/packed_tensors.md lists what each operator does.
+Every class has a table of handlers. The dispatch in :mod:`kvcompile.packed.subclass` looks up operators in this table.
+The modules imported here fill the tables. docs/packed_tensors.md lists the behaviour of each operator.
 
-This room imports kernels only.
+This package imports only from kvcompile.kernels.
 """
 
 import kvcompile.packed.copies

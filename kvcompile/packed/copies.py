@@ -1,4 +1,4 @@
-"""Copies of whole token vectors of a packed cache: the result is packed too, and no vector is quantized twice."""
+"""Operators that copy whole token vectors of a packed cache. The copy is packed, and no vector is quantized again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _fresh(cache: PackedTensor, data: Tensor, size: Sequence[int], start: int | None = None) -> PackedTensor:
-    """A cache of its own over ``data``, with the axes of ``cache``."""
+    """A cache that owns ``data`` and has the axes of ``cache``."""
     meta = cache.cache_meta if start is None else replace(cache.cache_meta, start=start)
     return PackedTensor.owning(data, meta, size)
 
@@ -37,7 +37,7 @@ def _to_copy(
     non_blocking: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Stays packed on another device; another dtype is a read."""
+    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
     if dtype is not None and dtype != cache.dtype:
         return NotImplemented
     data = aten._to_copy.default(cache.packed, device=device, non_blocking=non_blocking)
@@ -46,9 +46,9 @@ def _to_copy(
 
 @handles(PackedTensor, aten.index_select.default)
 def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
-    """Copies bytes: beams are reordered, tokens are evicted without another quantization.
+    """Copies bytes, so reordering beams or evicting tokens quantizes nothing again.
 
-    Single tokens of a cache with a residual are read instead: in other blocks they would be quantized again.
+    A selection of tokens from a cache with a residual is a read: moved to other blocks, they would be quantized again.
     """
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -69,7 +69,7 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
 
 @handles(PackedTensor, aten.index.Tensor)
 def _index(cache: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    """One index of one dimension selects along it; more is a read."""
+    """A single 1-D index selects along its dimension. Any other combination of indices is a read."""
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
     if not isinstance(cache, PackedTensor) or len(indexed) != 1:
         return NotImplemented
@@ -109,7 +109,7 @@ def _where(condition: Tensor, chosen: Tensor, otherwise: Tensor) -> Any:
 
 @handles(PackedTensor, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Along tokens: appends to the first tensor, a packed cache. Along sequences or heads: joins packed caches."""
+    """Appends to the first tensor, a packed cache, along tokens; joins packed caches along sequences or heads."""
     cache, *others = tensors
     if not isinstance(cache, PackedTensor) or any(other.dtype != cache.dtype for other in others):
         return NotImplemented
@@ -147,7 +147,7 @@ def _append(cache: PackedTensor, others: Sequence[Tensor], dim: int) -> PackedTe
     begin = cache.shape[dim]
     for other in others:
         tokens = torch.arange(begin, begin + other.shape[dim], device=cache.device)
-        # The new slots are seen by no other cache: written in place even where the storage is shared.
+        # No other cache sees the new slots, so they are written in place even if the storage is shared.
         put_tokens(result, result.packed, tokens, other)
         begin = begin + other.shape[dim]
     return result

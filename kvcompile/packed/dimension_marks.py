@@ -1,7 +1,7 @@
-"""What ``torch._dynamo.mark_dynamic`` and the like say of a packed cache, said of the tensors that it is made of.
+"""Passes marks such as ``torch._dynamo.mark_dynamic`` from a packed cache on to its inner tensors.
 
-Dynamo makes symbols of sizes of a tensor subclass and of its inner tensors, each for itself. Inner sizes that stayed
-constants would make constants of the sizes that the user marked.
+Dynamo creates separate symbols for the sizes of a tensor subclass and for the sizes of its inner tensors. If an inner
+size stayed constant, the outer size that the user marked would become constant too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 _WEAKLY_DYNAMIC, _STATIC = "_dynamo_weak_dynamic_indices", "_dynamo_static_indices"
 
 _INNER_MARKS = {"_dynamo_dynamic_indices": _WEAKLY_DYNAMIC, _WEAKLY_DYNAMIC: _WEAKLY_DYNAMIC, _STATIC: _STATIC}
-"""Which mark of an inner tensor follows from one of the outer tensor.
+"""Maps each mark of the outer tensor to the mark that its inner tensors get.
 
-``mark_dynamic`` demands an error if the size becomes a constant. The user's tensor has that mark and is what the error
-should name, so inner tensors have the mark that demands none.
+``mark_dynamic`` makes Dynamo raise if the size becomes constant. The error should name the user's tensor, so inner
+tensors get the weak dynamic mark, which never raises.
 """
 
 
@@ -24,20 +24,21 @@ _MARKS = (*_INNER_MARKS, "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_sp
 
 
 def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:
-    """As ``torch._dynamo.maybe_mark_dynamic``, without importing Dynamo: compile this size as symbolic at once."""
+    """Make this size symbolic at once, as ``torch._dynamo.maybe_mark_dynamic`` does, without importing Dynamo."""
     _mark(tensor, _WEAKLY_DYNAMIC, {dim})
 
 
 def pass_marks_on(outer: Tensor, inner: Tensor, inner_dims: Mapping[int, int]) -> None:
-    """Mark the sizes of ``inner`` on which marked sizes of ``outer`` depend.
+    """Mark each size of ``inner`` that determines a marked size of ``outer``.
 
     Args:
         outer: a packed cache.
-        inner: a tensor that it is made of.
-        inner_dims: for each dimension of ``outer`` that of ``inner`` whose size its own depends on, if there is one.
+        inner: an inner tensor of ``outer``.
+        inner_dims: maps a dimension of ``outer`` to the dimension of ``inner`` that determines its size. Dimensions of
+            ``outer`` that depend on no size of ``inner`` are missing.
     """
     if outer.__dict__.keys().isdisjoint(_INNER_MARKS):
-        return  # as in nearly every call: asking a tensor for an attribute that it lacks takes a microsecond
+        return  # the common case; looking up a missing attribute of a tensor takes a microsecond
     for mark, inner_mark in _INNER_MARKS.items():
         dims = {inner_dims[dim] for dim in getattr(outer, mark, ()) if dim in inner_dims}
         if dims:
@@ -45,7 +46,7 @@ def pass_marks_on(outer: Tensor, inner: Tensor, inner_dims: Mapping[int, int]) -
 
 
 def drop_marks(tensor: Tensor) -> None:
-    """Undo what ``mark_dynamic``, ``maybe_mark_dynamic`` and ``mark_static`` did to a tensor."""
+    """Remove every mark that ``mark_dynamic``, ``maybe_mark_dynamic`` and ``mark_static`` set on a tensor."""
     if not tensor.__dict__.keys().isdisjoint(_MARKS):
         for mark in _MARKS:
             tensor.__dict__.pop(mark, None)

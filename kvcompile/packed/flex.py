@@ -1,7 +1,7 @@
-"""``flex_attention`` on packed tensors reads their values, in eager code and in what Dynamo traces.
+"""``flex_attention`` dequantizes packed tensors, in eager code and in code that Dynamo traces.
 
-Higher-order operators do not come to ``__torch_dispatch__``: they have an implementation for every type of tensor, and
-while Dynamo traces, that for fake tensors, which takes no other type.
+Higher-order operators do not reach ``__torch_dispatch__``. They have one implementation for each type of tensor. While
+Dynamo traces, they call the implementation for fake tensors, which accepts no other type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Packed = TypeVar("Packed", bound=Tensor)
 
 
 def let_flex_attention_read(packed_type: type[Packed], values_of: Callable[[Packed], Tensor]) -> None:
-    """Teach ``flex_attention`` to take tensors of ``packed_type``, which have the values ``values_of``."""
+    """Make ``flex_attention`` accept tensors of ``packed_type``; ``values_of`` returns their dequantized values."""
     of_fake_tensors = flex_attention.python_key_table[FakeTensorMode]
 
     def read_packed(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """The shared storage of caches that grow by concatenation.
 
-In plain PyTorch ``cat([cache, new])`` copies the cache for every token. Here the longer cache lives in the same storage
-as the shorter one, appended in place, as long as nobody can tell: an append that does not start at the fill mark copies
-(:meth:`GrowingBuffer.copy_of`), and so does a write to a token that another cache of the same storage can see
-(:meth:`Lineage.make_exclusive`).
+In plain PyTorch ``cat([cache, new])`` copies the cache for every token. Here the append happens in place, and the
+longer cache shares the storage of the shorter one. Two cases copy instead, so that sharing stays invisible: an append
+that does not start at the fill mark (:meth:`GrowingBuffer.copy_of`), and a write to a token that another cache of the
+same storage can see (:meth:`Lineage.make_exclusive`).
 
-With a residual the caches of a storage also share the slots that hold recent tokens: while a longer cache fills its
-last blocks, the shorter ones may read their own last tokens quantized, as they would if they were longer.
+Caches with a residual also share the slots for recent tokens. While a longer cache fills its last blocks, a shorter
+cache may read its own last tokens quantized, as it would if it were longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _claiming = threading.Lock()
 
 
 def capacity_blocks(num_tokens: int) -> int:
-    """Blocks to allocate for ``num_tokens`` tokens: a quarter of headroom, so that appending is amortised O(1)."""
+    """Blocks to allocate for ``num_tokens`` tokens. A quarter of headroom makes appending amortised O(1)."""
     return growing_blocks(num_tokens + num_tokens // 4)
 
 
@@ -32,9 +32,10 @@ class GrowingBuffer:
 
     Attributes:
         storage: uint8 [capacity in blocks, batch, num_kv_heads, block_bytes].
-        fill: tokens that some cache uses, counted from the first block of tokens.
-        header_blocks: blocks before that of the first token, see :mod:`kvcompile.kernels.layout.packed_layout`.
-        lineages: the caches that live in it, as long as they are alive.
+        fill: number of tokens that at least one cache uses, counted from the first block of tokens.
+        header_blocks: number of blocks before the first block of tokens, see
+            :mod:`kvcompile.kernels.layout.packed_layout`.
+        lineages: the live caches in this buffer, held by weak references.
     """
 
     def __init__(self, storage: Tensor, fill: int, header_blocks: int = 0) -> None:
@@ -45,10 +46,10 @@ class GrowingBuffer:
 
     @classmethod
     def copy_of(cls, data: Tensor, fill: int, header_blocks: int = 0) -> GrowingBuffer:
-        """A new buffer with room for ``fill`` tokens and more, which starts with a copy of ``data``.
+        """A new buffer that starts with a copy of ``data`` and has room for ``fill`` tokens and headroom.
 
-        ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. What it does not cover is zeros: they decode
-        to zeros in every format, so that nothing in a buffer ever decodes to NaN.
+        ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. The remaining blocks are zero. Zero bytes
+        decode to zeros in every format, so nothing in a buffer decodes to NaN.
         """
         blocks = header_blocks + capacity_blocks(fill)
         storage = torch.empty((blocks, *data.shape[1:]), dtype=data.dtype, device=data.device)
@@ -58,9 +59,9 @@ class GrowingBuffer:
         return cls(storage, fill, header_blocks)
 
     def claim(self, end: int, num_new: int) -> bool:
-        """Take the room for ``num_new`` tokens behind token ``end``; False if another cache has it, or there is none.
+        """Reserve room for ``num_new`` tokens after token ``end``; False if that room is taken or the buffer is full.
 
-        Threads that continue one cache ask at the same time: to one of them the room is given, the others copy.
+        Several threads may extend one cache at the same time. One thread gets the room, and the others copy.
         """
         with _claiming:
             is_free = end == self.fill and self._has_room(end + num_new)
@@ -77,8 +78,8 @@ class Lineage:
     """One logical cache in a growing buffer: the tensor that ``cat`` returned and every view of it.
 
     Attributes:
-        buffer: where its tokens lie now.
-        end: where they end in the buffer.
+        buffer: the buffer that holds its tokens now.
+        end: position in the buffer after its last token.
     """
 
     def __init__(self, buffer: GrowingBuffer, end: int) -> None:
@@ -87,7 +88,7 @@ class Lineage:
         buffer.lineages.add(self)
 
     def make_exclusive(self) -> None:
-        """Moves this cache to a storage of its own if another cache shares it, so that a write is seen by no other."""
+        """Moves this cache to its own storage if another cache shares it, so that no other cache sees a write."""
         if len(self.buffer.lineages) > 1:
             self.buffer.lineages.discard(self)
             self.buffer = GrowingBuffer.copy_of(self.buffer.storage, self.end, self.buffer.header_blocks)

@@ -1,7 +1,7 @@
-"""Writes that are not writes of whole token vectors: read the values, compute, store the vectors that changed.
+"""The general rule for in-place operators: dequantize, compute, and store the vectors that changed.
 
-A vector changed if any bit of it did. Other vectors keep their bytes: quantized once more at every write, the values of
-tokens that nobody wrote would drift away from what was written.
+The rule handles writes that do not cover whole token vectors. A vector changed if any of its bits changed. All other
+vectors keep their bytes, because quantizing unwritten tokens again at every write would make their values drift.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _CHANGES_STORAGE = frozenset(
 
 @general_rule
 def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator that writes packed tensors on plain copies of all packed arguments.
+    """Runs an operator that writes packed tensors on plain copies of all packed arguments, then stores the changes.
 
     Views of one packed tensor share one copy, as plain views share memory. If the operator raises, nothing is stored.
 
     Raises:
-        NotImplementedError: the operator would change the shape or the storage of a packed tensor, or writes several
-            that share memory without being views of one object.
+        NotImplementedError: the operator would change the shape or the storage of a packed tensor, or it would write
+            several packed tensors that share memory without being views of one object.
     """
     written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, PackedSubclass)]
     if not written:
@@ -69,7 +69,7 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _count_write(x: PackedSubclass) -> None:
-    """Counts a write to a live view in the version of its source, where PyTorch does not share the version."""
+    """Increments the version of a live view's source after a write, unless PyTorch shares the version between them."""
     if isinstance(x, LiveView) and not x.data_is_traced and not x._is_view() and not x.source.is_inference():
         torch.autograd.graph.increment_version(x.source)
 
@@ -93,7 +93,7 @@ def _refuse_shared_memory(func: Any, written: Iterable[PackedSubclass], all_sour
 
 
 def _storages(cache: Tensor) -> set[int]:
-    """The storages of the bytes of a cache."""
+    """Identifiers of the storages that hold the bytes of a cache."""
     if isinstance(cache, PackedStack):
         return {storage for part in cache.parts for storage in _storages(part)}
     if isinstance(cache, PackedPool):
@@ -102,14 +102,14 @@ def _storages(cache: Tensor) -> set[int]:
 
 
 def store_changes(cache: Tensor, values: Tensor) -> None:
-    """Stores the vectors of ``values`` that differ from those of ``cache``, and leaves the bytes of the others alone.
+    """Stores each vector of ``values`` that differs from the present vector of ``cache``; other bytes stay unchanged.
 
-    The present values are dequantized anew for the comparison: the same bytes give the same bits, and of several caches
-    only one at a time exists twice.
+    For the comparison, the cache is dequantized once more: the same bytes give the same bits. Only one cache at a time
+    has this second copy in memory.
 
     Args:
-        cache: any packed tensor, unchanged since its values were handed out, or a plain part of a stack.
-        values: these values, which may have been changed since; of the shape of ``cache``.
+        cache: a packed tensor, unchanged since it was dequantized to ``values``, or a plain part of a stack.
+        values: the dequantized values of ``cache``, possibly modified; same shape as ``cache``.
     """
     if isinstance(cache, LiveView):
         copy = cache.source.dequantize()
@@ -129,7 +129,7 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
 def _store_changed_vectors(cache: PackedTensor, values: Tensor) -> None:
     old, new = (cache.to_stored_axes(x) for x in (cache.dequantize(), values))
     changed = (_bits(new) != _bits(old)).any(-1)
-    if cache.data_is_traced:  # which vectors changed is only known at run time: all are stored, under a mask
+    if cache.data_is_traced:  # the changed vectors are known only at run time, so all are stored under a mask
         put(cache, cache.packed_for_write(), coordinates_of(cache), encoded(cache, new), valid=changed)
         return
     sequence, head, token = changed.nonzero(as_tuple=True)
@@ -139,5 +139,5 @@ def _store_changed_vectors(cache: PackedTensor, values: Tensor) -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """``x`` as integers: a NaN is equal to itself."""
+    """The bits of ``x`` as integers, so that a NaN equals itself."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -1,7 +1,8 @@
-"""Views of packed caches that have no packed form: ``unsqueeze``, ``flatten``, a slice of channels, every second token.
+"""Live views of packed caches: views without a packed form, such as ``unsqueeze``, ``flatten`` or a slice of channels.
 
-A live view keeps the cache and the view operators, and no values. A read dequantizes the cache and applies the
-operators, so it always sees the present values. A write reads, computes and stores (:mod:`kvcompile.packed.in_place`).
+A live view keeps the cache and the view operators, but no values. A read dequantizes the cache and applies the
+operators, so it always sees the present values. A write dequantizes, computes and stores
+(:mod:`kvcompile.packed.in_place`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ aten = torch.ops.aten
 
 
 class LiveView(PackedSubclass):
-    """A view of a packed cache, or of a packed view of one.
+    """A view, without a packed form, of a packed cache or of a packed view.
 
     Attributes:
-        source: the packed tensor that it views.
-        steps: the view operators that lead from the source to it.
-        offset: elements of plain memory between the first elements of source and view; None if unknown.
+        source: the packed tensor that this view shows.
+        steps: the view operators that lead from the source to this view.
+        offset: storage offset of the view relative to the source, in elements of a plain cache; None if unknown.
     """
 
     source: PackedSubclass
@@ -61,7 +62,7 @@ class LiveView(PackedSubclass):
         return self.of(self.source.dequantize())
 
     def of(self, values: Tensor) -> Tensor:
-        """This view of plain ``values`` of the source."""
+        """Applies the view operators to ``values``, a plain tensor with the shape of the source."""
         for step in self.steps:
             values = step.of(values)
         return values
@@ -83,7 +84,7 @@ class LiveView(PackedSubclass):
         return LiveView(inner["source"], steps, like)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache of traced graphs must know of this input (it calls this)."""
+        """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         source: Any = self.source
         return str((tuple(self.shape), self.stride(), self.dtype, self.steps, source._stable_hash_for_caching()))
 
@@ -115,7 +116,7 @@ let_flex_attention_read(LiveView, LiveView.dequantize)
 
 @general_rule
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of a packed tensor without a packed form is a live view; PyTorch's own checks refuse what is no view."""
+    """Any view of a packed tensor without a packed form becomes a live view; PyTorch itself refuses invalid views."""
     if not is_view_op(func) or not isinstance(args[0], PackedSubclass):
         return NotImplemented
     viewed, *others = args
@@ -127,10 +128,11 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
-    """What ``view`` makes of a tensor with the shape and strides of ``viewed``.
+    """Applies ``view`` to a tensor with the shape and strides of ``viewed``.
 
-    AOTAutograd must know where symbolic sizes come from, so there ``view`` is applied to values that nobody reads.
-    Elsewhere only a fake mode knows symbolic sizes, and no other mode may see the operators.
+    AOTAutograd must record where symbolic sizes come from. Under AOTAutograd, ``view`` is therefore applied to
+    dequantized values that nobody reads. Elsewhere, only a fake mode handles symbolic sizes, and no other mode may see
+    the operators.
     """
     source = viewed.source if isinstance(viewed, LiveView) else viewed
     if _is_functionalized(source):
@@ -157,7 +159,7 @@ def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
 def _as_strided(
     viewed: PackedSubclass, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> LiveView:
-    """Elements of the memory that a plain cache would have; it begins with the first element of the cache."""
+    """A view with these strides of the memory of an equal plain cache, which starts at the cache's first element."""
     root, begin = _root_and_offset(viewed)
     if root is None or begin is None or (storage_offset is not None and begin != 0):
         raise NotImplementedError(
@@ -176,7 +178,7 @@ def _as_strided(
 
 
 def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
-    """The cache that ``viewed`` is a view of, and the place of its first element there; None for what is unknown."""
+    """The cache behind ``viewed``, and the offset of its first element in that cache; None for each unknown item."""
     if isinstance(viewed, LiveView):
         root, begin = _root_and_offset(viewed.source)
         return root, None if begin is None or viewed.offset is None else begin + viewed.offset
@@ -201,7 +203,7 @@ def _record_stream(view: LiveView, stream: Any) -> None:
 
 @handles(LiveView, aten.copy_.default)
 def _copy_(view: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    """AOTAutograd's copy of new contents into an input that a graph wrote; all else follows the general rule."""
+    """Handles AOTAutograd's copy of new contents into a mutated graph input. Other copies follow the general rule."""
     if not isinstance(view, LiveView) or not isinstance(source, LiveView) or not isinstance(view.source, PackedTensor):
         return NotImplemented
     if not ends_functional_graph(view.source.packed):

@@ -1,4 +1,4 @@
-"""Bytes that caches really occupy, measured from their storages."""
+"""Memory that caches occupy, measured from their storages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def cache_nbytes(*caches: Any) -> int:
-    """Bytes of the distinct storages that tensors in ``caches`` use.
+    """Total size, in bytes, of the distinct storages of all tensors in ``caches``.
 
-    Looks into lists, tuples, sets, dicts and attributes of objects (a Hugging Face ``Cache``, a module, a dataclass).
-    A packed cache counts with its packed storage, the spare room of a growing one included.
+    The search covers lists, tuples, sets, dicts and attributes of objects (a Hugging Face ``Cache``, a module, a
+    dataclass). A packed cache counts with its packed storage. A growing cache includes its spare room.
     """
     storages: dict[int, int] = {}
     seen: set[int] = set()
