@@ -3,7 +3,7 @@
 Every class has a table of handlers. The dispatch in :mod:`kvcompile.packed.subclass` looks up operators in this table.
 The modules imported here fill the tables. docs/packed_tensors.md lists the behaviour of each operator.
 
-This package imports only from kvcompile.kernels.
+This room imports kernels only.
 """
 
 import kvcompile.packed.copies

@@ -1,9 +1,10 @@
 """A packed pool of blocks: the tensor [num_blocks, block_size, num_kv_heads, head_dim] of a paged KV cache, or
 [num_blocks, num_kv_heads, block_size, head_dim], which has heads first.
 
-Its slots, block after block, are the tokens of one packed sequence (:class:`~kvcompile.packed.tensor.PackedTensor`),
-for every ``block_size``: a block of packed data always holds 64 tokens. A view of the pool as [num_slots, num_kv_heads,
-head_dim] is this sequence. :mod:`kvcompile.packed.pool_ops` says what each operator does.
+The slots of the pool, in order, are the tokens of one packed sequence
+(:class:`~kvcompile.packed.tensor.PackedTensor`). A block of packed data always holds 64 tokens, whatever ``block_size``
+is. A view of the pool as [num_slots, num_kv_heads, head_dim] is this sequence. :mod:`kvcompile.packed.pool_ops` defines
+the operators.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class PackedPool(PackedSubclass):
     """A packed pool of blocks, or a view of some of its blocks.
 
     Attributes:
-        slots: its slots, [num_slots, num_kv_heads, head_dim].
-        heads_first: whether its blocks hold heads before tokens.
+        slots: the slots of all blocks, [num_slots, num_kv_heads, head_dim].
+        heads_first: whether a block is [num_kv_heads, block_size, head_dim].
     """
 
     slots: PackedTensor
@@ -34,7 +35,7 @@ class PackedPool(PackedSubclass):
 
     @staticmethod
     def __new__(cls, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> PackedPool:
-        """A pool of logical ``size`` over ``slots``, which it shares."""
+        """A pool of logical ``size`` that shares the storage of ``slots``."""
         return torch.Tensor._make_wrapper_subclass(cls, size, dtype=slots.dtype, device=slots.device)
 
     def __init__(self, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> None:
@@ -43,7 +44,7 @@ class PackedPool(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, *, heads_first: bool = False) -> PackedPool:
-        """Quantizes a plain pool [num_blocks, block_size, num_kv_heads, head_dim], or one with heads first."""
+        """Quantizes a plain pool [num_blocks, block_size, num_kv_heads, head_dim], or its form with heads first."""
         slots = x.transpose(1, 2) if heads_first else x
         return cls(PackedTensor.from_dense(slots.flatten(0, 1), layout, SLOT_AXES), x.shape, heads_first)
 
@@ -64,15 +65,15 @@ class PackedPool(PackedSubclass):
 
     @property
     def block_size(self) -> int:
-        """Slots of a block."""
+        """Number of slots in a block."""
         return self.shape[2 if self.heads_first else 1]
 
     def exchanged(self) -> PackedPool:
-        """The same pool with heads and tokens of blocks exchanged."""
+        """The same pool with the heads and tokens of each block exchanged."""
         return PackedPool(self.slots, exchanged(self.shape), not self.heads_first)
 
     def of_size(self, size: Sequence[Any]) -> PackedPool:
-        """As :meth:`PackedTensor.of_size`."""
+        """The same pool with the symbolic sizes in ``size``, as :meth:`PackedTensor.of_size`."""
         num_blocks, block_size, num_kv_heads, head_dim = exchanged(size) if self.heads_first else size
         return PackedPool(self.slots.of_size((num_blocks * block_size, num_kv_heads, head_dim)), size, self.heads_first)
 
@@ -97,7 +98,7 @@ class PackedPool(PackedSubclass):
         return PackedPool(slots, size, context).of_size(size)
 
     def _stable_hash_for_caching(self) -> str:
-        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
+        """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         return str((tuple(self.shape), self.heads_first, self.slots._stable_hash_for_caching()))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -111,7 +112,7 @@ class PackedPool(PackedSubclass):
 def packed_of(
     x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False
 ) -> PackedTensor | PackedPool:
-    """Quantizes a plain cache; ``axes`` are those of :meth:`PackedTensor.from_dense`, or of a pool of blocks."""
+    """Quantizes a plain cache. ``axes`` are as in :meth:`PackedTensor.from_dense`, or the axes of a pool of blocks."""
     if axes in BLOCK_AXES:
         return PackedPool.from_dense(x, layout, heads_first=BLOCK_AXES.index(axes) == 1)
     return PackedTensor.from_dense(x, layout, axes, growing=growing)
@@ -123,12 +124,12 @@ def exchanged(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def slots_of(cache: Any) -> Any:
-    """The packed cache inside a pool of blocks; any other object unchanged."""
+    """The slots of a pool of blocks. Any other object is returned unchanged."""
     return cache.slots if isinstance(cache, PackedPool) else cache
 
 
 def rebuild_packed_pool(slots: PackedTensor, size: tuple[int, ...], heads_first: bool = False) -> PackedPool:
-    """Rebuilds a saved pool; ``torch.load`` calls this."""
+    """Rebuilds a saved pool. ``torch.load`` calls this function."""
     return PackedPool(slots, size, heads_first)
 
 

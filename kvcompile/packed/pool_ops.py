@@ -1,6 +1,7 @@
-"""Operators on a packed pool of blocks: each is applied to the slots that it addresses.
+"""Operators on a packed pool of blocks, applied to the slots that they address.
 
-Views as slots or as other blocks, and views of some blocks, share the bytes. Other operators follow the general rules.
+A view of the pool as slots, a view with another block size and a view of some blocks all share the bytes. Other
+operators follow the general rules.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _alias(pool: PackedPool) -> PackedPool:
 
 
 def _with_slots(pool: PackedPool, slots: Any) -> PackedPool:
-    """A pool like ``pool`` of other slots."""
+    """A pool with the shape of ``pool`` and other slots."""
     return PackedPool(_slots_of(slots), pool.shape, pool.heads_first)
 
 
@@ -53,7 +54,7 @@ def _view_cache(cache: PackedTensor, size: Sequence[int], **kwargs: Any) -> Any:
 
 
 def _pool_or_slots(slots: PackedTensor, size: Sequence[int], shape: Sequence[int]) -> Any:
-    """A pool of slots and of ``shape``, seen in ``size``: as its slots, as blocks of them, or else not packed."""
+    """Views ``slots``, now of ``shape``, in ``size``: as slots or as blocks of slots. Other sizes are not packed."""
     if not slots.is_contiguous():
         return NotImplemented
     if len(size) == len(shape):
@@ -87,8 +88,10 @@ def _permute(pool: PackedPool, dims: Sequence[int]) -> Any:
 
 @handles(PackedPool, aten.slice.Tensor)
 def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Blocks one behind the other are a view; so is all of a dimension, which an index slices if its size is a
-    symbol."""
+    """A slice of consecutive blocks is a packed view.
+
+    A full slice of another dimension is one too: indexing issues it if the size is symbolic.
+    """
     if dim % pool.dim() != 0 or step != 1:
         is_whole = step == 1 and start in (None, 0) and (end is None or end >= pool.shape[dim])
         return _alias(pool) if is_whole else NotImplemented
@@ -98,7 +101,7 @@ def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | 
 
 @handles(PackedPool, aten.select.int)
 def _select(pool: PackedPool, dim: int, index: int) -> Any:
-    """One block, [block_size, num_kv_heads, head_dim] or with heads first."""
+    """Selects one block, [block_size, num_kv_heads, head_dim] or with heads first."""
     if dim % pool.dim() != 0:
         return NotImplemented
     if not -pool.shape[0] <= index < pool.shape[0]:
@@ -119,7 +122,7 @@ def _clone(pool: PackedPool, *, memory_format: torch.memory_format | None = None
 
 @handles(PackedPool, aten._to_copy.default)
 def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Stays packed on another device; another dtype is a read."""
+    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
     if dtype is not None and dtype != pool.dtype:
         return NotImplemented
     return _with_slots(pool, aten._to_copy.default(pool.slots, **kwargs))
@@ -155,7 +158,7 @@ def _fill_(pool: Tensor, value: Any) -> Any:
 
 @handles(PackedPool, aten.index_copy_.default)
 def _index_copy_(pool: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    """Whole blocks."""
+    """Writes whole blocks."""
     if not isinstance(pool, PackedPool) or dim % pool.dim() != 0:
         return NotImplemented
     expected = (index.numel(), *pool.shape[1:])
@@ -173,7 +176,7 @@ def _index_put_(
     of_slots = _indices_of_slots(pool, indices)
     if of_slots is None:
         return NotImplemented
-    # The slots that the indices name: index their numbers in the same way, which checks the bounds.
+    # Index the slot numbers in the same way to find the addressed slots; this also checks the bounds.
     vector_shape = pool.slots.shape[1:]
     numbers = torch.arange(pool.slots.shape[0], device=pool.device).view(-1, pool.block_size)
     slots = aten.index.Tensor(numbers, of_slots)
@@ -186,7 +189,7 @@ def _index_put_(
 
 
 def _indices_of_slots(pool: PackedPool, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The indices of blocks and of slots within them that ``indices`` of a pool are, if they are of nothing else."""
+    """The indices of blocks and of slots within blocks; None if ``indices`` also index heads or channels."""
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if not pool.heads_first:
         return list(indices) if len(indices) - len(masks) + sum(mask.dim() for mask in masks) <= 2 else None

@@ -1,8 +1,8 @@
-"""Names of former versions in files of ``torch.save``, so that caches saved by these versions still load.
+"""Aliases for module names that former versions wrote with ``torch.save``, so that their caches still load.
 
-The safe loader (``weights_only=True``) takes a function for a name. The pickle loader imports the module of the name:
-the present module stands in ``sys.modules`` under the former name. Both
-work after an import of kvcompile.packed.
+The safe loader (``weights_only=True``) maps each former name to a registered function. The pickle loader imports the
+module of the former name, so ``sys.modules`` lists the present module under that name. Both loaders work once
+kvcompile.packed is imported.
 """
 
 from __future__ import annotations

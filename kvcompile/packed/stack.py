@@ -1,9 +1,9 @@
 """A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
 
-``PackedStack`` looks like a plain tensor that has the dimensions of a cache and others besides, the *stacked* ones.
-Each part is a packed cache with its own format, or a plain tensor. A selected part (``kv[0]``, ``cache[layer, 1]``,
-``kv[:, 0]``, ``unbind``) is a view of that cache, so it is read and written like any
-:class:`~kvcompile.packed.tensor.PackedTensor`. :mod:`kvcompile.packed.stack_ops` says what operators on the whole do.
+``PackedStack`` looks like a plain tensor with the dimensions of a cache and additional *stacked* dimensions. Each part
+is a packed cache with its own format, or a plain tensor. A selected part (``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``,
+``unbind``) is a view of that cache, so it is read and written like any :class:`~kvcompile.packed.tensor.PackedTensor`.
+:mod:`kvcompile.packed.stack_ops` defines operators on the whole stack.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.packed.tracing import is_traced
 
 PackedParts = Mapping[PartIndex, tuple[PackedLayout, str]]
-"""The parts of a stack that are packed: how, and the order of their dimensions.
+"""Maps the index of each packed part of a stack to its layout and the order of its dimensions.
 
-A cache that is no stack is the only part of itself, ``()``."""
+A single cache, which has no stacked dimensions, has the index ``()``."""
 
 
 class PackedStack(PackedSubclass):
@@ -35,15 +35,15 @@ class PackedStack(PackedSubclass):
 
     Attributes:
         parts: packed or plain caches of one shape, in row-major order of the stacked dimensions.
-        stacked_dims: the dimensions of this tensor that are not those of parts, in ascending order.
-        stack_shape: their sizes.
+        stacked_dims: the dimensions of this tensor that the parts lack, in ascending order.
+        stack_shape: the sizes of the stacked dimensions.
     """
 
     @staticmethod
     def __new__(
         cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
     ) -> PackedStack:
-        """A stack of logical ``size`` of ``parts``, which it shares; its first dimensions are stacked by default."""
+        """A stack of logical ``size`` that shares ``parts``. The first dimensions are the stacked ones by default."""
         return torch.Tensor._make_wrapper_subclass(cls, size, dtype=parts[0].dtype, device=parts[0].device)
 
     def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:
@@ -59,10 +59,10 @@ class PackedStack(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
-        """Quantizes parts of a plain stack, which are caches, in any order of dimensions, or pools of blocks.
+        """Quantizes the parts of a plain stack that ``packed`` names, and copies the others to contiguous memory.
 
-        Its stacked dimensions are the first by default. The other parts are copied, each to contiguous memory of its
-        own.
+        A part is a cache, in any order of dimensions, or a pool of blocks. The first dimensions are the stacked ones by
+        default.
         """
         dims = tuple(range(x.dim() - CACHE_RANK) if stacked_dims is None else stacked_dims)
         places = itertools.product(*(range(x.shape[dim]) for dim in dims))
@@ -74,7 +74,7 @@ class PackedStack(PackedSubclass):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> PackedStack:
-        """The stack that has ``stacked_dims``, of these sizes, besides the dimensions of ``parts``."""
+        """The stack of ``parts``, with additional dimensions ``stacked_dims`` of sizes ``stack_shape``."""
         size = list(parts[0].shape)
         for dim, extent in zip(stacked_dims, stack_shape, strict=True):
             size.insert(dim, extent)
@@ -90,15 +90,15 @@ class PackedStack(PackedSubclass):
 
     @property
     def dims_of_parts(self) -> list[int]:
-        """The dimensions of this tensor that are those of parts."""
+        """The dimensions of this tensor that are dimensions of the parts, in ascending order."""
         return [dim for dim in range(self.dim()) if dim not in self.stacked_dims]
 
     def dim_of_part(self, dim: int) -> int:
-        """The dimension of parts that dimension ``dim``, not a stacked one, is."""
+        """The dimension of the parts that corresponds to dimension ``dim``, which must not be stacked."""
         return dim - sum(stacked < dim for stacked in self.stacked_dims)
 
     def items(self) -> Iterable[tuple[PartIndex, Tensor]]:
-        """Where each part is, and the part itself, not a view of it."""
+        """Pairs of the index of a part and the part itself (no view)."""
         return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
 
     @property
@@ -124,7 +124,7 @@ class PackedStack(PackedSubclass):
         return PackedStack(parts, size, context[0])
 
     def _stable_hash_for_caching(self) -> str:
-        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
+        """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         parts = [
             part._stable_hash_for_caching()
             if isinstance(part, (PackedTensor, PackedPool))
@@ -151,7 +151,7 @@ def unstacked(x: Tensor, stacked_dims: Sequence[int]) -> list[Tensor]:
 
 
 def stacked(parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: Sequence[int]) -> Tensor:
-    """The contiguous tensor whose parts have these values: the inverse of :func:`unstacked`."""
+    """The contiguous tensor with these parts. This is the inverse of :func:`unstacked`."""
     x = torch.stack(list(parts)).reshape(*stack_shape, *parts[0].shape)
     return x.movedim(tuple(range(len(stack_shape))), tuple(stacked_dims)).contiguous()
 
@@ -159,7 +159,7 @@ def stacked(parts: Sequence[Tensor], stack_shape: Sequence[int], stacked_dims: S
 def rebuild_packed_stack(
     parts: tuple[Tensor, ...], size: tuple[int, ...], stacked_dims: tuple[int, ...] | None = None
 ) -> PackedStack:
-    """Rebuilds a saved stack; ``torch.load`` calls this."""
+    """Rebuilds a saved stack. ``torch.load`` calls this function."""
     return PackedStack(parts, size, stacked_dims)
 
 

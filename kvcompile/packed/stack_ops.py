@@ -1,6 +1,6 @@
-"""Operators on a stack of packed caches: each is applied to every part, where that has the same meaning.
+"""Operators on a stack of packed caches, applied to every part where this gives the same result.
 
-A selection of parts is a view of them. Other operators follow the general rules.
+A selection of parts is a view of these parts. Other operators follow the general rules.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ aten = torch.ops.aten
 def _each(
     stack: PackedStack, change: Callable[[Tensor], Tensor], stacked_dims: Sequence[int] | None = None
 ) -> PackedStack:
-    """The stack of what ``change`` makes of the parts; ``stacked_dims`` if its stacked dimensions are others."""
+    """Applies ``change`` to every part and stacks the results. ``stacked_dims`` replaces the stacked dimensions."""
     parts = [change(part) for part in stack.parts]
     return PackedStack.of_parts(parts, stack.stack_shape, stacked_dims or stack.stacked_dims)
 
 
 def _sources(stack: PackedStack, source: Tensor, stacked_dims: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts, each with what is written to it of ``source``, which is broadcast along ``stacked_dims``."""
+    """Pairs of a part and the piece of ``source`` to write to it; ``source`` is broadcast along ``stacked_dims``."""
     size = [-1] * source.dim()
     for dim, extent in zip(stacked_dims, stack.stack_shape, strict=True):
         size[dim] = extent
@@ -75,7 +75,7 @@ def _slice(stack: PackedStack, dim: int = 0, start: Any = None, end: Any = None,
 
 
 def _chosen(stack: PackedStack, at: int, index: int | slice) -> Any:
-    """A view of the parts that ``index`` of a stacked dimension, the one in place ``at`` among them, selects."""
+    """A view of the parts that ``index`` selects along the stacked dimension ``stacked_dims[at]``."""
     chosen = range(stack.stack_shape[at])[index]
     kept = chosen if isinstance(chosen, range) else (chosen,)
     parts = [aten.alias.default(part) for place, part in stack.items() if place[at] in kept]
@@ -124,7 +124,7 @@ def _clone(stack: PackedStack, *, memory_format: torch.memory_format | None = No
 
 @handles(PackedStack, aten._to_copy.default)
 def _to_copy(stack: PackedStack, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Stays packed on another device; another dtype is a read."""
+    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
     if dtype is not None and dtype != stack.dtype:
         return NotImplemented
     return _each(stack, lambda part: aten._to_copy.default(part, **kwargs))
@@ -141,7 +141,7 @@ def _index_select(stack: Tensor, dim: int, index: Tensor) -> Any:
 
 @handles(PackedStack, aten.index.Tensor)
 def _index(stack: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    """An index of dimensions of the parts; one of the stack's own is a read."""
+    """Indexes the dimensions of the parts. An index of a stacked dimension is a read."""
     if not isinstance(stack, PackedStack):
         return NotImplemented
     given = _indexed(stack, indices)
@@ -152,7 +152,7 @@ def _index(stack: Tensor, indices: Sequence[Tensor | None]) -> Any:
 
 
 def _indexed(stack: PackedStack, indices: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """The index of each dimension that has one; none if one is a mask, or is that of a stacked dimension."""
+    """Maps each indexed dimension to its index. Empty if an index is a mask or belongs to a stacked dimension."""
     given = {dim: index for dim, index in enumerate(indices) if index is not None}
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in given.values())
     return {} if masks or not given.keys().isdisjoint(stack.stacked_dims) else given
@@ -201,7 +201,7 @@ def _index_copy_(stack: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
 def _index_put_(
     stack: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
-    """``kv[:, :, :, positions] = x``: one vector of indices along a dimension of the parts."""
+    """Writes the parts at indices of their own dimensions, such as ``kv[:, :, :, positions] = x``."""
     given = _indexed(stack, indices) if isinstance(stack, PackedStack) else {}
     if not isinstance(stack, PackedStack) or accumulate or not given:
         return NotImplemented
@@ -219,7 +219,7 @@ def _index_put_(
 
 @handles(PackedStack, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Along a dimension of the parts: what is appended to each."""
+    """Concatenates part by part, along a dimension of the parts."""
     stack, *others = tensors
     if not isinstance(stack, PackedStack) or dim % stack.dim() in stack.stacked_dims:
         return NotImplemented

@@ -1,8 +1,9 @@
-"""What all packed tensors do alike: they look like the plain tensor that they replace, and have no plain memory.
+"""The base class of packed tensors: they look like the plain tensor that they replace, and have no plain memory.
 
 The dispatch tries, in this order: the handler of the operator; its decomposition, if it is composite; the general rules
-(a view becomes a live view, a write reads, computes and stores); the operator itself on dequantized values. Everything
-in eager and traced code goes this way, so sizes may be symbolic, and where data is traced nothing reads its values.
+(a view becomes a live view; a write dequantizes, computes and stores); the operator itself on dequantized values. All
+eager and traced code takes this path. Sizes may therefore be symbolic, and the dispatch never reads values of traced
+data.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _untracked(take_slice: Callable[..., Tensor]) -> Any:
-    """The method ``take_slice`` of tensors, whose result outside of grad mode is no view for autograd (as under
-    ``inference_mode``).
+    """Wraps a slicing method so that its result is no autograd view outside of grad mode, as under ``inference_mode``.
 
-    Dynamo makes a graph input that is a view by replaying the view on its base, which fails for sizes that grow.
+    Dynamo rebuilds a graph input that is a view by replaying the view on its base. This replay fails for sizes that
+    grow.
     """
 
     @_disable_dynamo
@@ -41,10 +42,10 @@ def _untracked(take_slice: Callable[..., Tensor]) -> Any:
 
 
 class PackedSubclass(torch.Tensor):
-    """A tensor whose values exist only when they are read.
+    """A tensor that stores packed data and dequantizes its values on each read.
 
     Attributes:
-        handlers: what operators do, by overload; every class has a table of its own.
+        handlers: maps an operator overload to its handler. Every class has its own table.
     """
 
     handlers: ClassVar[dict[Any, Handler]]
@@ -70,11 +71,11 @@ class PackedSubclass(torch.Tensor):
 
     @property
     def data_is_traced(self) -> bool:
-        """Whether this tensor belongs to a graph that is being traced, where nothing may read a value."""
+        """Whether this tensor belongs to a graph that is being traced. Its values must not be read then."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:
-        """The values, a plain tensor of this shape and dtype."""
+        """The values, as a plain tensor of the same shape and dtype."""
         raise NotImplementedError
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -86,7 +87,7 @@ class PackedSubclass(torch.Tensor):
         return self.dequantize().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values; read-only, since a write to the array would not reach the cache."""
+        """The values as a read-only array, because a write to the array would not reach the cache."""
         array = self.dequantize().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -104,7 +105,7 @@ class PackedSubclass(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             result = memo[id(self)] = self.clone()
-            for name, value in self.__dict__.items():  # attributes that users set, as for any tensor
+            for name, value in self.__dict__.items():  # copy attributes that users set, as for any tensor
                 if name not in result.__dict__:
                     result.__dict__[name] = copy.deepcopy(value, memo)
         return memo[id(self)]

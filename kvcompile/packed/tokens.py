@@ -1,6 +1,6 @@
-"""Whole tokens of packed data, read and written: by Triton kernels on a GPU, else by the specification in PyTorch.
+"""Reads and writes whole tokens of packed data: with Triton kernels on a GPU, elsewhere with the PyTorch specification.
 
-Code that is being traced runs the specification on every device, so that Inductor can fuse it.
+Traced code runs the specification on every device, so that Inductor can fuse it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvcompile.packed.tracing import is_traced
 
 
 def runs_kernels(data: Tensor) -> bool:
-    """Whether reads and writes of packed ``data`` launch kernels."""
+    """Whether reads and writes of packed ``data`` launch Triton kernels."""
     return data.is_cuda and not is_traced(data)
 
 
 def read_packed(data: Tensor, layout: PackedLayout, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """The first ``num_tokens`` tokens, dequantized, in ``dtype``: [batch, num_kv_heads, num_tokens, head_dim]."""
+    """Dequantizes the first ``num_tokens`` tokens to ``dtype``: [batch, num_kv_heads, num_tokens, head_dim]."""
     if runs_kernels(data):
         return torch.ops.kvcompile.dequantize(data, num_tokens, dtype, layout.spec, layout.role, layout.head_dim)
     return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)

@@ -1,4 +1,4 @@
-"""What dispatch on packed caches must know about the tracers that call it (Dynamo's fake tensors, AOTAutograd)."""
+"""Queries about the tracer that calls the dispatch of packed caches (Dynamo's fake tensors, AOTAutograd)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def is_functionalized(data: Tensor) -> bool:
 def ends_functional_graph(data: Tensor) -> bool:
     """Whether AOTAutograd is copying new contents into ``data``, a mutated graph input, after functionalized code.
 
-    Then the input is bare while the functional mode is still on, the new contents were made from the old ones, and
-    ``copy_`` is the only write that the graph may have.
+    During this copy the input is no functional tensor, although the functional mode is still on. The new contents were
+    computed from the old ones, and ``copy_`` is the only write that the graph may contain.
     """
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     return mode is not None and not is_functionalized(data)
@@ -32,9 +32,9 @@ def ends_functional_graph(data: Tensor) -> bool:
 def refuse_aliased_inputs(cache_type: type) -> None:
     """Raises if two packed inputs of the graph that is being functionalized share a storage.
 
-    AOTAutograd looks for shared storages outside of tensor subclasses only; each input would miss writes to the other.
-    The inputs are the tensors that the fake mode has converted. A base that was converted only for the sake of its view
-    counts too: a refusal more, never one less.
+    AOTAutograd detects shared storages only outside of tensor subclasses, so each input would miss writes to the other.
+    The check covers all tensors that the fake mode has converted. The fake mode also converts the base of a view, so
+    the check may refuse a valid graph, but it accepts no invalid one.
     """
     fake_mode = torch._guards.detect_fake_mode()
     if fake_mode is None:

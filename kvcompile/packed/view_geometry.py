@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ViewStep:
-    """A view operator and its arguments behind the tensor that it views.
+    """A view operator and its arguments after the viewed tensor.
 
     Attributes:
         func: the operator (overload).
-        args: its other arguments; lists are tuples.
-        kwargs: names and values.
-        place: which result it is, of an operator that returns several.
+        args: its other positional arguments, with tuples for lists.
+        kwargs: names and values of its keyword arguments.
+        place: index of the result, for an operator that returns several tensors.
     """
 
     func: Any
@@ -26,20 +26,20 @@ class ViewStep:
     place: int | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """This view of ``x``."""
+        """Applies the view operator to ``x``."""
         result = self.func(x, *self.args, **dict(self.kwargs))
         return result if self.place is None else result[self.place]
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether an argument is a size that is known only at run time."""
+        """Whether an argument is a symbolic size, known only at run time."""
         values = [*self.args, *(value for _, value in self.kwargs)]
         flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
         return any(isinstance(item, torch.SymInt) for item in flat)
 
 
 def frozen(value: Any) -> Any:
-    """``value`` with tuples for lists, as :class:`ViewStep` has them."""
+    """``value`` with tuples instead of lists, as :class:`ViewStep` stores it."""
     return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -1,4 +1,4 @@
-"""Views of a packed cache: slices of tokens, sequences and heads, and reordered axes; the bytes are shared."""
+"""Views that share the bytes of a packed cache: slices of tokens, sequences and heads, and reordered axes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _clamp(index: int, extent: int) -> int:
-    """A slice bound as Python means it, within 0 and ``extent``."""
+    """A slice bound, clamped to 0 and ``extent`` by the rules of Python."""
     index = index + extent if index < 0 else index
     return 0 if index < 0 else extent if index > extent else index
 
@@ -47,16 +47,17 @@ def _clamp(index: int, extent: int) -> int:
 def _token_range(
     cache: PackedTensor, start: int, length: int, size: Sequence[int], stride: Sequence[int], **changes: Any
 ) -> PackedTensor:
-    """The view of tokens ``start`` to ``start + length``; its ``packed`` begins at the first block that it needs.
+    """The view of tokens ``start`` to ``start + length``. Its ``packed`` begins at the first block that it needs.
 
-    With a residual that is the header, whose tags count blocks from the cache's first token on.
+    With a residual, ``packed`` begins at the header, because the header's tags count blocks from the cache's first
+    token.
     """
     layout = cache.packed_layout
     begin = cache.start + start
     first = begin // BLOCK_TOKENS if layout.residual is None else 0
     last = num_blocks(begin + length)
     if cache.growing:
-        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # where the storage has them; a slice stops at its end
+        last = torch.sym_max(last, first + MIN_GROWING_BLOCKS)  # the slice below stops at the storage's end
     packed = cache.packed[first : layout.header_blocks + last]
     return cache.view_as_part(
         size,
