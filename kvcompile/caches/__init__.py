@@ -1,4 +1,4 @@
-"""Packed caches that users make, save and load.
+"""Functions with which users make, save and load packed caches.
 
-This room imports packed and policy, and is the one beside evaluation that imports Transformers.
+This room imports packed and policy. Only this room and evaluation import Transformers.
 """

@@ -1,4 +1,4 @@
-"""Save caches to safetensors files, packed as they are, and load them: prompts that are read once and used often."""
+"""Save packed caches to safetensors files without dequantizing, and load them, so that a prompt runs only once."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from kvcompile.packed.tensor import CacheMeta, PackedTensor
 
 FORMAT = "kvcompile.cache"
 VERSION = 2
-"""Of the description below and of the layout of packed bytes. A file of another version is not read."""
+"""Version of the description below and of the layout of packed bytes. Files of other versions are refused."""
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
 def save_cache(cache: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a cache to a safetensors file. Packed tensors are written packed, and growing ones without spare room.
+    """Write a cache to a safetensors file. Packed tensors stay packed; growing ones lose their spare room.
 
-    Every tensor of the file is named by its place in the cache. The file's metadata say what the tensors are, in JSON
-    under ``content``: the layout, axes, dtype and shape of packed ones, and everything else that a cache knows, such as
-    how many tokens it holds. The file appears under its name when it is complete.
+    Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
+    ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
+    number of tokens. The file appears under its name only when it is complete.
 
     Args:
-        cache: a tensor, packed or plain; lists, tuples and dicts of such; or a cache of Transformers (static, dynamic,
-            with sliding windows, encoder-decoder).
+        cache: a tensor, packed or plain; lists, tuples and dicts of tensors; or a cache of Transformers (static,
+            dynamic, with sliding windows, encoder-decoder).
         path: the file; an existing one is replaced.
         metadata: names and values that :func:`load_cache` can check, such as the name of the model. A cache does not
             record the model, and the keys of one model are noise to another.
 
     Raises:
-        CacheFileError: the cache holds an object of another kind; the message says where.
+        CacheFileError: the cache contains an unsupported object; the message names its place.
         OSError: the file cannot be written.
     """
     writer = _Writer()
@@ -67,16 +67,16 @@ def load_cache(
     device: torch.device | str = "cpu",
     metadata: Mapping[str, str] | None = None,
 ) -> Any:
-    """Read a file of :func:`save_cache`: an equal cache, with storage of its own, ready to be continued.
+    """Load a cache that :func:`save_cache` wrote: an equal cache with its own storage, ready to be extended.
 
     Args:
         path: the file.
-        device: where the tensors go.
+        device: device of the loaded tensors.
         metadata: names and values that the file must have, as given to :func:`save_cache`.
 
     Raises:
-        CacheFileError: the file is not a cache, is of another version, of another minor version of Transformers, has
-            other ``metadata``, or its bytes do not fit what it says of them.
+        CacheFileError: the file is not a cache, has another format version, comes from another minor version of
+            Transformers, has other ``metadata``, or its bytes contradict its description.
         OSError: the file cannot be read.
     """
     try:
@@ -111,7 +111,7 @@ class _Writer:
     def describe(self, value: Any, place: str) -> Any:
         """The description of ``value``, whose place in the cache is ``place``."""
         if isinstance(value, Tensor):
-            # One description for all places that hold a tensor: they hold one tensor after loading as well.
+            # Places that share a tensor share one description, so they share one tensor after loading too.
             if id(value) not in self._described:
                 self._described[id(value)] = self._tensor(value, place or "cache")
             return self._described[id(value)]
@@ -163,7 +163,7 @@ class _Writer:
             description, data = {"tensor": name}, tensor.detach()
         else:
             raise CacheFileError(f"save_cache: {name} is a {type(tensor).__name__}, neither packed nor a plain tensor")
-        # A copy: safetensors writes contiguous tensors that share no storage.
+        # Copy, because safetensors writes only contiguous tensors that share no storage.
         self.tensors[name] = data.clone(memory_format=torch.contiguous_format)
         return description
 

@@ -1,4 +1,4 @@
-"""The cache classes of Transformers, as far as files of caches know them: by name, and made again from their state."""
+"""Lookup of Transformers' cache classes by name, and reconstruction of their objects from saved state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULE = "transformers.cache_utils"
 
 
 def is_known(cls: Any) -> TypeGuard[type]:
-    """Whether ``cls`` is a cache of Transformers, or a layer of one: some layers, which hold nothing, have no base."""
+    """Whether ``cls`` is a cache class or layer class of Transformers. Some empty layer classes have no common base."""
     return isinstance(cls, type) and cls.__module__ == _MODULE
 
 
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def check_version(header: Mapping[str, str], path: Any) -> None:
-    """Raise CacheFileError if the objects of a file may have other attributes than those of this Transformers."""
+    """Raise CacheFileError if the installed Transformers may give the file's objects other attributes."""
     import transformers
 
     written, here = (_minor(version) for version in (header.get("transformers", ""), transformers.__version__))
@@ -56,7 +56,7 @@ def restored(cls: type, state: Mapping[str, Any]) -> Any:
     """An object of ``cls`` with the attributes ``state``."""
     result: Any = object.__new__(cls)
     vars(result).update(state)
-    if getattr(cls, "is_compileable", False) is True:  # a layer; its tensors keep their addresses, for CUDA graphs
+    if getattr(cls, "is_compileable", False) is True:  # a layer, whose tensors have fixed addresses for CUDA graphs
         for value in state.values():
             if isinstance(value, Tensor):
                 torch._dynamo.mark_static_address(value)

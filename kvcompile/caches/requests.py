@@ -1,4 +1,4 @@
-"""Caches of the requests of one model: packed from the start, and used again by the next request."""
+"""Packed caches for the requests of one model. Each cache is reused by the next request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class RequestCaches:
     """Packed static caches for the requests of one model.
 
-    The cache of a finished request is kept for the next one of the same batch size that needs no more room. Requests
-    may run in several threads: each has a cache of its own, and the one that was given back last is kept.
+    The cache of a finished request is kept for the next request that has the same batch size and needs no more room.
+    Requests in several threads have separate caches. Only the cache that was given back last is kept.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -36,7 +36,7 @@ class RequestCaches:
     def take(self, batch_size: int, num_tokens: int) -> StaticCache:
         """An empty cache of ``batch_size`` sequences with room for at least ``num_tokens`` tokens each.
 
-        It can also be cropped, and its beams be reordered without new memory.
+        The cache can be cropped, and its beams can be reordered without new memory.
 
         Raises:
             PolicyError, KVCompileError: see :func:`kvcompile.static_cache`.
@@ -47,7 +47,7 @@ class RequestCaches:
         if kept is not None and self._serves(kept, batch_size, num_tokens):
             _clear(kept)
             return kept
-        kept = None  # before the new cache exists
+        kept = None  # free the old cache before the new cache is allocated
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             cache = static_cache(self._model, batch_size, num_tokens, self._policy)
         cache.__class__ = _request_cache_class()
@@ -65,34 +65,34 @@ class RequestCaches:
 
 
 def hand_out(cache: Any) -> None:
-    """Make a cache of :class:`RequestCaches` one that callers know: it can be saved, copied and passed on."""
+    """Change a cache of :class:`RequestCaches` to a public class, so that users can save, copy and pass it on."""
     from transformers import StaticCache
 
     cache.__class__ = StaticCache
 
 
 def packed_layers(cache: Cache) -> list[Any]:
-    """The layers of a static cache, those with windows excepted, whose keys and values are packed."""
+    """The layers without sliding windows of a static cache whose keys and values are packed."""
     return [layer for layer in getattr(cache, "layers", ()) if _is_packed(layer)]
 
 
 def can_crop(cache: Cache) -> bool:
-    """Whether the last tokens of a static cache can be forgotten: windows and states have dropped what came before."""
+    """Whether a static cache can drop its last tokens. Sliding windows and states cannot restore earlier tokens."""
     return all(_is_static(layer) for layer in cache.layers)
 
 
 def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
     """Give a packed static cache room for ``num_tokens`` tokens, in place; other caches stay unchanged.
 
-    A cache that is too short becomes longer by at least half, so that a conversation seldom has to wait for it.
+    A cache that is too short grows by at least half, so that a conversation seldom waits for a reallocation.
 
     Args:
         cache: any cache.
-        num_tokens: tokens in all.
-        is_on_top: whether they come after those that the cache holds.
+        num_tokens: number of tokens that need room.
+        is_on_top: whether ``num_tokens`` excludes the tokens that the cache already holds.
 
     Raises:
-        KVCompileError: it is too short, and a layer of it has a sliding window, which may be shorter than the model's.
+        KVCompileError: the cache is too short, and the sliding window of a layer may be cut to the cache's length.
     """
     packed = packed_layers(cache)
     if not packed:
@@ -127,7 +127,7 @@ def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def _clear(cache: StaticCache) -> None:
-    """Make a cache what it was when it was new."""
+    """Reset a cache to its initial state."""
     layer: Any
     for layer in cache.layers:
         if not _is_packed(layer):
@@ -153,10 +153,10 @@ def _request_cache_class() -> type:
     from transformers import StaticCache
 
     class RequestCache(StaticCache):
-        """A packed static cache that forgets its last tokens, and reorders its sequences in place."""
+        """A packed static cache that can drop its last tokens and reorder its sequences in place."""
 
         def crop(self, tokens_to_remove: int) -> None:
-            """Forget the last ``-tokens_to_remove`` tokens: they are overwritten, and masked until then."""
+            """Drop the last ``-tokens_to_remove`` tokens, which stay masked until they are overwritten."""
             if tokens_to_remove > 0:
                 raise ValueError(f"crop: tokens_to_remove is {tokens_to_remove}; pass a negative number of tokens")
             layer: Any
@@ -164,7 +164,7 @@ def _request_cache_class() -> type:
                 layer.cumulative_length.add_(tokens_to_remove)
 
         def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-            """Sequence ``i`` becomes what sequence ``beam_idx[i]`` was; addresses stay, for compiled code."""
+            """Copy sequence ``beam_idx[i]`` to each sequence ``i``. Addresses stay fixed for compiled code."""
             layer: Any
             for layer in self.layers:
                 if not _is_packed(layer):

@@ -1,4 +1,4 @@
-"""Static caches of Transformers that are packed from the start, so that the plain cache never exists."""
+"""Static caches of Transformers that are packed from the start, so that no plain cache is ever allocated."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def static_cache(
 ) -> StaticCache:
     """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
 
-    Pass it as ``past_key_values``, compiled or not. A plain ``StaticCache`` is packed as well, but it exists in full
-    until the first compiled call if eager code fills it first, as ``generate()`` does.
+    Pass it as ``past_key_values``, compiled or not. A plain ``StaticCache`` is packed as well. If eager code fills
+    it first, as in ``generate()``, it stays in full precision until the first compiled call.
 
-    What the layers hold is learnt by running the model on one token without computing or allocating anything.
+    To find the shapes of the layers, the model runs on one token without computing or allocating anything.
 
     Args:
         model: a decoder of Hugging Face Transformers, on the device and in the dtype that it will run in.
-        batch_size: sequences.
-        max_len: tokens that a layer has room for.
-        policy: what :meth:`Policy.load` takes. Compiled models leave the formats of packed caches as they are, whatever
-            their own policy says.
+        batch_size: number of sequences.
+        max_len: number of tokens that a layer has room for.
+        policy: any argument of :meth:`Policy.load`. A compiled model keeps the formats of a packed cache, even if its
+            own policy differs.
 
     Returns:
-        A cache of ``batch_size`` sequences. Layers with a sliding window, and those whose rule says ``auto``, are those
-        that Transformers makes, plain and allocated when they are first written.
+        A cache of ``batch_size`` sequences. Layers with a sliding window and layers whose rule says ``auto`` are plain
+        layers of Transformers, allocated at their first write.
 
     Raises:
-        PolicyError: the policy is wrong, or a format of it cannot hold the keys or values of a layer.
+        PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
         KVCompileError: the model does not run with a static cache.
     """
     from transformers import StaticCache
@@ -68,11 +68,11 @@ def static_cache(
 
 
 def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) -> StaticCache:
-    """The cache after one token: its tensors have shapes, dtypes and devices, but no memory."""
+    """Run one token to fill ``cache`` with tensors that have shapes, dtypes and devices, but no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
-            # A compiled model would be compiled for this call, or run kernels on tensors that have no memory.
+            # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.
             model = getattr(model, "_orig_mod", model)
             model._call_impl(input_ids=ids, past_key_values=cache, use_cache=True)
         except Exception as error:
@@ -91,17 +91,17 @@ def _is_plain_static(layer: Any) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
-    """The names of the modules that call attention, by layer: the innermost ones that know the index of their layer."""
+    """Maps each layer index to the name of its attention module: the innermost module with that layer index."""
     names = [name for name, module in model.named_modules() if getattr(module, "layer_idx", None) is not None]
     innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     return {index: name for name in innermost if (index := layer_index(name)) is not None}
 
 
 def _pack(layer: Any, filled: Any, formats: FormatPair, place: str) -> None:
-    """Initialise a layer as ``filled`` is, with packed keys and values."""
+    """Initialise a layer like ``filled``, with packed keys and values."""
     dtype, device = filled.keys.dtype, filled.keys.device
     examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
-    layer.lazy_initialization(*examples)  # of no sequences, which takes no memory
+    layer.lazy_initialization(*examples)  # with zero sequences, which need no memory
     layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
     for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
         layout = formats.layout(role, plain.shape[3], dtype)

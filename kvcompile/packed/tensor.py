@@ -1,15 +1,13 @@
 """A KV cache that is packed inside and looks like the plain tensor it replaces.
 
 ``PackedTensor`` is a tensor subclass with the shape and dtype of a plain cache and one uint8 tensor inside (see
-:mod:`kvcompile.kernels.layout.packed_layout`). It has one meaning, in eager code and in traced code: **quantize on
-write, dequantize on read**. Writes of whole token vectors quantize them; slices of tokens, sequences or heads and
-transposes are views of the same bytes; copies of whole token vectors (clone, reordering of beams, concatenation) copy
-bytes; everything else reads dequantized values. :mod:`kvcompile.packed` lists the
-modules that say what each operator does.
+:mod:`kvcompile.kernels.layout.packed_layout`). Eager and traced code follow one rule: **quantize on write, dequantize
+on read**. Writes of whole token vectors quantize them. Slices of tokens, sequences or heads and transposes are views of
+the same bytes. Copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes. All other
+operators read dequantized values. :mod:`kvcompile.packed` imports the modules that define the operators.
 
-A write that cannot be carried out raises. Code that takes the address of the tensor (``data_ptr()`` is 0) instead of
-calling an operator does not see the cache; no tensor subclass can notice that. Outside of ``no_grad``, gradients
-pass straight through the quantization.
+A write that cannot be carried out raises. Code that uses the address of the tensor (``data_ptr()`` is 0) does not see
+the cache, and no tensor subclass can detect this. Gradients pass straight through the quantization outside ``no_grad``.
 """
 
 from __future__ import annotations
@@ -38,27 +36,27 @@ from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliase
 from kvcompile.packed.view_geometry import stride_of_clone
 
 WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
-"""The orders of the dimensions of a cache of its own; a pool of slots [num_slots, heads, head_dim] is one sequence."""
+"""Possible axes of a cache that is no view. A pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 STORED_AXES = "bhtd"
-"""Axes of the values as the packed data holds them: sequence of the batch, KV head, token, channel."""
+"""Axes of the values in the order of the packed data: sequence of the batch, KV head, token, channel."""
 
 PACKED_DIM = {"b": 1, "h": 2}
-"""Dimension of ``packed`` that holds an axis. Tokens lie in blocks (dimension 0) and within them (dimension 3)."""
+"""Maps an axis to its dimension of ``packed``. Tokens lie in blocks (dimension 0) and within blocks (dimension 3)."""
 
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a packed tensor lies in the cache that it is a view of.
+    """Position of a packed view in its cache.
 
     Attributes:
-        root: the cache, which is no view itself; None for the cache.
-        offset: elements before the first one of the view in the memory that a plain cache would have.
-        ends_cache: whether no token of the cache follows the last one of the view; False if unknown.
-        is_known: whether the code that runs or is traced now made the cache. A graph knows only this tensor of a cache
-            that it is given.
+        root: the cache behind the view; None if the tensor is the cache itself.
+        offset: storage offset of the view, in elements of an equal plain cache.
+        ends_cache: whether the last token of the view is the last token of the cache; False if unknown.
+        is_known: whether the present code (eager or traced) made the cache. If a graph gets a view as its input, the
+            graph does not know the cache behind it.
     """
 
     root: PackedTensor | None = None
@@ -72,16 +70,16 @@ _UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """What the bytes of a PackedTensor mean, apart from its shape; its flatten context, so Dynamo guards on it.
+    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it, as it is the flatten context.
 
     Attributes:
         layout: layout of the packed data.
         dtype: logical dtype.
         axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.graph.permutations`): ``bhtd``
-            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis that is missing
-            was selected away; the packed data holds one index of it.
-        start: tokens of the first block that come before this view, 0 to 63; with a residual, whose header every view
-            needs, tokens of the cache that come before it.
+            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. A missing axis
+            was selected away, and the packed data holds one index of it.
+        start: number of tokens in the first block before this view, 0 to 63. With a residual, every view includes the
+            header, and ``start`` is the number of tokens of the cache before this view.
         growing: whether the cache grows by concatenation.
     """
 
@@ -95,7 +93,7 @@ class CacheMeta:
 def _pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
     """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks``, a part at a time.
 
-    Encoding makes float32 temporaries; these stay small beside a long cache.
+    Encoding allocates float32 temporaries. The parts keep them small compared with a long cache.
     """
     at_once = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
     for first in range(0, num_blocks(x.shape[2]), at_once):
@@ -107,8 +105,8 @@ class PackedTensor(PackedSubclass):
     """A packed KV cache, or a view of one.
 
     Attributes:
-        cache_meta: what the bytes mean; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
-        packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of it for a view of the cache.
+        cache_meta: meaning of the bytes; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
+        packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of the cache has a view of this tensor.
     """
 
     cache_meta: CacheMeta
@@ -126,10 +124,10 @@ class PackedTensor(PackedSubclass):
     ) -> PackedTensor:
         """A tensor of logical ``size`` and ``stride`` (contiguous by default) over ``packed``.
 
-        ``lineage`` is the growing cache that it is or views, if ``packed`` lies in a growing buffer; ``place`` says
-        which part of a cache it is.
+        ``lineage`` is the growing cache behind this tensor, if ``packed`` lies in a growing buffer. ``place`` is the
+        position of this tensor in its cache.
         """
-        # No storage offset: fake tensors that stand for a subclass cannot have one.
+        # No storage offset: fake tensors of a subclass cannot have one.
         return torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
         )
@@ -153,7 +151,7 @@ class PackedTensor(PackedSubclass):
 
     @property
     def packed_layout(self) -> PackedLayout:
-        """Layout of ``packed`` (``layout`` is taken: every tensor has one, ``torch.strided``)."""
+        """Layout of ``packed``. The name ``layout`` is taken: ``Tensor.layout`` is ``torch.strided``."""
         return self.cache_meta.layout
 
     @property
@@ -174,10 +172,10 @@ class PackedTensor(PackedSubclass):
 
         Args:
             x: a cache with its dimensions in the order ``axes``.
-            layout: format and role; its ``head_dim`` must be that of ``x``.
-            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``;
-                without the ``h`` of one head or the ``b`` of one sequence, such as ``thd`` for a pool of slots
-                [num_slots, heads, head_dim].
+            layout: format and role; its ``head_dim`` must equal the last size of ``x``.
+            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``.
+                A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
+                [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
         """
         result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
@@ -230,9 +228,9 @@ class PackedTensor(PackedSubclass):
         *,
         growing: bool = False,
     ) -> PackedTensor:
-        """The cache of logical ``shape`` whose bytes are ``data`` itself.
+        """A cache of logical ``shape`` that uses ``data`` as its bytes, without a copy.
 
-        If it is ``growing``, ``data`` becomes its buffer, spare room included: nothing else may use that storage.
+        With ``growing``, ``data`` becomes its buffer, including spare room. Nothing else may use that storage.
         """
         return cls.owning(data, CacheMeta(layout, dtype, axes, 0, growing), shape)
 
@@ -259,7 +257,7 @@ class PackedTensor(PackedSubclass):
     ) -> PackedTensor:
         """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``.
 
-        It begins ``skipped`` elements of plain memory behind this one; ``ends_cache``: with the last token of this one.
+        The view begins ``skipped`` plain elements later. ``ends_cache``: both end with the same token.
         """
         cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
         packed = self.packed if packed is None else packed
@@ -272,9 +270,9 @@ class PackedTensor(PackedSubclass):
         return PackedTensor(packed, cache_meta, size, stride, self._lineage, place)
 
     def of_size(self, size: Sequence[Any]) -> PackedTensor:
-        """This cache with the symbols in ``size`` for its sizes, if there are any.
+        """This cache with ``size`` as its sizes if ``size`` contains symbols; otherwise this cache unchanged.
 
-        A graph knows the parts of a pool or stack by the sizes of the whole; Dynamo has symbols of their own for them.
+        Dynamo gives the parts of a pool or stack their own symbols, but a graph must use the symbols of the whole.
         """
         if not any(isinstance(extent, torch.SymInt) for extent in size):
             return self
@@ -283,7 +281,7 @@ class PackedTensor(PackedSubclass):
     @property
     def packed(self) -> Tensor:
         if self._lineage is not None and self._packed_from is not self._lineage.buffer:
-            # The lineage moved to another storage: the same blocks there, with the same strides.
+            # The lineage moved to another storage: view the same blocks there, with the same strides.
             self._packed_from = self._lineage.buffer
             storage, old = self._packed_from.storage, self._packed
             blocks = min(old.shape[0], storage.shape[0] - old.storage_offset() // storage.stride(0))
@@ -292,10 +290,10 @@ class PackedTensor(PackedSubclass):
 
     @property
     def inner_packed(self) -> Tensor:
-        """``packed``, as PyTorch takes it from this tensor, with those marks that follow from marks of this tensor.
+        """The inner tensor for PyTorch: ``packed``, with the marks that follow from marks of this tensor.
 
-        ``mark_dynamic`` and the like also mark the same dimensions of each inner tensor that has as many as the outer
-        one. Tokens are another dimension of a cache than of its blocks, so those marks are dropped.
+        ``mark_dynamic`` also marks the same dimensions of an inner tensor with equally many dimensions. These marks are
+        wrong and are dropped, because tokens lie in different dimensions of a cache and of its blocks.
         """
         packed = self.packed
         drop_marks(packed)
@@ -303,9 +301,9 @@ class PackedTensor(PackedSubclass):
         return packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed``, after making sure that writes to it are seen by this cache and its views, and by no other.
+        """``packed``, after making sure that only this cache and its views see writes to it.
 
-        The version of the cache that this is a view of counts the write, as that of a plain tensor does.
+        The write increments the version of the cache behind this view, as for a plain tensor.
         """
         root = self.place.root
         if root is not None and not self.data_is_traced and not self._is_view() and not root.is_inference():
@@ -323,23 +321,23 @@ class PackedTensor(PackedSubclass):
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``packed`` is laid out as a cache of its own: all its axes, from a first token on, contiguous.
+        """Whether ``packed`` has the layout of a whole cache: all axes, from the first token of a block on, contiguous.
 
-        Kernels that know only the layout may use ``packed`` of such a tensor; of another view they may not.
+        Kernels that know only the layout may use ``packed`` only if this is true.
         """
         return self.axes in WHOLE_AXES and self.start == 0 and self.packed.is_contiguous()
 
     @property
     def can_be_copied_whole(self) -> bool:
-        """Whether a copy of this view's bytes is a cache of its own that means the same (:meth:`whole`).
+        """Whether an independent copy may replace this view (:meth:`whole`).
 
-        A cache that grows is its own only until it is appended to, so that it may as well be a copy of a view; a write
-        to one of fixed size has to reach the cache that it views.
+        A growing cache may be copied at every append anyway, so a copy may replace it. A view of a cache of fixed size
+        must not be copied, because its writes have to reach the cache.
         """
         return self.growing and self.axes in WHOLE_AXES and self.packed_layout.residual is None
 
     def whole(self) -> PackedTensor:
-        """This cache if it :attr:`is_whole`, else a copy, which :attr:`can_be_copied_whole`."""
+        """This cache if it :attr:`is_whole`, otherwise a copy; needs :attr:`can_be_copied_whole`."""
         if self.is_whole:
             return self
         copied = self.index_select(self.token_dim, torch.arange(self.num_tokens, device=self.device))
@@ -353,7 +351,7 @@ class PackedTensor(PackedSubclass):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens along the token axis; 1 if a single token was selected."""
+        """Number of tokens; 1 if a single token was selected."""
         return self.shape[self.token_dim] if "t" in self.axes else 1
 
     @property
@@ -365,9 +363,9 @@ class PackedTensor(PackedSubclass):
         return is_traced(self._packed)
 
     def dequantize(self) -> Tensor:
-        """The values, a plain tensor of this shape and dtype with the strides of a clone of the plain view.
+        """The values, a plain tensor of the same shape and dtype with the strides of a clone of the plain view.
 
-        These are the strides of this tensor, except that gaps between its elements are closed.
+        These strides equal the strides of this tensor without gaps between elements.
         """
         x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)[:, :, self.start :]
         if self.data_is_traced:
@@ -412,8 +410,8 @@ class PackedTensor(PackedSubclass):
         )
 
     def _claimed(self, num_new: int) -> tuple[GrowingBuffer, int] | None:
-        """Its growing buffer, now with room for ``num_new`` tokens behind it, and where in that this cache begins; None
-        if it cannot be extended in place."""
+        """Reserves ``num_new`` tokens after this cache in its growing buffer; None if the cache must be copied.
+        Returns the buffer and the index of this cache's first block in it."""
         if self._lineage is None or self.packed.shape[1:] != self._lineage.buffer.storage.shape[1:]:
             return None
         buffer = self._lineage.buffer
@@ -432,18 +430,18 @@ class PackedTensor(PackedSubclass):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
-        # No lineage: a graph may return a view of its input. Such a cache is copied before it grows.
+        # No lineage, as a graph may return a view of its input. Such a cache is copied before it grows.
         return PackedTensor(inner["inner_packed"], context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
-        """AOTAutograd calls this: the key of this input in its cache of traced graphs."""
+        """The key of this input in AOTAutograd's cache of traced graphs. AOTAutograd calls this method."""
         geometry = [(t.shape, t.stride(), t.dtype, t.device) for t in (self, self.packed)]
         return str((geometry, self.__tensor_flatten__()[1], _code_digest()))
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
-        """As for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
+        """Repeats as for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
 
-        PyTorch decomposes it to expand and reshape before dispatch, where it can no longer be recognised.
+        PyTorch decomposes this method to expand and reshape before dispatch, which could not recognise it any more.
         """
         if dim is not None and isinstance(repeats, int) and self.axes[dim] != "d":
             index = torch.arange(self.shape[dim] * repeats, device=self.device) // max(repeats, 1)
@@ -483,7 +481,7 @@ torch.serialization.add_safe_globals([rebuild_packed_tensor])
 
 @functools.cache
 def _code_digest() -> str:
-    """Hash of this package's code: a cached graph holds what dispatch traced into it."""
+    """Hash of this package's code, because a cached graph contains operators that the dispatch traced."""
     digest = hashlib.sha256()
     for folder, _, names in sorted(os.walk(Path(__file__).parents[1], followlinks=True)):
         for name in sorted(name for name in names if name.endswith(".py")):
@@ -493,7 +491,7 @@ def _code_digest() -> str:
 
 @functools.cache
 def _packed_dims(axes: str) -> dict[int, int]:
-    """By dimension of a cache, the dimension of ``packed`` on whose size its own depends."""
+    """Maps each dimension of a cache to the dimension of ``packed`` that determines its size."""
     return {axes.index(axis): dim for axis, dim in {"t": 0, **PACKED_DIM}.items() if axis in axes}
 
 

@@ -1,9 +1,9 @@
 """Writes of whole token vectors to a packed cache: each one quantizes its vectors.
 
-Every write comes down to three index tensors (sequence, head, position in the packed data) that broadcast to the
-addressed vectors, and what is stored there: the bytes of the vectors or, in a cache with a residual, whose bytes depend
-on the other tokens of a block, the vectors. Indexing checks the bounds, as it does for a plain cache. Positions must be
-distinct: with duplicates the bytes of a vector may come from several of its writers.
+Every write reduces to values and three index tensors (sequence, head, position in the packed data), which broadcast to
+the addressed vectors. The values are encoded bytes. A cache with a residual takes the vectors themselves, because its
+bytes also depend on the other tokens of a block. Indexing checks the bounds, as for a plain cache. Positions must be
+distinct: with duplicates, a vector may mix bytes from several writers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Coordinates = Sequence[Tensor]
 def coordinates_of(cache: PackedTensor, axis: str = "", index: Tensor | None = None) -> Coordinates:
     """Sequence, head and position in the packed data of the vectors of ``cache``.
 
-    They broadcast over [batch, heads, tokens]. With ``index`` (int64 [n]) only those along ``axis``; a negative index
-    counts from the end.
+    They broadcast over [batch, heads, tokens]. ``index`` (int64 [n]) restricts them along ``axis``. A negative
+    index counts from the end.
     """
     coordinates = []
     for dim, name in enumerate("bht"):
@@ -55,16 +55,16 @@ def _extent(cache: PackedTensor, axis: str) -> int:
 
 
 def encoded(cache: PackedTensor, x: Tensor) -> Tensor:
-    """Vectors [..., head_dim], rounded to the cache's dtype as by a plain cache -> what is stored, [..., width]."""
+    """Encodes vectors [..., head_dim], rounded to the cache's dtype, to the values for :func:`put`, [..., width]."""
     layout = cache.packed_layout
     x = x.detach().to(cache.device, cache.dtype)
     return x if layout.residual is not None else layout.token_bytes(layout.format.encode(x))
 
 
 def stored(cache: PackedTensor, source: Tensor) -> Tensor:
-    """What storing ``source`` (axes as ``cache``) writes, [batch, heads, tokens, width].
+    """Encodes ``source`` (axes as ``cache``) to the values that :func:`put` takes, [batch, heads, tokens, width].
 
-    Bytes of a packed source with the same meaning are its own, so that nothing is quantized twice.
+    A packed source with the same layout, dtype and axes keeps its bytes, so nothing is quantized twice.
     """
     if isinstance(source, PackedTensor) and _meaning(source) == _meaning(cache):
         return read(source, coordinates_of(source)).to(cache.device)
@@ -72,12 +72,12 @@ def stored(cache: PackedTensor, source: Tensor) -> Tensor:
 
 
 def _meaning(x: Tensor) -> tuple[Any, ...] | None:
-    """What the bytes of a packed cache stand for; None for other tensors."""
+    """Layout, dtype and axes of a packed cache; None for other tensors."""
     return (x.packed_layout, x.dtype, x.axes) if isinstance(x, PackedTensor) else None
 
 
 def read(cache: PackedTensor, coordinates: Coordinates) -> Tensor:
-    """What is stored at ``coordinates``, [*N, width]."""
+    """Reads the stored values at ``coordinates``, [*N, width], as :func:`put` takes them."""
     layout = cache.packed_layout
     if layout.residual is None:
         return cache.packed[byte_index(layout, *coordinates)]
@@ -98,7 +98,7 @@ def put(
 
 
 def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None, values: Tensor) -> None:
-    """The same for all vectors whose index along ``axis`` is in ``index``, int64 [n] (None: all vectors)."""
+    """Stores ``values`` in all vectors whose index along ``axis`` is in ``index``, int64 [n] (None: all vectors)."""
     coordinates = coordinates_of(cache, axis, index)
     if cache.packed_layout.residual is None or axis in ("b", "h"):
         put(cache, data, coordinates, values)
@@ -111,7 +111,7 @@ def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None
 def put_tokens(cache: PackedTensor, data: Tensor, index: Tensor | None, source: Tensor) -> None:
     """Stores ``source`` (axes as ``cache``) in the tokens ``index``, int64 [n] (None: all tokens).
 
-    Everything is read before the first byte is written: ``source`` may be a view of ``cache``.
+    ``source`` may be a view of ``cache``, because all reads precede the first write.
     """
     if not runs_kernels(data) or _meaning(source) == _meaning(cache):
         put_along(cache, data, "t", index, stored(cache, source))
@@ -122,7 +122,7 @@ def put_tokens(cache: PackedTensor, data: Tensor, index: Tensor | None, source: 
 
 
 def _blocks_of(positions: Tensor) -> Tensor | None:
-    """The blocks that positions lie in; unknown in traced code."""
+    """The blocks that contain ``positions``; None (unknown) in traced code."""
     return None if is_traced(positions) else blocks_of(positions)
 
 
@@ -156,15 +156,15 @@ def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
 
 
 def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
-    """Whether the tokens of ``source`` lie in blocks as those of ``cache``, which has a residual."""
+    """Whether ``cache`` has a residual and equal tokens of ``source`` and ``cache`` lie in equal blocks."""
     same = cache.packed_layout.residual is not None and _meaning(source) == _meaning(cache)
     return same and cache.start == source.start == 0 and "t" in cache.axes
 
 
 def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
-    """Copies blocks byte by byte, and the vectors that differ of a last block which has tokens outside of ``cache``.
+    """Copies whole blocks byte by byte. In a last block with tokens outside of ``cache``, copies vectors that differ.
 
-    Everything is read before the first byte is written: both may be views of one cache.
+    Both may be views of one cache, because all reads precede the first write.
     """
     data = cache.packed_for_write()
     ends_together = cache.place.ends_cache and source.place.ends_cache
@@ -188,14 +188,14 @@ def _fill_(cache: Tensor, value: Any) -> Any:
 
 
 def _constant(cache: PackedTensor, value: Any) -> Tensor:
-    """What is stored for a vector whose channels all are ``value``, a number or a tensor of no dimensions."""
+    """Encodes a vector whose channels all equal ``value``, a number or a 0-dimensional tensor."""
     vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device)
     return encoded(cache, vector.fill_(plain(value)))
 
 
 @handles(PackedTensor, aten.zero_.default)
 def _zero_(cache: PackedTensor) -> PackedTensor:
-    """All-zero bytes decode to zeros. Blocks that hold no other tokens are cleared whole."""
+    """Writes zero bytes, which decode to zeros. Blocks without other tokens are cleared whole."""
     begin, end = cache.start, cache.start + cache.num_tokens
     first, last = num_blocks(begin), end // BLOCK_TOKENS
     data = cache.packed_for_write()
@@ -211,7 +211,7 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
 
 
 def not_from_end(index: Tensor, extent: int) -> Tensor:
-    """``index`` for operators that know no negative indices: they are out of range afterwards."""
+    """Moves negative indices out of range, for operators that accept no negative indices."""
     return torch.where(index < 0, extent, index)
 
 
@@ -257,12 +257,12 @@ def _index_put_(
     if dims[-1] == cache.dim() - 1:
         return NotImplemented
     if len(dims) == 1 and (index := indices[dims[0]]) is not None and index.dim() == 1:
-        # The common form, without a grid: one index vector along one axis.
+        # The common form, one index vector along one axis, needs no grid.
         axis, size = cache.axes[dims[0]], list(cache.shape)
         size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
         _put_along_axis(cache, axis, index, plain(values).expand(size))
         return cache
-    # The coordinates of the addressed vectors: index a grid of coordinates (with one channel) in the same way.
+    # Index a grid of coordinates (with one channel) in the same way to find the addressed vectors.
     grid = [_extent(cache, axis) for axis in "bht"]
     logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]
     coordinates = [aten.index.Tensor(c, indices)[..., 0] for c in logical]
@@ -285,7 +285,7 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
 
 @handles(PackedTensor, aten.scatter_.src, aten.scatter_.value)
 def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
-    """A scatter whose index is the same for all channels: expanded along head_dim, or repeated, which must be read."""
+    """Scatters whole vectors. The index must be expanded along head_dim or, in eager code, equal for all channels."""
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
     index = cache.to_stored_axes(index)
