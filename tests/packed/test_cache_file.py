@@ -1,4 +1,4 @@
-"""Saved caches come back packed, equal and ready to be continued; a file that does not fit is an error."""
+"""Saved caches load packed, equal and ready to be extended. A file that does not fit raises an error."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_both_parts_of_an_encoder_decoder_cache_come_back(file: Path) -> None:
     assert loaded.is_updated == {0: True}
     assert_equal(loaded.cross_attention_cache.layers[0].values, cache.cross_attention_cache.layers[0].values)
     assert loaded.self_attention_cache.layers[0].update(*[values(2, 3, 1, HEAD_DIM)] * 2)[0].shape[2] == 4
-    loaded.self_attention_cache.update(*[values(2, 3, 1, HEAD_DIM)] * 2, 1)  # a layer that it did not have
+    loaded.self_attention_cache.update(*[values(2, 3, 1, HEAD_DIM)] * 2, 1)  # adds a new layer
 
 
 def test_layers_that_share_the_keys_of_others_come_back_empty(file: Path) -> None:

@@ -70,7 +70,7 @@ def latents(caches: Caches, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -
 
 @dataclass(frozen=True)
 class Kind:
-    """Caches of one kind for a number of sequences and tokens, plain and packed, and which dimensions these are."""
+    """Makes plain and packed caches of one kind for given numbers of sequences and tokens; names these dimensions."""
 
     make: Callable[[int, int], list[Tensor]]
     pack: Callable[[list[Tensor]], Caches]
@@ -109,7 +109,7 @@ KINDS: dict[Step, Kind] = {
 def graphs(step: Step, mark: Callable[[Tensor, int], None], *, is_packed: bool) -> list[int]:
     """How many graphs were compiled after each step: two with caches of one size, two with caches of another.
 
-    Packed caches must give what plain ones give, and stay packed.
+    Packed caches must give the same results as plain caches, and stay packed.
     """
     torch._dynamo.reset()
     counters.clear()

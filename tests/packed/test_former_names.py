@@ -1,4 +1,4 @@
-"""Caches that a former version saved with ``torch.save`` load, although the modules that they name have moved."""
+"""Caches that a former version saved with ``torch.save`` still load, although their modules have moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a packed cache that a graph takes as its values, the bytes of tokens that nobody writes stay as they are."""
+"""The bytes of unwritten tokens stay unchanged when a graph takes a packed cache as plain values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packed(name: str, role: str = "key", *, growing: bool = False) -> PackedTens
 
 
 def stack() -> PackedStack:
-    """Of a packed and of a plain cache."""
+    """A stack of a packed cache and a plain cache."""
     x = torch.randn(2, BATCH, HEADS, TOKENS, HEAD_DIM)
     return PackedStack.from_dense(x, {(0,): (layout("int4_unrotated"), "bhtd")})
 
@@ -67,7 +67,7 @@ def test_after_many_steps_a_cache_is_what_eager_code_makes_of_it(name: str, grow
     expected = copy.deepcopy(cache)
     keys, values = packed("int8_per_token_head"), packed("int8_per_token_head", "value")
     step = compiled(attend_beside_a_cache_that_no_pass_knows)
-    for position in range(58, 78):  # across the boundary of blocks at 64
+    for position in range(58, 78):  # crosses the block boundary at 64
         q, x = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
         step(cache, keys, values, q, x, torch.tensor([position]))
         expected.index_copy_(2, torch.tensor([position]), x)
@@ -103,7 +103,7 @@ every_cache = pytest.mark.parametrize("make", CACHES.values(), ids=CACHES.keys()
 
 
 def bytes_of(cache: Any) -> list[Tensor]:
-    """Copies of all memory that is behind a cache."""
+    """Copies of all bytes of a cache."""
     if isinstance(cache, PackedStack):
         return [data for part in cache.parts for data in bytes_of(part)]
     if isinstance(cache, PackedPool):
@@ -121,7 +121,7 @@ def test_of_every_format_tokens_that_nobody_writes_keep_their_bytes(name: str) -
         store_changes(cache, values)
     assert torch.equal(cache[:, :, 64:].packed, expected[:, :, 64:].packed)
     assert torch.equal(cache.dequantize()[:, :, 5:], expected.dequantize()[:, :, 5:])
-    if not cache.packed_layout.format.rotated:  # a rotation is summed in an order that depends on the shape
+    if not cache.packed_layout.format.rotated:  # a rotation sums in an order that depends on the shape
         assert torch.equal(cache.packed, expected.packed)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def cache_of(layout: PackedLayout, tokens: int, batch: int = 2, **kwargs: Any) -> PackedTensor:
-    """A cache of random values that were written in parts, the first tokens last: a slot may hold any block."""
+    """A cache of random values, written in parts with the first tokens last, so that a slot may hold any block."""
     cache = PackedTensor.from_dense(values(batch, 3, tokens, HEAD_DIM), layout, **kwargs)
     if not cache.growing:
         cache[:, :, tokens // 2 :] = values(batch, 3, tokens - tokens // 2, HEAD_DIM)

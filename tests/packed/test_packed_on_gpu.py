@@ -1,4 +1,4 @@
-"""On a GPU, eager code on packed caches runs kernels: the bytes of the specification, and little memory besides."""
+"""Eager code on packed caches runs kernels on a GPU. They match the specification and allocate little extra memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def caches(spec: str, axes: str, num_tokens: int, dtype: torch.dtype = torch.bfl
 
 
 def assert_same_cache(actual: PackedTensor, expected: PackedTensor) -> None:
-    """Compare the values: codes may differ where a quotient lies in the middle of two."""
+    """Compare the values. Codes may differ where a quotient lies halfway between two codes."""
     expected_values, values = expected.dequantize().float(), actual.dequantize().cpu().float()
     assert actual.dequantize().stride() == expected.dequantize().stride()
     same = torch.isclose(values, expected_values, rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""Eager code on a packed pool of blocks reads what it would read of the plain pool, and writes quantize."""
+"""Eager code reads the same values from a packed pool of blocks as from the plain pool, and writes quantize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def pair(layout: PackedLayout = INT8) -> tuple[PackedPool, Tensor]:
-    """A packed pool, and the plain pool that it must be indistinguishable from."""
+    """A packed pool, and the plain pool that must behave identically."""
     x = values(9, 5, 3, layout.head_dim)
     return PackedPool.from_dense(x, layout), quantized(x, layout)
 
@@ -36,7 +36,7 @@ def test_a_pool_looks_like_the_plain_one() -> None:
     assert torch.equal(pool[torch.tensor([[3, 0], [8, 3]])], plain[torch.tensor([[3, 0], [8, 3]])])
     assert torch.equal(pool.index_select(0, torch.tensor([4, 4])), plain.index_select(0, torch.tensor([4, 4])))
     assert "PackedPool" in repr(pool)
-    assert pool.slots.packed.shape[:2] == (1, 1)  # 45 slots need one block of packed data, whatever a block of theirs
+    assert pool.slots.packed.shape[:2] == (1, 1)  # 45 slots need one block of packed data, for any block_size
 
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {

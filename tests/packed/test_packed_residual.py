@@ -1,4 +1,4 @@
-"""Caches that keep recent and first tokens as they are: still a tensor like any other, and exact where promised."""
+"""Caches that keep recent and first tokens in full precision behave like any tensor, and are exact where promised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcompile.packed.memory import cache_nbytes
 from kvcompile.packed.tensor import PackedTensor
 
 FP32 = torch.float32
-# Packed as float32 the cache loses nothing either: whatever is in slots and what is not, it must equal a plain cache.
+# The float32 format loses nothing, so the cache must equal a plain cache wherever a token is stored.
 LOSSLESS = [
     PackedLayout("float32", "key", HEAD_DIM, Residual(1, 2, FP32)),
     PackedLayout("float32", "value", HEAD_DIM, Residual(0, 1, FP32)),
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def pair(layout: PackedLayout, axes: str = "bhtd", tokens: int = 200, *, growing: bool = False):
-    """A packed cache of random values and the plain one."""
+    """A packed cache of random values and the equal plain cache."""
     x = values(*shape_of(axes, tokens))
     return PackedTensor.from_dense(x, layout, axes, growing=growing), x
 
 
 def assert_equal(cache: Tensor, plain: Tensor) -> None:
-    """The values of a packed tensor, or of one that was read from it."""
+    """Compare the values of a packed tensor, or of a plain tensor that was read from it."""
     if isinstance(cache, PackedTensor):
         assert_same(cache, plain)
     else:
@@ -161,11 +161,11 @@ def test_a_layout_that_cannot_be_is_refused_with_the_reason():
             adopt(torch.zeros(2, 3, 100, HEAD_DIM), layout)
 
 
-# What stays as it is
+# Tokens in full precision
 
 
 def exact_tokens(cache: PackedTensor, plain: Tensor) -> set[int]:
-    """The tokens whose vectors all are as they were written."""
+    """The tokens whose vectors all equal the written values."""
     equal = (cache.dequantize() == plain).all(-1).all(0).all(0)
     return set(equal.nonzero().flatten().tolist())
 
@@ -218,11 +218,11 @@ def test_a_block_that_was_left_is_opened_again_from_what_is_stored():
     x, new = values(2, 3, 300, HEAD_DIM), values(2, 3, 20, HEAD_DIM)
     cache = written(INT4, x, [300])
     before = cache.dequantize()
-    cache[:, :, 70:90] = new  # block 1, which is quantized since block 4 took the slot
+    cache[:, :, 70:90] = new  # block 1 is quantized, because block 4 took its slot
     assert cache[:, :, 70:90].dequantize().equal(new)
     untouched = [*range(70), *range(90, 256)]
     assert cache.dequantize()[:, :, untouched].equal(before[:, :, untouched])
-    # The block that had the slot is read quantized now.
+    # The block that lost the slot is now read quantized.
     assert exact_tokens(cache[:, :, 256:], x[:, :, 256:]) == set()
     assert (cache - torch.cat([x[:, :, :70], new, x[:, :, 90:]], 2)).norm() < 0.15 * x.norm()
 
@@ -235,7 +235,7 @@ def test_a_crop_and_other_tokens_after_it_leave_the_tokens_before_it_as_they_wer
     kept = cache[:, :, :100]
     longer = torch.cat([kept, new], 2)
     assert longer[:, :, -40:].dequantize().equal(new[:, :, -40:])
-    # Block 1 was opened again and left again: its old tokens are quantized a second time, with the new ones.
+    # Block 1 was reopened and closed again, so its old tokens are quantized a second time, with the new tokens.
     assert (longer[:, :, :100] - x[:, :, :100]).norm() < 0.25 * x[:, :, :100].norm()
     assert longer[:, :, :64].dequantize().equal(before[:, :, :64])
     assert cache.dequantize().equal(before)
@@ -305,7 +305,7 @@ def test_values_that_are_not_finite_are_exact_while_they_are_recent_and_touch_no
     assert recent[:, :, 0].equal(x[:, :, 128])
     finite = [*range(70), *range(71, 128)]
     assert (cache.dequantize()[:, :, finite] - x[:, :, finite]).norm() < 0.15 * x[:, :, finite].norm()
-    assert cache[:, :, 70].isfinite().all()  # as the format says: without a scale of its own it is stored as zeros
+    assert cache[:, :, 70].isfinite().all()  # the format stores a vector without its own scale as zeros
 
 
 # Copies, growth, adoption
@@ -401,7 +401,7 @@ def test_caches_that_share_a_storage_never_see_a_wrong_token():
     long = torch.cat([short, x], 2)
     assert storage_of(long) == storage_of(short)
     step = (plain.amax(2) - plain.amin(2)).amax() / 15
-    # The longer cache has the slot now: the last tokens of the shorter one are read quantized.
+    # The longer cache has the slot now, so the last tokens of the shorter cache are read quantized.
     assert exact_tokens(short, plain) == set()
     assert (short - plain).abs().max() <= step
     fork = torch.cat([short, x[:, :, 50:60]], 2)
@@ -423,7 +423,7 @@ def test_an_adopted_cache_that_is_not_full_keeps_the_end_of_what_it_holds():
     assert cache[:, :, 128:160].dequantize().equal(torch.cat([x[:, :, 128:150], more], 2))
 
 
-# Why
+# Benefit of scales per channel
 
 
 def test_keys_with_an_outlier_channel_lose_less_with_scales_per_channel():
@@ -434,7 +434,7 @@ def test_keys_with_an_outlier_channel_lose_less_with_scales_per_channel():
 
     def error_of_scores(layout: PackedLayout) -> float:
         scores = query @ PackedTensor.from_dense(keys, layout).dequantize().mT
-        # A constant in all scores of a query does not change attention.
+        # Attention does not change if all scores of a query grow by a constant.
         difference = (scores - expected) - (scores - expected).mean(-1, keepdim=True)
         return float(difference.norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 

@@ -1,7 +1,7 @@
-"""Compiled models on caches with a residual mean what eager code on such caches means, and store in place.
+"""Compiled models on caches with a residual give the same results as eager code, and store in place.
 
-On a CPU most tests run the rewritten graphs node by node; what Inductor makes of such a graph is the matter of the last
-one. On a GPU all of them run what Inductor generates.
+On a CPU most tests run the rewritten graphs node by node, and the last test runs code that Inductor generates. On a GPU
+all tests run code that Inductor generates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SINKS = {
     "residual_length": 65,
     "sink_tokens": 4,
 }
-CHUNKS = [120, 6, *[1] * 5]  # across the boundaries of blocks at 64 and 128
+CHUNKS = [120, 6, *[1] * 5]  # crosses the block boundaries at 64 and 128
 
 
 @pytest.fixture(params=DEVICES)
@@ -60,7 +60,7 @@ def pack_layers(cache: Any, policy: Any, *, growing: bool) -> Any:
 
 
 def eager_cache(model: Any, kind: str, policy: Any, batch: int) -> Any:
-    """A Hugging Face cache that is packed and holds no token."""
+    """An empty packed Hugging Face cache."""
     cache = fresh_cache(model, kind)
     config = model.config
     example = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
@@ -151,7 +151,7 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
 def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
     model = tiny_llama(torch.bfloat16, num_layers=1)
     cache = transformers.StaticCache(config=model.config, max_cache_len=4096)
-    ids = torch.randint(0, 97, (2, 64))  # the token that is decoded begins a block, which takes the slot
+    ids = torch.randint(0, 97, (2, 64))  # the decoded token begins a block, which takes the slot
     step = compiled(model, "int4")
     model(input_ids=ids, past_key_values=cache)
     expected_cache = pack_layers(cache, "int4", growing=False)
@@ -162,7 +162,7 @@ def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() ->
     tags = keys.packed_layout.tags(keys.packed)
     assert torch.equal(tags, keys.packed_layout.tags(expected_keys.packed))
     assert tags.eq(2).all()
-    # The token itself: its projection is rounded to bfloat16 in other places.
+    # The new token differs: compiled code rounds its projection to bfloat16 in other places.
     torch.testing.assert_close(keys[:, :, 64].dequantize(), expected_keys[:, :, 64].dequantize(), rtol=0.05, atol=0.01)
     assert torch.equal(keys[:, :, :64].dequantize(), expected_keys[:, :, :64].dequantize())
     body = codes[-1][codes[-1].index("def call") :]

@@ -1,8 +1,8 @@
-"""Random programs on packed caches mean what they mean on plain ones: values, shapes, strides, aliasing and errors.
+"""Random programs give the same values, shapes, strides, aliasing and errors on packed caches as on plain caches.
 
-The formats ``float32`` and ``bfloat16`` lose nothing, so results are equal bit by bit. With a lossy format the law is
-the quantizing write: after every step the plain cache gets the values of the packed one, and every vector that the step
-did not change must have kept its values.
+The formats ``float32`` and ``bfloat16`` lose nothing, so results are equal bit by bit. With a lossy format, only writes
+quantize: after every step the plain cache gets the values of the packed cache. Vectors that the step did not change
+must have kept their values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def layouts(draw: Any, dtype: torch.dtype) -> PackedLayout:
 
 @dataclass
 class Pair:
-    """A packed tensor, or a view of one, and the plain one that it must be indistinguishable from."""
+    """A packed tensor or packed view, and the plain tensor that must behave identically."""
 
     packed: Tensor
     plain: Tensor
@@ -46,7 +46,7 @@ class Pair:
 
 @dataclass
 class Program:
-    """A random program: what it drew, the caches, and the views that it keeps."""
+    """A random program: its random choices, the caches, and the views that it keeps."""
 
     data: Any
     pairs: list[Pair] = field(default_factory=list)
@@ -74,13 +74,13 @@ def a_dim(program: Program, x: Tensor) -> int:
 
 
 def an_index(program: Program, extent: int) -> int:
-    """Within the extent, or one beyond; boundaries of blocks are likely."""
+    """An index within the extent or one beyond it. Block boundaries are likely."""
     boundaries = [index for index in (1, 63, 64, 65, extent - 1) if 0 <= index < extent]
     return program.draw(st.sampled_from(boundaries) | st.integers(-extent - 1, extent) if boundaries else st.just(0))
 
 
 def a_view(program: Program, x: Tensor) -> Operation:
-    """A view operator; some are errors for a plain tensor too."""
+    """A random view operator. Some are errors for a plain tensor too."""
     dim, other = a_dim(program, x), a_dim(program, x)
     extent = x.shape[dim] if x.dim() else 0
     begin, end, step = an_index(program, extent), an_index(program, extent), program.number(1, 3)
@@ -116,7 +116,7 @@ def a_view(program: Program, x: Tensor) -> Operation:
 
 
 def positions(program: Program, extent: int) -> Tensor:
-    """Distinct indices, perhaps none, perhaps one that is out of range."""
+    """Distinct indices; the list may be empty, or contain one index out of range."""
     high = extent if program.number(0, 9) == 0 else extent - 1
     low = -extent if program.number(0, 9) == 0 else 0
     chosen = program.draw(
@@ -126,7 +126,7 @@ def positions(program: Program, extent: int) -> Tensor:
 
 
 def a_write(program: Program, pair: Pair) -> Operation:
-    """An operator that writes its argument; some are errors for a plain tensor too."""
+    """A random operator that writes its argument. Some are errors for a plain tensor too."""
     x, dtype = pair.plain, pair.plain.dtype
     dim = a_dim(program, x)
     extent = x.shape[dim] if x.dim() else 0
@@ -205,7 +205,7 @@ def a_copy(program: Program, pair: Pair) -> Operation:
 
 
 def outcome(operation: Operation, x: Tensor) -> Any:
-    """What an operation returns, or that it is an error."""
+    """The result of an operation, or its error."""
     try:
         return operation(x)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -213,7 +213,7 @@ def outcome(operation: Operation, x: Tensor) -> Any:
 
 
 def same_outcome(operation: Operation, pair: Pair) -> tuple[Any, Any]:
-    """What an operation makes of both; it must be an error for both or for neither."""
+    """The results of an operation on both tensors. It must fail for both or for neither."""
     got, expected = outcome(operation, pair.packed), outcome(operation, pair.plain)
     assert isinstance(got, Exception) == isinstance(expected, Exception), (got, expected)
     return got, expected
@@ -249,7 +249,7 @@ def run_write(program: Program) -> None:
     before = pair.plain.clone()
     got, expected = same_outcome(operation, pair)
     if isinstance(expected, Exception):
-        pair.plain.copy_(before)  # PyTorch itself may have written a part
+        pair.plain.copy_(before)  # PyTorch itself may have written some values before the error
     elif isinstance(expected, Tensor):
         assert got is pair.packed
 
@@ -266,10 +266,10 @@ def run_copy(program: Program) -> None:
 
 
 def run_copy_between(program: Program) -> None:
-    """From one to the other, which may be views of one cache."""
+    """Copy from one tensor to another; both may be views of one cache."""
     one, other = program.pick(), program.pick()
     if one.plain.shape == other.plain.shape and 0 not in one.plain.stride():
-        source, expected = other.packed, other.plain.clone()  # PyTorch leaves open what overlapping copies do
+        source, expected = other.packed, other.plain.clone()  # overlapping copies are undefined in PyTorch
         assert one.packed.copy_(source) is one.packed
         one.plain.copy_(expected)
 

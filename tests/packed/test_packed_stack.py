@@ -1,4 +1,4 @@
-"""A stack of packed caches is a tensor: it reads as the plain one, and a write to it is one to its parts."""
+"""A stack of packed caches reads like the plain stack, and a write to the stack writes its parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 def small_stack(role_dim: int = 1) -> tuple[PackedStack, Tensor]:
-    """Layers of plain keys and packed values, and the plain tensor that it must be indistinguishable from."""
+    """Layers of plain keys and packed values, and the plain tensor that must behave identically."""
     x = values(3, 2, 2, 2, 70, INT8.head_dim)
     stack = PackedStack.from_dense(x, {(layer, 1): (INT8, "bhtd") for layer in range(3)}, (0, role_dim))
     expected = x.clone()

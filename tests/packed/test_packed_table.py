@@ -1,4 +1,4 @@
-"""The page on packed caches names every operator that has a handler, and files of packed caches import in no circle."""
+"""The page on packed caches names every operator with a handler. The modules of packed caches import in no circle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Full names of the modules that code imports, but for type checkers."""
+    """Full names of the modules that code imports, except imports for type checkers only."""
     names: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):

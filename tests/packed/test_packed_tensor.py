@@ -1,4 +1,4 @@
-"""A packed cache behaves as the plain cache of its quantized values, and says so when it cannot."""
+"""A packed cache behaves like a plain cache of its quantized values, and raises where it cannot."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_writes_that_a_plain_cache_rejects_are_rejected():
     assert_same(cache, before)
 
 
-# Each reads, computes and stores. Where every vector gets values that the format holds, nothing is lost.
+# Each operator dequantizes, computes and stores. Values that the format represents exactly lose nothing.
 IN_PLACE: dict[str, Callable[[Tensor], object]] = {
     "add_": lambda c: c.add_(1),
     "mul_": lambda c: c.mul_(0.5),
@@ -524,7 +524,7 @@ def test_only_a_cache_from_its_first_token_with_all_axes_and_heads_is_whole():
 
 
 def random_step(rng: torch.Generator, layout: PackedLayout, caches: list[tuple[Tensor, Tensor]]) -> None:
-    """One random operation on one of the ``caches``, done to the packed and to the plain one."""
+    """Apply one random operation to the packed and to the plain tensor of one of the ``caches``."""
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=rng))
@@ -568,7 +568,7 @@ def random_step(rng: torch.Generator, layout: PackedLayout, caches: list[tuple[T
 @pytest.mark.parametrize("growing", [False, True])
 @every_layout
 def test_any_sequence_of_operations_means_the_same_on_packed_and_plain_caches(layout, growing):
-    rng = torch.Generator().manual_seed(2 * LAYOUTS.index(layout) + growing)  # a sequence of its own for each
+    rng = torch.Generator().manual_seed(2 * LAYOUTS.index(layout) + growing)  # a separate random sequence for each case
     x = values(2, 2, 60, HEAD_DIM, generator=rng)
     caches = [(PackedTensor.from_dense(x, layout, growing=growing), quantized(x, layout))]
     for _ in range(60):

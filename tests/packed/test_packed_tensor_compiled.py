@@ -1,4 +1,4 @@
-"""Compiled by any backend, code on a packed cache means what it means in eager, through the same dispatch."""
+"""Compiled code on a packed cache gives the same results as eager code, with any backend, through the same dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compare(function, make_cache, *args, backend, **options):
-    """Compares ``function``, compiled and in eager on equal caches; returns the cache and the results of the former."""
+    """Compares ``function`` in compiled and eager code on equal caches; returns the compiled cache and results."""
     cache = make_cache()
     expected_cache = make_cache()
     expected_cache.copy_(cache)
@@ -101,8 +101,8 @@ def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
     compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic)
 
 
-# A scale; a rotation, a zero point and two codes a byte; two planes of codes; no scale beside the codes. Every format's
-# own code is traced so in kernels/test_formats.py.
+# One format with a scale; one with a rotation, a zero point and two codes a byte; one with two planes of codes; one
+# without a scale. kernels/test_formats.py traces the code of every format.
 @pytest.mark.parametrize(
     "name", ["int8_per_token_head", "int4_per_token_head", "turboquant_2.5bit", "fp8_e5m2_scale0.37"]
 )
@@ -135,7 +135,7 @@ def test_a_growing_cache_is_compiled_once_for_all_lengths(backend):
 
     compiled = torch.compile(append, backend=counter, fullgraph=True)
     cache = expected_cache = pair(INT8, tokens=60, growing=True)[0]
-    for _ in range(70):  # across the boundaries of blocks at 64 and 128
+    for _ in range(70):  # crosses the block boundaries at 64 and 128
         x = values(2, 3, 1, HEAD_DIM)
         result, cache = compiled(cache, x)
         expected, expected_cache = append(expected_cache, x)
