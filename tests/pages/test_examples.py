@@ -1,6 +1,6 @@
 """Every example runs offline, prints the promised figures, and is listed in the README.
 
-The slow test runs all examples as users do. The default run has the quick ones, without code generation.
+The slow test runs all examples as users do. The default run has the quick examples, without code generation.
 """
 
 from __future__ import annotations
