@@ -291,9 +291,9 @@ def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Seq
 def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:
     """A function that runs ``gm`` with plain Inductor. It is compiled at its first call.
 
-    The function has a compilation of its own, in which Dynamo traces the inputs and sets guards again. The compilation
-    that made ``gm`` is finished, so Inductor could not add guards on sizes and numbers to it. Inputs that fail the
-    guards cause another compilation.
+    Dynamo traces the inputs and sets guards again, in a separate compilation. The compilation that made ``gm`` is
+    finished, so Inductor cannot add guards on sizes and numbers to it. Inputs that fail the guards cause another
+    compilation.
     """
     return torch.compile(gm, backend=lambda gm, inputs: _compile_plain(gm, inductor_config, inputs))
 

@@ -6,7 +6,7 @@ which grows. A :class:`Generation` replaces three methods of one model, and its 
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
-- ``_valid_auto_compile_criteria`` is false if decode steps are compiled here, so Transformers compiles nothing;
+- ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not;
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
 Some requests are not served, and run as without kvcompile: requests without a cache, with a cache that Transformers

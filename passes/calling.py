@@ -85,8 +85,8 @@ class FirstPosition:
     """Computes the first position that a call writes, before the call runs.
 
     Attributes:
-        positions: a graph from some inputs of the call to the positions of its new tokens (int64 [n] or [batch, n])
-            and a bool tensor of the valid ones (None for all).
+        positions: a graph that maps ``inputs`` to the positions of the new tokens (int64 [n] or [batch, n]) and to a
+            bool tensor of the valid positions (None if all are valid).
         inputs: the inputs of the call that ``positions`` takes.
     """
 

@@ -27,7 +27,7 @@ class Packing:
     Attributes:
         gm: functional ATen graph with markers ``kvcompile::sdpa``; passes change it in place.
         example_inputs: its fake inputs, in the order of its placeholders.
-        inputs: what the caller knows of each input, in the same order.
+        inputs: the caller's record of each input, in the same order.
         policy: chooses the formats of each layer.
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.

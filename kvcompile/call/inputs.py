@@ -85,9 +85,9 @@ def _packed_input(value: PackedSubclass) -> PackedInput | None:
 def _is_persistent(value: Any, source: str) -> bool:
     """Whether the plain tensor ``value`` is an attribute of a caller's object, such as the keys of a cache.
 
-    Such a tensor is packed even if the graph only reads it: the encoder's part of a cache is read at every step and
-    never written. Other tensors are packed only where the graph writes them. A tensor that is an argument itself may
-    be new at every call, and a tensor of a module may be a weight.
+    Attributes of an object are packed even if the graph only reads them: the encoder's part of a cache is read at every
+    step and never written. Other tensors are packed only where the graph writes them. A tensor that is an argument
+    itself may be new at every call, and a tensor of a module may be a weight.
     """
     if type(value) is not torch.Tensor or value.requires_grad or value._is_view() or not value.is_contiguous():
         return False

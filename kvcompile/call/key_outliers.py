@@ -2,9 +2,9 @@
 
 Keys of models with large key biases (Qwen2, Qwen2.5) have a few channels tens of times larger than the rest. A scale
 that all channels of a vector share follows the largest channel. A rotation spreads the error of the largest channel
-over all channels. The relative error of a whole vector hides this, because the large channels carry the norm. The
-attention scores show it, because the large channels are nearly the same in every key. The check therefore measures the
-relative error of the *median* channel, as the layer's own format stores it.
+over all channels. The relative error of a whole vector hides this, because the large channels carry the norm. Attention
+suffers nevertheless: the large channels are nearly the same in every key, and only the other channels tell keys apart.
+The check therefore measures the relative error of the *median* channel, as the layer's own format stores it.
 
 By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. Let ``e0`` be the error of a format on normally
 distributed vectors, and ``e`` its error on the median channel. The format keeps ``-log2(e0)`` bits of each channel when
@@ -51,7 +51,7 @@ class KeyOutliers:
         module: the module that computes attention.
         format: the format of its keys.
         ratio: root mean square of the largest channel, divided by the root mean square of the median channel.
-        relative_error: error of the median channel: root mean square of the error, divided by that of the values.
+        relative_error: relative error of the median channel (root mean square).
         usual_error: the relative error of the format when all channels are alike.
         remedy: a format that stores these keys well.
     """

@@ -2,14 +2,14 @@
 
 There are two layers. The outer layer comes first:
 
-:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors. A plain cache is
-quantized and swapped in place, so the caller's object is packed from then on. If the swap is impossible (for example
-because a view of the cache is alive), plain Inductor runs the call, and the report says so.
+:class:`AdoptingCall` runs before AOTAutograd's own wrapper, and sees the user's tensors. It quantizes a plain cache and
+swaps it in place, so the caller's object is packed from then on. If the swap is impossible (for example because a view
+of the cache is alive), plain Inductor runs the call, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
 growing caches, and wraps new packed data that the graph returns. If a graph does not use a packed tensor as a KV
-cache, it gets the dequantized values. After the call, only the vectors that the graph changed are quantized, as in
-eager code. Within the graph, changed vectors are not yet rounded.
+cache, the graph gets its dequantized values. After the call, only the vectors that the graph changed are quantized, as
+in eager code. Within the graph, changed vectors are not yet rounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model distributed over two processes by Transformers keeps packed caches of its own heads in each process."""
+"""Transformers distributes a model over two processes; each process keeps packed caches of its own heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches in 8-bit floats have static scales, one for keys and one for values of a layer, and seeded rotations."""
+"""Static scales of 8-bit float caches, one for the keys and one for the values of a layer; and seeded rotations."""
 
 from __future__ import annotations
 
