@@ -38,7 +38,7 @@ from kvcompile.report.weight_bytes import weight_bytes
 
 
 class _NothingRewritten(GiveUp):
-    """Leaves AOTAutograd when no site can be packed: the untouched graph is then compiled as plain Inductor does."""
+    """Leaves AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
 
 
 @overload
@@ -66,29 +66,29 @@ def kvquant(
     options: Mapping[str, Any] | None = None,
     **more_options: Any,
 ) -> Callable[..., Any]:
-    """The backend of ``torch.compile``; called with keywords only, a backend that has these options.
+    """The backend of ``torch.compile``. A call with keywords only returns a backend with these options.
 
-    ``torch.compile(model, backend="kvquant", options={"policy": "int4"})`` finds it by its name. PyTorch takes either a
-    ``mode`` or ``options``, and shows a wrong option as ``BackendCompilerFailed`` when it first compiles. With
-    keywords, mode and options go together, and are checked at once::
+    ``torch.compile(model, backend="kvquant", options={"policy": "int4"})`` finds the backend by its name. PyTorch then
+    takes either ``mode`` or ``options``, and reports a wrong option as ``BackendCompilerFailed`` at the first
+    compilation. A call with keywords takes both, and checks them at once::
 
         torch.compile(model, backend=kvcompile.kvquant(policy="int4"), mode="reduce-overhead")
 
     Args:
-        gm: Dynamo's graph, which ``torch.compile`` passes.
+        gm: Dynamo's graph, passed by ``torch.compile``.
         example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
         options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``)
             and Inductor configuration keys, which override the settings of the mode.
-        more_options: the same as keywords; they override ``options``.
+        more_options: the same options as keywords; they override ``options``.
 
     Returns:
-        The compiled graph; or, without ``gm``, a :class:`ConfiguredBackend`.
+        The compiled graph, or a :class:`ConfiguredBackend` if ``gm`` is not given.
 
     Raises:
         OptionsError: an unknown mode or option.
         PolicyError: an unknown preset, format or field of a policy.
-        UnsupportedSiteError: under ``on_unsupported="error"``, for a cached attention that cannot be packed.
+        UnsupportedSiteError: attention on a cache cannot be packed, and ``on_unsupported`` is ``"error"``.
     """
     given = {name: value for name, value in more_options.items() if value is not None}
     if gm is None:
@@ -107,21 +107,21 @@ def kvquant(
 
 
 class ConfiguredBackend:
-    """The backend with options of its own; what ``kvquant(policy=...)`` returns.
+    """A backend with its own options; ``kvquant(policy=...)`` returns it.
 
-    Backends with equal options are equal, so that code which one of them compiled is not compiled again for another.
-    A ``mode`` or ``options`` of ``torch.compile`` override the same settings.
+    Backends with equal options are equal, so PyTorch does not compile a function again for an equal backend.
+    A ``mode`` or ``options`` of ``torch.compile`` override the settings of the backend.
 
     Attributes:
         options: the checked options.
     """
 
-    # Dynamo asks for the name: for backends that are registered by name it drops what it knows of the tensors that it
-    # traced, and only then can a plain cache be replaced by a packed one.
+    # Dynamo looks at the name. For a backend that is registered by name it drops its references to the traced tensors.
+    # Only then can a packed cache replace a plain one.
     __name__ = "kvquant"
 
     def __init__(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        """``mode`` and ``options`` as for :func:`kvquant`."""
+        """Takes ``mode`` and ``options`` as :func:`kvquant` does."""
         self.options = BackendOptions.parse(mode, options)
         self._mode = mode
         self._given = {**(options or {}), "policy": self.options.policy}  # a policy file is read once
@@ -137,7 +137,7 @@ class ConfiguredBackend:
         return kvquant(gm, example_inputs, mode=mode or self._mode, options={**self._given, **(options or {})})
 
     def with_mode(self, mode: str) -> ConfiguredBackend:
-        """This backend with the mode ``mode`` if it has none; its options override the settings of the mode."""
+        """This backend, with ``mode`` if it has no mode yet. Its options override the settings of the mode."""
         return ConfiguredBackend(self._mode or mode, self._given)
 
     def __eq__(self, other: object) -> bool:
@@ -165,7 +165,7 @@ class _GraphCompiler:
         self.options = options
         self.example_inputs = example_inputs
         self.original = gm
-        self.marked = _copy(gm)  # compile_fx takes ownership of what it is given
+        self.marked = _copy(gm)  # compile_fx takes ownership of its graph
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
         self.sites: list[Site] = []
@@ -200,12 +200,12 @@ class _GraphCompiler:
         if self.options.policy.key_outliers != "ignore":
             sources = [packing.inputs[action.index].source for action in packing.rewritten.inputs]
             guard = KeyGuard(caches, sources, self.sites, report.note)
-        # The method, not the object: tools such as depyf look for the code of what a backend returns.
+        # The method, not the object: tools such as depyf look for the code object of the returned callable.
         return AdoptingCall(compiled, caches, stacks, fallback, self.graph, guard, self.conceals).__call__
 
     @property
     def conceals(self) -> bool:
-        """Whether AOTAutograd takes tensor subclasses apart, so that packed caches must not look like such."""
+        """Whether AOTAutograd unwraps tensor subclasses, so packed caches must be concealed."""
         return any(known.dynamo_index is None for known in self.inputs)
 
     def release(self) -> None:
@@ -218,8 +218,8 @@ class _GraphCompiler:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def _compile_packed(self) -> Any:
-        # AOTAutograd's cache must stay out: its key does not cover inner_compile, so that a hit would skip our passes.
-        # Inductor's own cache is keyed by the rewritten graph, which shows everything that the policy decided.
+        # AOTAutograd's cache must stay off: its key does not cover inner_compile, so a hit would skip our passes.
+        # Inductor's own cache is safe: its key covers the rewritten graph, which holds every decision of the policy.
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return compile_fx(
                 self.marked,
@@ -245,7 +245,7 @@ class _GraphCompiler:
         return PackedCall(compiled, packing.rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
 
     def _pack(self, gm: GraphModule, example_inputs: list[Any], kwargs: dict[str, Any]) -> Packing:
-        """Run the passes on an ATen graph; refuse all its sites if its inputs are not Dynamo's."""
+        """Run the passes on an ATen graph; refuse all its sites if its inputs do not match Dynamo's inputs."""
         static = set(kwargs["static_input_idxs"])
         inputs = [replace(known, is_static=index in static) for index, known in enumerate(self.inputs)]
         packing = Packing(gm, example_inputs, inputs, self.options.policy.formats_for, bool(kwargs["cudagraphs"]))
@@ -284,23 +284,24 @@ class _GraphCompiler:
 
 
 def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
-    """What plain Inductor gives; ``gm`` stays as it is."""
+    """The code of plain Inductor for ``gm``, which stays unchanged."""
     return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
 
 
 def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:
-    """As plain Inductor would run ``gm``, compiled when it is called, outside of the compilation that made ``gm``.
+    """A function that runs ``gm`` with plain Inductor. It is compiled at its first call.
 
-    Dynamo looks at the inputs once more, and again where others come: what it knew of sizes and numbers was guarded in
-    that compilation, and what Inductor wants to be guarded now could not be any more.
+    Dynamo traces the inputs and sets guards again, in a separate compilation. The compilation that made ``gm`` is
+    finished, so Inductor cannot add guards on sizes and numbers to it. Inputs that fail the guards cause another
+    compilation.
     """
     return torch.compile(gm, backend=lambda gm, inputs: _compile_plain(gm, inductor_config, inputs))
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A module with a graph of its own and the same parameters and constants.
+    """A module with a copy of the graph and the same parameters and constants.
 
-    The copy does not know its example inputs: whatever refers to them, even weakly, would keep them from being adopted.
+    The copy holds no reference to its example inputs. Any reference, even a weak one, would prevent their adoption.
     """
     graph = Graph()
     nodes: dict[Node, Node] = {}
@@ -313,13 +314,13 @@ def _copy(gm: GraphModule) -> GraphModule:
             copy._dynamo_source = node._dynamo_source
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
-    # Without it AOTAutograd takes the graph for an exported one, in which no input is a parameter with a fixed address.
+    # Without this attribute AOTAutograd treats the graph as exported: no input is a parameter with a fixed address.
     result._param_name_to_source = getattr(gm, "_param_name_to_source", {})
     return result
 
 
 def _dequantized_inputs(packing: Packing) -> list[DequantizedInput]:
-    """The packed inputs that are no proven caches: the graph uses their values in ways of its own."""
+    """The packed inputs that are not proven KV caches: the graph takes their dequantized values."""
     assert packing.rewritten is not None
     proven = {action.index for action in packing.rewritten.inputs}
     return [

@@ -53,27 +53,27 @@ def compile(
 ) -> Any:
     """Compile a model or function so that its KV cache is packed; prepare ``generate()`` of a Transformers model.
 
-    A module is compiled in place, as ``model.compile(backend=kvquant(...))`` does it, and returned. A function is left
-    as it is, and the compiled one returned. Without ``model``, a decorator is returned.
+    A module is compiled in place, as by ``model.compile(backend=kvquant(...))``, and returned. A function is unchanged,
+    and a compiled function is returned. Without ``model``, a decorator is returned.
 
-    After it, ``generate()`` of a decoder of Transformers, and a pipeline with it, take a cache that is packed from the
-    start, so that a plain one never exists; the next request uses its memory again. The prompt is read by eager code,
-    as without compilation, and decode steps are compiled, on CPUs too; on GPUs they are CUDA graphs unless ``mode`` is
-    given. A cache that the caller passes is used as it is, with more room if it is packed and needs it.
+    Afterwards ``generate()`` of a Transformers decoder, also in a pipeline, uses a cache that is packed from the start.
+    A plain cache never exists, and the next request reuses the memory. Eager code reads the prompt. Decode steps are
+    compiled, on CPUs too; on GPUs they are CUDA graphs unless ``mode`` is given. ``generate()`` uses a cache that the
+    caller passes, and gives it more room if it is packed and needs more.
 
     Args:
         model: a module or function; None for a decorator.
-        policy: what :meth:`Policy.load` takes.
-        on_unsupported: what happens to attention that cannot be packed: ``error``, ``warn`` or ``ignore``; by default
-            what the policy says.
+        policy: any argument of :meth:`Policy.load`.
+        on_unsupported: the reaction to attention that cannot be packed: ``error``, ``warn`` or ``ignore``. By default
+            the policy decides.
         mode: a ``torch.compile`` mode.
         dynamic: see ``torch.compile``.
         fullgraph: see ``torch.compile``.
-        inductor_options: Inductor configuration keys, which override the settings of the mode; names with dots in a
-            dict, as ``options={"triton.cudagraphs": True}``.
+        inductor_options: Inductor configuration keys, which override the settings of the mode. Pass names with dots in
+            a dict, such as ``options={"triton.cudagraphs": True}``.
 
     Returns:
-        ``model`` itself if it is a module, else the compiled function.
+        ``model`` itself if it is a module; otherwise the compiled function.
 
     Raises:
         PolicyError: the policy is wrong.
@@ -96,9 +96,9 @@ def _compile(model: Any, **how: Any) -> Any:
 
 
 def uncompile(model: nn.Module) -> nn.Module:
-    """Undo :func:`compile` of a module, in place: calls run eagerly, ``generate()`` is that of Transformers.
+    """Undo :func:`compile` of a module, in place: calls run eagerly, and Transformers alone runs ``generate()``.
 
-    Caches that the model was called with stay packed. The memory that was kept for the next request is freed.
+    Caches that were passed to the model stay packed. The memory that was kept for the next request is freed.
 
     Args:
         model: a module, compiled or not.

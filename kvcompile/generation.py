@@ -1,16 +1,16 @@
 """``generate()`` of a compiled Transformers model: its cache is packed from the start, and decode steps are compiled.
 
-``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. It compiles
-decode steps on GPUs only, and neither for beams, nor for assisted decoding, nor on its default cache, which grows.
-A :class:`Generation` replaces three methods of one model, and how that model is called:
+``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
+compiles decode steps on GPUs only. It does not compile beam search, assisted decoding, or steps on its default cache,
+which grows. A :class:`Generation` replaces three methods of one model, and its calls:
 
 - ``generate`` begins and ends a request;
-- ``_prepare_cache_for_generation`` takes a packed cache for the request, whose memory the next request uses again;
-- decode steps with that cache, or with one that the caller passed, run compiled, and all other calls run eagerly;
-- ``_valid_auto_compile_criteria`` is false then, so that Transformers does not compile the model once more.
+- ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
+- ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not;
+- a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
-Requests that cannot be served run as without it: without a cache, with one that Transformers offloads or quantizes, as
-an assistant, or with models whose state is no cache of keys and values.
+Some requests are not served, and run as without kvcompile: requests without a cache, with a cache that Transformers
+offloads or quantizes, by an assistant, or of a model whose state is not a KV cache.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ATTRIBUTE = "_kvcompile_generation"
 """The attribute of a model that holds its Generation."""
 
 _METHODS = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria")
-"""The methods of a model that a Generation replaces by its own."""
+"""The methods of a model that a Generation replaces."""
 
 _COMPILED_CODE = threading.RLock()
-"""Held while compiled code runs: PyTorch refuses to run it while another thread traces a graph."""
+"""Held while compiled code runs, because PyTorch refuses to run it while another thread traces a graph."""
 
 _ASSISTED = "assisted_generation"
 _SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
@@ -50,15 +50,15 @@ _SERVED_CACHES = (*_GROWING, "static")
 
 @dataclass
 class Request:
-    """A call of ``generate()``, while it runs.
+    """A running call of ``generate()``.
 
     Attributes:
-        is_custom: whether code of the caller decodes, which may keep the cache.
+        is_custom: whether the caller's own code decodes; it may keep the cache.
         served: the packed cache that was taken for the request.
-        decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's.
-        keeps_outputs: whether hidden states of all steps are returned, which CUDA graphs would overwrite.
-        records: whether decode steps may be CUDA graphs. One request at a time may: a step of another thread would
-            overwrite its outputs.
+        decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's cache.
+        keeps_outputs: whether hidden states of all steps are returned. CUDA graphs would overwrite them.
+        records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
+            another thread would overwrite its outputs.
     """
 
     is_custom: bool = False
@@ -68,24 +68,24 @@ class Request:
     records: bool = False
 
     def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with ``kwargs`` reads one more token of each sequence, with the cache of this request."""
+        """Whether a call with ``kwargs`` adds one token to each sequence in the cache of this request."""
         ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
         return cache is not None and cache is self.decodes_with and ids is not None and ids.shape[1:] == (1,)
 
 
 class Generation:
-    """How one model generates, until :meth:`remove`.
+    """Serves ``generate()`` of one model until :meth:`remove`.
 
-    Several threads may generate with the model at the same time. Copies of it, pickled ones too, generate as their
-    class does.
+    Several threads may generate with the model at the same time. Copies of the model, also by pickle, use the
+    methods of their class.
     """
 
     def __init__(self, model: Any, backend: ConfiguredBackend, **how: Any) -> None:
         """
         Args:
             model: a model for which :func:`is_generative` holds.
-            backend: compiles it; on GPUs, decode steps become CUDA graphs unless it has a mode of its own.
-            how: keywords of ``torch.compile``.
+            backend: compiles the model. On GPUs, decode steps become CUDA graphs unless the backend has a mode.
+            how: further keywords of ``torch.compile``.
         """
         self._model = model
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
@@ -101,11 +101,11 @@ class Generation:
 
     @staticmethod
     def of(model: nn.Module) -> Generation | None:
-        """The Generation of ``model``, if it has one."""
+        """The Generation of ``model``, or None."""
         return vars(model).get(_ATTRIBUTE)
 
     def remove(self) -> None:
-        """Make the model what it was."""
+        """Restore the methods and calls of the model."""
         for name, value in self._before.items():
             del vars(self._model)[name]
             if value is not None:
@@ -119,7 +119,7 @@ class Generation:
             returned: Any = getattr(result, "past_key_values", None)
             if returned is not None and returned is request.served:
                 hand_out(returned)
-                request.served = None  # it is the caller's from now on
+                request.served = None  # the caller owns it from now on
         return result
 
     def _prepare_cache_for_generation(
@@ -163,11 +163,11 @@ class Generation:
         with _COMPILED_CODE:
             return (self._recorded if records and kwargs["input_ids"].is_cuda else self._compiled)(*args, **kwargs)
 
-    # How they do it
+    # Their implementation
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:
-        """``request`` runs inside, perhaps within another one of the same thread; its cache is kept afterwards."""
+        """Runs ``request`` in this thread, perhaps inside another one, and keeps the memory of its cache afterwards."""
         outer, self._of_thread.request = self._request, request
         request.records = self._recording.acquire(blocking=False)
         try:
@@ -185,16 +185,16 @@ class Generation:
         return getattr(self._of_thread, "request", None)
 
     def _original(self, name: str) -> Callable[..., Any]:
-        """A method of the model as it was before."""
+        """The method ``name`` of the model, before it was replaced."""
         return self._before[name] or MethodType(getattr(type(self._model), name), self._model)
 
     def _can_serve(self, request: Request, config: Any, mode: str) -> bool:
-        """Whether Transformers would make a cache of keys and values for a request, one that stays where it is."""
+        """Whether Transformers would make a KV cache for a request, and keep it on its device."""
         return (
             mode in _SERVED_MODES
             and not request.is_custom
             and config.use_cache is not False
-            and not config.is_assistant  # an assistant passes its cache to longer and longer requests
+            and not config.is_assistant  # an assistant passes the same cache to a series of growing requests
             and config.cache_implementation in (_GROWING if mode == _ASSISTED else _SERVED_CACHES)
             and self._model._supports_default_dynamic_cache()
             and "mamba" not in type(self._model).__name__.lower()
@@ -226,7 +226,7 @@ class Generation:
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt begins with the tokens of the cache: then the attention mask, which has them, is as long."""
+    """Whether the prompt repeats the tokens of the cache: the attention mask is then as long as the prompt."""
     mask = model_kwargs.get("attention_mask")
     mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
     return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
@@ -234,7 +234,7 @@ def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _looking_at_keys(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Look for outlier keys in a prompt that is read inside: once they are packed, nobody sees plain keys."""
+    """Look for outlier keys while the block reads a prompt; the plain keys are gone once they are packed."""
     layers = packed_layers(cache) if cache is not None else []
     modules = attention_modules(model) if layers else {}
     for index, layer in enumerate(cache.layers if cache is not None else []):
@@ -248,19 +248,19 @@ def _looking_at_keys(model: nn.Module, cache: Any) -> Iterator[None]:
 
 
 def _update_and_look(layer: Any, module: str, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``layer.update``, after a look at the new keys."""
+    """Calls ``layer.update`` after a check of the new keys for outliers."""
     if found := examine(keys, layer.keys.packed_layout.format_name, module):
         report.note(str(found))
     return type(layer).update(layer, keys, *args, **kwargs)
 
 
 def is_generative(model: Any) -> bool:
-    """Whether ``model`` is one of Transformers that generates with one cache, so not an encoder-decoder."""
+    """Whether ``model`` is a Transformers model that generates with one cache, not an encoder-decoder."""
     return any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__) and not model.config.is_encoder_decoder
 
 
 def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
-    """A method for ``model`` that calls the one of its Generation; for a copy of ``model``, the one of its class."""
+    """A method for ``model`` that calls the Generation's method; in a copy of ``model`` it calls the class's method."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         generation = Generation.of(self)
@@ -268,5 +268,5 @@ def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
             return getattr(type(self), name)(self, *args, **kwargs)
         return getattr(generation, name)(*args, **kwargs)
 
-    forward.__name__ = name  # a pickled method is looked up by its name, and is then the one of the class
+    forward.__name__ = name  # pickle stores a method by name, so a copy gets the method of its class
     return MethodType(forward, model)

@@ -1,4 +1,4 @@
-"""The options of the backend: ``mode`` and ``options`` of ``torch.compile``, and keywords of ``kvquant``; checked."""
+"""Checks the options of the backend: ``mode`` and ``options`` of ``torch.compile``, and keywords of ``kvquant``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BackendOptions:
     """The options of one use of the backend.
 
     Attributes:
-        policy: which format each layer's keys and values are stored in.
-        on_unsupported: what to do about a site that cannot be rewritten.
+        policy: chooses the format of each layer's keys and values.
+        on_unsupported: the reaction to a site that cannot be rewritten.
         inductor_config: patches for ``torch._inductor.config``.
     """
 
@@ -35,8 +35,8 @@ class BackendOptions:
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
         """Check ``mode`` and ``options``; an option overrides the same setting of the mode.
 
-        ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which wins over the policy's own)
-        and any key of Inductor's configuration, with ``-`` for ``_`` if you like.
+        ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
+        setting) and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
 
         Raises:
             OptionsError: an unknown or mistyped mode or option.
@@ -60,7 +60,7 @@ def _mode_settings(mode: str) -> dict[str, Any]:
 
 
 def _inductor_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are Inductor's, under the names of its configuration, with the types it declares."""
+    """The options for Inductor, under the names of its configuration; their types are checked."""
     known = inductor_config.get_config_copy()
     settings = {}
     for option, value in options.items():

@@ -1,4 +1,4 @@
-"""The contract between a rewritten graph and its caller: which inputs and outputs are packed, and what to do with them.
+"""The contract between a rewritten graph and its caller: packed inputs and outputs, and their handling.
 
 The graph's inputs keep their number and order. The caller passes packed data in the place of a plain cache. It wraps
 outputs that hold packed data in packed caches.
@@ -23,7 +23,7 @@ class PackedInput:
     """A graph input that is packed already.
 
     Attributes:
-        layout: of its packed data.
+        layout: the layout of its packed data.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         growing: whether it grows by concatenation.
         is_cache: whether the caller can pass the packed data of a whole cache. False for a view of some other part.
@@ -36,7 +36,7 @@ class PackedInput:
 
     @property
     def is_pool_of_blocks(self) -> bool:
-        """Whether it is a pool of blocks, not a cache or a pool of slots."""
+        """Whether the input is a pool of blocks, not a cache or a pool of slots."""
         return self.axes in BLOCK_AXES
 
     @property
@@ -61,7 +61,7 @@ class GraphInput:
     attribute. AOTAutograd's position is the place in the list. A stack that is split adds its parts to the list.
 
     Attributes:
-        source: Dynamo's name of it, such as ``L['cache'].layers[0].keys``.
+        source: Dynamo's name of the input, such as ``L['cache'].layers[0].keys``.
         dynamo_index: its position among the inputs of Dynamo's graph. None for a tensor that AOTAutograd took out of a
             tensor subclass, and for a part of a stack that was appended to the inputs.
         packed: the packed cache that the caller passes, if passes may use its data.
@@ -85,8 +85,8 @@ class FirstPosition:
     """Computes the first position that a call writes, before the call runs.
 
     Attributes:
-        positions: a graph from some inputs of the call to the positions of its new tokens (int64 [n] or [batch, n])
-            and a bool tensor of the valid ones (None for all).
+        positions: a graph that maps ``inputs`` to the positions of the new tokens (int64 [n] or [batch, n]) and to a
+            bool tensor of the valid positions (None if all are valid).
         inputs: the inputs of the call that ``positions`` takes.
     """
 
@@ -107,12 +107,12 @@ class FirstPosition:
 
 @dataclass(frozen=True)
 class InputAction:
-    """What the caller does with input ``index`` before the compiled graph runs.
+    """The caller's duty for input ``index`` before the compiled graph runs.
 
     Attributes:
         index: position among the graph's inputs.
-        kind: the caller passes packed data. For ``growing`` it reserves room for ``new_tokens`` before.
-        layout: of the packed cache.
+        kind: the caller passes packed data. For ``growing`` it first reserves room for ``new_tokens``.
+        layout: the layout of the packed cache.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         new_tokens: tokens that the graph appends, an int or SymInt.
         outputs: for ``growing``, the outputs that are the longer cache.
@@ -138,7 +138,7 @@ class OutputAction:
         growing: whether later calls may append to the cache.
         shape: logical shape, ints or SymInts.
         dtype: logical dtype.
-        layout: of the packed cache.
+        layout: the layout of the packed cache.
         axes: the order of its dimensions.
     """
 
@@ -155,8 +155,8 @@ class Rewritten:
     """The caller's duties for a rewritten graph, and its new inputs.
 
     Attributes:
-        inputs: what to do with caches before the graph runs.
-        outputs: what to do with caches that it returns.
+        inputs: the duties for caches before the graph runs.
+        outputs: the duties for caches that the graph returns.
         example_inputs: fake inputs of the rewritten graph.
         by_reference: whether packed data is passed as references (:mod:`kvcompile.kernels.layout.references`).
         returned_inputs: the inputs that the caller overwrites with the last outputs of the graph, in their order.
@@ -181,10 +181,10 @@ class JoinedOutput:
     """A stack that was one output and became one output for each part.
 
     Attributes:
-        index: the position of the stack among the outputs before.
+        index: the position of the stack among the outputs before the split.
         dims: its stacked dimensions.
-        places: the position of each part among the outputs after. The first part takes the place of the stack, and the
-            others are appended to the outputs.
+        places: the position of each part among the outputs after the split. The first part takes the place of the
+            stack, and the others are appended to the outputs.
     """
 
     index: int
@@ -197,10 +197,10 @@ class SplitStack:
     """A stack that was one input and became one input for each part.
 
     Attributes:
-        index: the position of the stack among the inputs before.
+        index: the position of the stack among the inputs before the split.
         dims: its stacked dimensions.
-        places: the position among the inputs after, of each part that the graph uses. The first part takes the place
-            of the stack, and the others are appended to the inputs.
+        places: the position among the inputs after the split, for each part that the graph uses. The first part
+            takes the place of the stack, and the others are appended to the inputs.
         returned: the outputs that are later states of the stack.
     """
 

@@ -1,4 +1,4 @@
-"""One functional graph on its way through the passes, with everything that they know of it."""
+"""One functional graph on its way through the passes, and the state that the passes share."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Packing:
     Attributes:
         gm: functional ATen graph with markers ``kvcompile::sdpa``; passes change it in place.
         example_inputs: its fake inputs, in the order of its placeholders.
-        inputs: what the caller knows of each input, in the same order.
-        policy: which formats a layer gets.
-        cudagraphs: whether Inductor is asked to record the graph.
+        inputs: the caller's record of each input, in the same order.
+        policy: chooses the formats of each layer.
+        cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
         widened: the inputs and outputs that were given a fourth dimension.
-        candidates: the sites, in the order of the graph, with the caches that were proven.
-        notes: which node does what for which site.
-        views: what is around each site in the graph, before and after the rewrite.
+        candidates: the sites, in the order of the graph, with their proven caches.
+        notes: the role of each node, and its site.
+        views: the nodes around each site, before and after the rewrite.
         rewriter: rewrites caches and attention; None until a site is accepted.
-        layouts: every cache that is packed, by its last state, and its layout.
+        layouts: each packed cache and its layout, by the node of the cache's last state.
         reduces_masks: whether the rewrite looks for rows of a mask that hide every key.
-        rewritten: what the caller has to do; None until the graph is rewritten.
-        seconds: the time of every pass that ran, by name.
+        rewritten: the caller's duties; None until the graph is rewritten.
+        seconds: the time of every pass that ran, in seconds, by name.
     """
 
     gm: GraphModule
@@ -81,5 +81,5 @@ class Packing:
         return {node: known.packed for node, known in inputs if known.packed is not None}
 
     def sources(self) -> dict[Node, str]:
-        """What the user calls each placeholder."""
+        """The user's name of each placeholder."""
         return {node: known.source for node, known in zip(self.placeholders, self.inputs, strict=True)}

@@ -1,4 +1,4 @@
-"""Adoption: a plain cache tensor becomes a packed one in place, for everyone who holds it."""
+"""Adoption: a plain cache tensor becomes a packed cache in place, for every holder of the tensor."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _MISSED = "would not get the new tokens of a packed cache; take a clone() of it 
 
 
 class AdoptionError(KVCompileError):
-    """A plain cache cannot be adopted; the message says why. The cache is as it was."""
+    """A plain cache cannot be adopted; the message says why. The cache is unchanged."""
 
 
 def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedSubclass:
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
-    Every name, list or module attribute that holds ``plain`` holds the packed cache afterwards, attributes that were
-    set on the object are kept, and the plain storage is freed.
+    Afterwards every name, list and module attribute that held ``plain`` holds the packed cache. Attributes that were
+    set on the object are kept. The plain storage is freed.
 
     Args:
-        plain: a cache or a pool, with its dimensions in the order ``axes``.
+        plain: a cache or a pool. ``axes`` is the order of its dimensions.
         layout: format and role of the packed cache.
         axes: an order of :mod:`kvcompile.passes.graph.permutations`.
         growing: whether the cache grows by concatenation.
 
     Returns:
-        ``plain`` itself, which is a PackedTensor now, or a PackedPool if it has blocks.
+        The object ``plain`` itself: now a PackedTensor, or a PackedPool if it has blocks.
 
     Raises:
-        AdoptionError: someone could see the difference (a view of the cache or another tensor on its storage is alive,
-            something holds a weak reference to it), or the format cannot hold it.
+        AdoptionError: the format cannot hold the cache, or other code would miss the swap: a view of the cache or
+            another tensor on its storage is alive, or a weak reference to the cache exists.
     """
     check_adoptable(plain, {(): (layout, axes)})
     _swap(plain, packed_of(plain, layout, axes, growing=growing))
@@ -47,13 +47,14 @@ def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: b
 
 
 def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
-    """As :func:`adopt`, for a tensor of several caches: ``parts`` of it are quantized, the others stay plain tensors,
-    each in memory of its own.
+    """Does the same as :func:`adopt` for a tensor of several caches.
+
+    ``parts`` of the tensor are quantized. Each other part becomes a plain tensor in its own memory.
 
     Args:
-        plain: a cache or a pool without its stacked dimensions.
-        parts: how its packed parts are stored.
-        stacked_dims: its first dimensions by default.
+        plain: several caches or pools, stacked along ``stacked_dims``.
+        parts: the format and role of each packed part.
+        stacked_dims: the stacked dimensions; by default the first dimensions.
 
     Raises:
         AdoptionError: as for :func:`adopt`.
@@ -65,7 +66,7 @@ def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] |
 
 
 def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
-    """Raises AdoptionError if :func:`adopt_stack` with these arguments would, or :func:`adopt` of the part ``()``."""
+    """Raises AdoptionError if :func:`adopt_stack` would raise it, or :func:`adopt` where the only part is ``()``."""
     reason = _why_not_plain(plain)
     for index, (layout, axes) in parts.items():
         reason = reason or _why_not_packable(plain, len(index), layout, axes)
@@ -86,7 +87,7 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
-    """Why the caches in ``plain``, behind its first ``stack_dims`` dimensions, cannot be stored as ``layout`` says."""
+    """Why ``layout`` cannot store the caches in ``plain``, whose first ``stack_dims`` dimensions are stacked."""
     has_dims = plain.dim() == stack_dims + len(axes) and plain.shape[-1] == layout.head_dim
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
@@ -96,7 +97,7 @@ def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes
 
 
 def _why_not_plain(plain: Tensor) -> str | None:
-    """Why ``plain`` cannot be swapped for another tensor, without someone seeing the difference."""
+    """Why other code would miss the swap of ``plain`` for another tensor; None if it is safe."""
     if type(plain) is not Tensor:
         return f"it is a {type(plain).__name__}, not a plain tensor"
     if plain.requires_grad:
@@ -108,11 +109,11 @@ def _why_not_plain(plain: Tensor) -> str | None:
     storage = plain.untyped_storage()
     if storage.nbytes() != plain.nbytes:
         return f"it covers {plain.nbytes} bytes of a storage of {storage.nbytes()} bytes"
-    if plain.device.type == "cpu" and plain.is_shared():  # a tensor on a GPU always says that it is
+    if plain.device.type == "cpu" and plain.is_shared():  # always True on a GPU
         return f"its memory is shared with other processes, which {_MISSED}"
-    if not storage.resizable():  # from_numpy, from_dlpack and the like; or an array of it was made
+    if not storage.resizable():  # it came from from_numpy or from_dlpack, or has been exported
         return f"its memory may be that of a NumPy array, a file or another library, which {_MISSED}"
-    storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself is one
+    storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
     if plain._use_count() > 1 or storage_users > 1:  # type: ignore[attr-defined]
         return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"
     if weakref.getweakrefs(plain):

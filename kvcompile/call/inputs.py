@@ -1,8 +1,8 @@
-"""The inputs of a graph: what the caller knows of each, and how packed caches pass AOTAutograd.
+"""The record of a graph's inputs, and the way of packed caches through AOTAutograd.
 
-AOTAutograd hands a tensor subclass, such as a distributed or a quantized weight, to the graph as the tensors that it
-holds, and its symbolic sizes behind them; all inputs after it move on. Packed caches are no subclass there: AOTAutograd
-sees a plain tensor in their place.
+AOTAutograd unwraps tensor subclasses, such as distributed or quantized weights. The graph gets the inner tensors,
+followed by their symbolic sizes, so the positions of all later inputs shift. Packed caches are not unwrapped:
+AOTAutograd sees a plain tensor in their place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from kvcompile.passes.graph.names import source_name
 
 
 class Concealed(torch.Tensor):
-    """A packed cache on its way through AOTAutograd's wrapper, which takes apart every tensor that has a
-    ``__tensor_flatten__``; an empty tensor without one, because the wrapper counts the writes of its inputs."""
+    """An empty tensor that carries a packed cache through AOTAutograd's wrapper.
+
+    The wrapper unwraps every tensor that has ``__tensor_flatten__``; this class has none. It is a tensor because the
+    wrapper counts the writes to its inputs.
+    """
 
     cache: PackedSubclass
 
@@ -38,12 +41,12 @@ class Concealed(torch.Tensor):
 
 
 def revealed(values: Iterable[Any]) -> list[Any]:
-    """``values``, of concealed caches the caches."""
+    """``values``, with each concealed cache replaced by the cache itself."""
     return [value.cache if isinstance(value, Concealed) else value for value in values]
 
 
 def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
-    """The record of the inputs of the ATen graph that AOTAutograd makes of Dynamo's graph ``gm``.
+    """The record of the inputs of the ATen graph that AOTAutograd makes from Dynamo's graph ``gm``.
 
     Args:
         gm: Dynamo's graph.
@@ -71,7 +74,7 @@ def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphIn
 
 
 def _packed_input(value: PackedSubclass) -> PackedInput | None:
-    """The packed cache that passes may use there; None for a view that lacks an axis of one."""
+    """The packed cache that passes may use; None for a view that lacks an axis of a cache."""
     cache = slots_of(value)
     if not isinstance(cache, PackedTensor) or cache.axes not in WHOLE_AXES:
         return None
@@ -80,11 +83,11 @@ def _packed_input(value: PackedSubclass) -> PackedInput | None:
 
 
 def _is_persistent(value: Any, source: str) -> bool:
-    """Whether an object of the caller holds the plain tensor ``value``, as a cache holds its keys.
+    """Whether the plain tensor ``value`` is an attribute of a caller's object, such as the keys of a cache.
 
-    The encoder's part of a cache is read at every step and written at none. A tensor that is passed by itself may be
-    made anew for every call, and a tensor that a module holds may be a weight: these are packed only where the graph
-    writes them.
+    Attributes of an object are packed even if the graph only reads them: the encoder's part of a cache is read at every
+    step and never written. Other tensors are packed only where the graph writes them. A tensor that is an argument
+    itself may be new at every call, and a tensor of a module may be a weight.
     """
     if type(value) is not torch.Tensor or value.requires_grad or value._is_view() or not value.is_contiguous():
         return False
@@ -93,7 +96,7 @@ def _is_persistent(value: Any, source: str) -> bool:
 
 
 def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequence[Any]) -> str | None:
-    """How the inputs of the ATen graph differ from their record, or None if they correspond.
+    """How the inputs of the ATen graph differ from their record; None if they agree.
 
     Args:
         inputs: the record.
@@ -114,7 +117,7 @@ def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequenc
 
 
 def _num_parts(value: Any) -> int:
-    """How many inputs AOTAutograd makes of one: the parts of subclasses, which may be such themselves, and symbols."""
+    """The number of ATen inputs for one input: its symbols and inner tensors, which may be subclasses themselves."""
     if not is_traceable_wrapper_subclass(value):
         return 1
     parts, _ = value.__tensor_flatten__()

@@ -1,14 +1,16 @@
-"""Guards against outlier keys: channels so large that a scale per token leaves little of the others.
+"""Guards against outlier keys: a few channels so large that a scale per token rounds away the other channels.
 
 Keys of models with large key biases (Qwen2, Qwen2.5) have a few channels tens of times larger than the rest. A scale
-that a vector's channels share follows the largest, and a rotation spreads the largest's error over all. The relative
-error of a whole vector does not show it, since the large channels carry the norm; attention does, since they are much
-the same in every key. So this looks at the *median* channel: the error with which the layer's own format stores it.
+that all channels of a vector share follows the largest channel. A rotation spreads the error of the largest channel
+over all channels. The relative error of a whole vector hides this, because the large channels carry the norm. Attention
+suffers nevertheless: the large channels are nearly the same in every key, and only the other channels tell keys apart.
+The check therefore measures the relative error of the *median* channel, as the layer's own format stores it.
 
-By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. A format keeps ``-log2(e0)`` bits of channels that
-are all alike (``e0``: its error on normally distributed vectors) and ``-log2(e)`` bits of the median channel. Keys have
-outliers for a format where it loses more than half of its bits: ``e > sqrt(e0)``, which is 0.31 for a codebook of 4
-bits and 0.08 for integers of 8. Floats and scales per channel keep the relative precision of every channel.
+By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. Let ``e0`` be the error of a format on normally
+distributed vectors, and ``e`` its error on the median channel. The format keeps ``-log2(e0)`` bits of each channel when
+all channels are alike, and ``-log2(e)`` bits of the median channel. Keys have outliers for a format that loses more
+than half of its bits: ``e > sqrt(e0)``, which is 0.31 for a 4-bit codebook and 0.08 for 8-bit integers. Floats and
+per-channel scales keep the relative precision of every channel.
 """
 
 from __future__ import annotations
@@ -32,26 +34,26 @@ from kvcompile.policy.choice import RoleFormat
 from kvcompile.policy.policy import Match, Policy, Rule
 
 SAMPLE_TOKENS = 1024
-"""Tokens that are looked at, spread evenly over those that a cache holds."""
+"""The number of sampled tokens, spread evenly over the written tokens of a cache."""
 
 RAISED = ("fp8_e4m3", "bfloat16")
-"""What keys are raised to: the first that holds them."""
+"""The formats offered as a remedy, in order; the first that holds the keys is chosen."""
 
 NORMAL_VECTORS = 256
-"""How many vectors tell the error of a format on channels that are all alike."""
+"""The number of random vectors that measure the error of a format on channels that are all alike."""
 
 
 @dataclass(frozen=True)
 class KeyOutliers:
-    """A layer whose format would collapse on its keys. All figures are those of the worst head.
+    """A layer whose format would round most key channels away. All figures are for the worst head.
 
     Attributes:
         module: the module that computes attention.
         format: the format of its keys.
-        ratio: root mean square of the largest channel over that of the median one.
-        relative_error: root mean square of the error of the median channel over that of its values.
-        usual_error: the same where all channels are alike.
-        remedy: a format that holds these keys.
+        ratio: root mean square of the largest channel, divided by the root mean square of the median channel.
+        relative_error: relative error of the median channel (root mean square).
+        usual_error: the relative error of the format when all channels are alike.
+        remedy: a format that stores these keys well.
     """
 
     module: str
@@ -72,12 +74,12 @@ class KeyOutliers:
 
 
 def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | None:
-    """What is wrong with storing ``keys`` in a format, or None.
+    """The outliers of ``keys`` for a format, or None if the format stores them well.
 
     Args:
-        keys: [batch, heads, tokens, head_dim]; tokens that are all zeros are slots that nothing was written to.
+        keys: [batch, heads, tokens, head_dim]. Tokens that are all zeros count as slots that were never written.
         format_name: a registry name.
-        module: for the result.
+        module: the name of the attention module, for the result.
     """
     sample, head_dim = _sample(keys), keys.shape[-1]
     if not sample.shape[1]:
@@ -99,9 +101,9 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
 
 
 def _sample(keys: Tensor) -> Tensor:
-    """Up to SAMPLE_TOKENS of the tokens that were written and are finite: float32 [heads, n, head_dim].
+    """Up to SAMPLE_TOKENS written tokens with finite values: float32 [heads, n, head_dim].
 
-    A whole number of blocks if there is one, so that formats with scales per channel apply.
+    If at least one block is full, ``n`` is a multiple of the block size, as per-channel formats need.
     """
     tokens = keys.transpose(0, 1).flatten(1, 2)
     written = (tokens != 0).any(-1).any(0) & tokens.isfinite().all(-1).all(0)
@@ -115,7 +117,7 @@ def _sample(keys: Tensor) -> Tensor:
 def _median_channel_errors(sample: Tensor, format_name: str) -> Tensor:
     """The relative error of the median channel of ``sample`` [heads, n, head_dim]: [heads].
 
-    Channels of zeros hold nothing and are left out.
+    Channels that are all zeros are skipped.
     """
     fmt = get_format(format_name)
     whole_blocks = sample.shape[1] % BLOCK_TOKENS == 0
@@ -128,7 +130,7 @@ def _median_channel_errors(sample: Tensor, format_name: str) -> Tensor:
 
 @functools.cache
 def _usual_error(format_name: str, head_dim: int) -> float:
-    """The relative error of channels that are all normally distributed with one variance."""
+    """The relative error of a format on channels that are all normally distributed with the same variance."""
     normal = torch.randn(1, NORMAL_VECTORS, head_dim, generator=torch.Generator().manual_seed(0))
     return _median_channel_errors(normal, format_name).item()
 
@@ -138,11 +140,12 @@ def _is_too_large(error: Tensor, format_name: str, head_dim: int) -> bool:
 
 
 class KeyGuard:
-    """Looks once at the plain key caches that a compiled graph is called with, before they are packed.
+    """Examines the plain key caches of a compiled graph once, before they are packed.
 
-    A cache of fixed size may hold anything behind the tokens that were written, as one of ``torch.empty`` does. Callers
-    fill caches from the beginning, so those before the first token that this call writes are keys. Nothing is looked at
-    where that token is not known before the call, nor of pools, whose slots only block tables know.
+    A cache of fixed size may hold arbitrary values after the written tokens, for example if ``torch.empty`` made it.
+    Callers fill caches from the beginning, so all tokens before the first position that this call writes are keys.
+    A cache is skipped if this position is not known before the call. Pools are skipped, because only block tables tell
+    which slots are written.
     """
 
     def __init__(
@@ -155,9 +158,9 @@ class KeyGuard:
         """
         Args:
             inputs: the caches among the graph's inputs.
-            sources: what the user calls each of them.
-            sites: of the graph.
-            note: hears what is wrong.
+            sources: the user's name of each cache.
+            sites: the sites of the graph.
+            note: is called with each layer that has outlier keys.
         """
         modules = {cache.source: site.module for site in sites for cache in site.caches}
         self._keys = [
@@ -179,7 +182,7 @@ class KeyGuard:
 
 
 def _written(keys: Tensor, action: InputAction, args: Sequence[Any]) -> Tensor:
-    """The keys that were written before a call with ``args``: [batch, heads, n, head_dim], zeros where none were."""
+    """The keys that were written before a call with ``args``: [batch, heads, n, head_dim], with zeros elsewhere."""
     if action.first_position is None:
         return keys[:, :, :0]
     first = action.first_position(args, keys.shape[2])
@@ -191,7 +194,7 @@ def _written(keys: Tensor, action: InputAction, args: Sequence[Any]) -> Tensor:
 
 
 def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequence[KeyOutliers]) -> Policy:
-    """A policy that gives the layers in ``found`` their remedies, and otherwise decides as ``policy`` does."""
+    """``policy``, except that each layer in ``found`` gets its remedy."""
     remedies = {outliers.module: outliers.remedy for outliers in found}
     rules = []
     for site in sites:

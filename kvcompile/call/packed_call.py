@@ -1,15 +1,15 @@
-"""Calls of a graph whose caches were packed: what happens around the compiled code at run time.
+"""Calls of a graph with packed caches: the run-time work around the compiled code.
 
-Two layers, from outside in:
+There are two layers. The outer layer comes first:
 
-:class:`AdoptingCall` runs before AOTAutograd's own wrapper. It sees the user's tensors: a plain cache is
-quantized and swapped in place, so that the caller's object is packed from then on. If that is impossible (a view of it
-is alive, say), the call runs as plain Inductor would, and the report says so.
+:class:`AdoptingCall` runs before AOTAutograd's own wrapper, and sees the user's tensors. It quantizes a plain cache and
+swaps it in place, so the caller's object is packed from then on. If the swap is impossible (for example because a view
+of the cache is alive), plain Inductor runs the call, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
-growing ones, and wraps new packed data that the graph returns. A packed tensor that the graph uses in ways which are
-not those of a cache is passed as its values, and the vectors that the graph has changed are quantized, no others: so
-the cache is left as eager code on the packed tensor leaves it. Within the graph they read as they were written.
+growing caches, and wraps new packed data that the graph returns. If a graph does not use a packed tensor as a KV
+cache, the graph gets its dequantized values. After the call, only the vectors that the graph changed are quantized, as
+in eager code. Within the graph, changed vectors are not yet rounded.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from kvcompile.report import report
 
 @dataclass(frozen=True)
 class DequantizedInput:
-    """Input ``index`` of a compiled graph is a packed tensor, and the graph takes its values.
+    """Input ``index`` of a compiled graph is a packed tensor, and the graph takes its dequantized values.
 
     Attributes:
         index: position among the graph's inputs.
-        mutated: whether the graph changes them.
+        mutated: whether the graph changes the values.
     """
 
     index: int
@@ -66,7 +66,7 @@ class PackedCall:
         dequantized: Sequence[DequantizedInput] = (),
         conceals: bool = False,
     ) -> None:
-        """``conceals``: whether packed caches arrive concealed."""
+        """``conceals``: whether packed caches arrive as :class:`Concealed` tensors."""
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
         self._conceals = conceals
@@ -118,10 +118,10 @@ class PackedCall:
         return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
     def _refer(self, args: list[Any], references: ReferencesOfThread) -> None:
-        """Put references in the place of packed data, which ``args`` no longer keeps alive.
+        """Replace the packed data in ``args`` by references, which do not keep the data alive.
 
-        The caller's packed tensors do: kernels may run after this call, and memory that is freed then is reused in the
-        order of the stream.
+        The caller's packed tensors keep the data alive during this call. Kernels may still run after it. If the data
+        is freed by then, the allocator reuses its memory in stream order.
         """
         data = [args[place] for place in self._places]
         for place, reference in zip(self._places, references.refer(data), strict=True):
@@ -129,7 +129,7 @@ class PackedCall:
 
 
 def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
-    """The inputs of a graph whose stacks were split: the parts themselves of packed stacks, views of plain ones."""
+    """The inputs of a graph whose stacks were split: parts of each packed stack, or views of each plain stack."""
     parts: dict[int, Tensor] = {}
     for stack in stacks:
         whole = args[stack.index]
@@ -142,7 +142,7 @@ def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
 
 
 def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
-    """The outputs of a graph before those that are stacks were split."""
+    """The outputs of a graph, with the parts of each split stack joined again."""
     result = list(outputs)
     for stack in stacks:
         parts = [outputs[place] for place in stack.places.values()]
@@ -155,8 +155,10 @@ def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
 
 
 class ReferencesOfThread(threading.local):
-    """The references of one compiled graph. CUDA graphs are recorded for every thread anew, with references of its own:
-    threads call the same graph with caches of their own at the same time."""
+    """The references of one compiled graph, separate for each thread.
+
+    Threads may call the same graph with different caches at the same time. CUDA graphs are recorded for each thread.
+    """
 
     def __init__(self) -> None:
         self._references: References | None = None
@@ -168,7 +170,7 @@ class ReferencesOfThread(threading.local):
 
 
 _Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
-"""A plain tensor, the parts of it that must be packed, and its stacked dimensions."""
+"""A plain tensor, its parts that must be packed, and its stacked dimensions."""
 
 
 class AdoptingCall:
@@ -186,13 +188,13 @@ class AdoptingCall:
     ) -> None:
         """
         Args:
-            compiled: what ``compile_fx`` returned for the packed graph.
-            caches: the inputs that must be packed, after stacks were split.
+            compiled: the result of ``compile_fx`` for the packed graph.
+            caches: the inputs that must be packed; positions count after stacks were split.
             stacks: the inputs that are split.
-            fallback: the graph as plain Inductor runs it.
-            graph: what the report has of it.
-            guard: looks at the inputs of the first call, while its caches may still be plain.
-            conceals: whether AOTAutograd's wrapper takes tensor subclasses apart, and packed caches must not be seen.
+            fallback: the original graph, run by plain Inductor.
+            graph: the graph's entry in the report.
+            guard: examines the inputs of the first call, whose caches may still be plain.
+            conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
         """
         self._compiled = compiled
         self._stacks = stacks
@@ -205,7 +207,7 @@ class AdoptingCall:
         self._conceals = conceals
 
     def __call__(self, *args: Any) -> Any:
-        guard, self._guard = self._guard, None  # another thread may make its first call, too
+        guard, self._guard = self._guard, None  # another thread may make a first call at the same time
         if guard is not None:
             guard.look(with_parts(args, self._stacks))
         plain = [
@@ -224,7 +226,7 @@ class AdoptingCall:
         if not self._conceals:
             return self._compiled(*args)
         concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
-        return revealed(self._compiled(*concealed))  # a model may return a cache that it was given
+        return revealed(self._compiled(*concealed))  # a model may return one of its input caches
 
     def _adopt(self, plain: Sequence[_Adoption]) -> None:
         try:
@@ -232,14 +234,14 @@ class AdoptingCall:
         except AdoptionError:
             if not self._collects_garbage:
                 raise
-            # What holds a cache may be garbage: Dynamo's first try of a frame with a graph break refers to itself.
+            # Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
             self._collects_garbage = False
             gc.collect()
             _adopt_all(plain)
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
-    """The parts that must be packed of each input before stacks are split."""
+    """For each input before stacks are split: its parts that must be packed."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
     result: dict[int, dict[PartIndex, tuple[PackedLayout, str]]] = {}
     for action in caches:
@@ -249,7 +251,7 @@ def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> di
 
 
 def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[_Adoption]:
-    """What has to be adopted of an input."""
+    """The plain tensors of an input that must be adopted."""
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
         return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, ())]
@@ -257,7 +259,7 @@ def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) ->
 
 
 def _adopt_all(caches: Sequence[_Adoption]) -> None:
-    """Adopt all or none: a graph runs packed or plain as a whole."""
+    """Adopt all caches or none, because a graph runs packed or plain as a whole."""
     for tensor, parts, _ in caches:
         check_adoptable(tensor, parts)
     for tensor, parts, stacked_dims in caches:
@@ -268,7 +270,7 @@ def _adopt_all(caches: Sequence[_Adoption]) -> None:
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
-    """The packed data, in as many blocks as a graph that was compiled for this length takes."""
+    """The packed data, with the number of blocks that the compiled graph expects for this length."""
     if type(packed) is PackedTensor and not packed.cache_meta.growing and packed.is_whole:
         return packed.packed
     cache: PackedTensor = slots_of(packed).whole()

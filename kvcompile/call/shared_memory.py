@@ -1,7 +1,7 @@
 """Packed inputs of one call that share memory.
 
-A graph is compiled as if nothing that it writes were seen through another input. AOTAutograd makes sure of that for
-plain tensors; it does not see the memory of packed ones.
+The compiler assumes that no write to one input shows in another input. AOTAutograd ensures this for plain tensors, but
+it does not see the memory of packed tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvcompile.packed.tensor import PackedTensor
 
 
 def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
-    """Raises AliasedCacheError if memory of a packed input that is ``written`` is that of another, of either kind.
+    """Raises AliasedCacheError if a packed input in ``written`` shares memory with another input of either list.
 
-    This runs at every call. In nearly all of them every cache has a storage of its own, which is seen at once.
+    This runs at every call. In nearly all calls every cache has its own storage, and the check ends early.
     """
     parts = [part for cache in written for part in _parts_of(cache)]
     num_written = len(parts)
@@ -32,7 +32,7 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
         return
     for part in parts[:num_written]:
         if isinstance(part, PackedTensor):
-            part.packed_for_write()  # a growing cache moves away from those that must not see the write
+            part.packed_for_write()  # moves a growing cache away from caches that must not see the write
     for one, other in _meeting([_addresses(_data_of(part)) for part in parts]):
         if min(one, other) < num_written and _overlap(parts[one], parts[other]):
             raise AliasedCacheError(
@@ -43,7 +43,7 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
 
 
 def _parts_of(cache: Tensor) -> Sequence[Tensor]:
-    """The packed caches, and the plain tensors, that an input is made of."""
+    """The packed caches and plain tensors that make up an input."""
     if isinstance(cache, PackedTensor):
         return (cache,)
     if isinstance(cache, LiveView):
@@ -56,14 +56,14 @@ def _data_of(part: Tensor) -> Tensor:
 
 
 def _addresses(data: Tensor) -> range:
-    """From the first to the last byte of ``data``; it need not cover all between them."""
+    """The addresses from the first to the last byte of ``data``, including any gaps."""
     begin = data.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
     return range(begin, begin + (last + 1) * data.element_size() if data.numel() else begin)
 
 
 def _meeting(ranges: Sequence[range]) -> Iterator[tuple[int, int]]:
-    """The pairs of ranges that have a number in common, by their places."""
+    """The positions of each pair of ranges that have a number in common."""
     order = sorted(range(len(ranges)), key=lambda place: ranges[place].start)
     for rank, one in enumerate(order):
         for other in islice(order, rank + 1, None):
@@ -82,10 +82,11 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _box(part: Tensor) -> list[range]:
-    """What a part covers of the tensor with its strides that fills its storage, a range for each dimension.
+    """A range of indices for each dimension: the box that a part covers.
 
-    Views of one tensor, slices along several dimensions among them, are told apart by these. Along the blocks of packed
-    data, the first dimension, tokens are counted: two views may share a block. With a residual they share its header.
+    The indices count in a tensor that has the strides of the part and fills its whole storage. Boxes tell whether two
+    views of one tensor overlap, also for slices along several dimensions. The first dimension of packed data counts
+    tokens, not blocks, because two views may share a block. With a residual, such views share the block's header.
     """
     data, ranges = _data_of(part), []
     offset = int(data.storage_offset())
@@ -99,7 +100,7 @@ def _box(part: Tensor) -> list[range]:
 
 
 def _is_box(part: Tensor) -> bool:
-    """Whether :func:`_box` is exact: no range reaches into the next index of the dimension before it."""
+    """Whether :func:`_box` is exact: no range runs over into the next index of the previous dimension."""
     strides = _data_of(part).stride()
     reach = [along.stop * stride for along, stride in zip(_box(part), strides, strict=True)]
     return all(inner <= outer for inner, outer in zip(reach[1:], strides, strict=False))

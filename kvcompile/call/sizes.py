@@ -18,7 +18,7 @@ class SizeReader:
     """Turns sizes of a traced graph into functions of its run-time inputs."""
 
     def __init__(self, example_inputs: Sequence[Any]) -> None:
-        """``example_inputs``: the graph's fake inputs; each symbol must be an input, or a dimension of one."""
+        """``example_inputs``: the graph's fake inputs. Each symbol must be an input or a dimension of an input."""
         self._sources: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
         for index, value in enumerate(example_inputs):
             if isinstance(value, torch.SymInt):
@@ -39,7 +39,7 @@ class SizeReader:
         symbols = sorted(expr.free_symbols, key=str)
         sources = [self._sources[symbol] for symbol in symbols]
         names = ", ".join(str(symbol) for symbol in symbols)
-        # The text comes from sympy's own printer, over symbols that the shape environment named.
+        # The text is safe: sympy's printer wrote it, and the shape environment named its symbols.
         evaluate = eval(f"lambda {names}: {PythonPrinter().doprint(expr)}", {"math": math})
         return lambda args: evaluate(*(source(args) for source in sources))
 

@@ -1,4 +1,4 @@
-"""Adoption packs a cache in place for everyone who holds it, or leaves everything as it was and says why."""
+"""Adoption packs a cache in place for every holder, or changes nothing and says why."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def in_a_file(path):
 
 
 def in_shared_memory(path):
-    """Looked at as another process does: through a storage that was opened by its name."""
+    """A tensor opened as another process opens it: through the name of its storage."""
     cache = torch.zeros(shape_of("bhtd", 70)).share_memory_()
     opened = torch.UntypedStorage._new_shared_filename_cpu(*cache.untyped_storage()._share_filename_cpu_())
     return cache, lambda: torch.empty(0).set_(opened, 0, cache.shape).clone()
@@ -165,7 +165,7 @@ def test_a_head_dim_that_the_format_cannot_hold_is_refused():
 
 @pytest.fixture
 def adopting_backend():
-    """A backend, registered by name, that runs the graph as it is but adopts four-dimensional inputs first."""
+    """A backend, registered by name, that adopts four-dimensional inputs and then runs the unchanged graph."""
 
     def backend(gm, example_inputs):
         def call(*args):
@@ -194,7 +194,7 @@ def test_compiled_code_adopts_its_input_at_run_time_at_the_price_of_one_more_gra
         return cache.sum()
 
     with mode():
-        for _ in range(2):  # the second cache of the same shape finds both graphs
+        for _ in range(2):  # both graphs are compiled already for the second cache
             cache = torch.zeros(2, 3, 70, HEAD_DIM)
             mark(cache)
             expected = torch.zeros_like(cache)

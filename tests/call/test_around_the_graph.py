@@ -1,4 +1,4 @@
-"""Who holds the cache, and which code, thread or process goes on with it, changes nothing."""
+"""Results do not depend on the holder of the cache, nor on the code, thread or process that continues with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvcompile.packed.tensor import PackedTensor
 
 BATCH, HEADS, HEAD_DIM, MAX_LEN = 2, 2, 64, 140
 LOSSLESS = {"default": {"dtype": "float32"}}
-"""Packed caches hold float32 as it is, so that results must be those of the function without the backend."""
+"""Packed caches store float32 exactly, so results must equal the results without the backend."""
 
 Step = Callable[..., Tensor]
 
@@ -68,7 +68,7 @@ def fresh(request: pytest.FixtureRequest) -> None:
 node_by_node = pytest.mark.usefixtures("without_code_generation")
 
 
-# Who holds the cache
+# The holder of the cache
 
 
 @dataclass
@@ -141,7 +141,7 @@ def test_what_holds_a_cache_but_is_garbage_does_not_matter() -> None:
     assert all(isinstance(cache, PackedTensor) for cache in caches)
 
 
-# Which code goes on with it
+# The code that continues with it
 
 
 def with_graph_breaks(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
@@ -194,12 +194,12 @@ def test_each_model_of_a_process_has_its_policy_and_a_packed_cache_keeps_its_for
         for cache in caches[owner]:
             assert isinstance(cache, PackedTensor)
             assert cache.packed_layout.format_name == owner
-        if owner != runner:  # packed before; otherwise adopted in this call
+        if owner != runner:  # the cache is packed already; otherwise this call adopts it
             torch.testing.assert_close(out, step(q, k, v, *expected, pos), rtol=1e-4, atol=1e-5)
             assert torch.equal(caches[owner][0].dequantize(), expected[0].dequantize())
 
 
-# Which thread
+# Threads
 
 
 def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Any:
@@ -211,8 +211,9 @@ def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, 
 def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
     """Threads adopt caches at once, continue one prompt, and decode.
 
-    Where threads use different graphs of a function at once, Dynamo may compile a graph again (each call moves its
-    graph to the front of the list that the others go through), and then takes no calls. So all are at the same stage.
+    The threads stay at the same stage, so that all use the same graph of a function. With different graphs, each call
+    moves its graph to the front of the list that other threads search. Dynamo may then compile a graph again, and takes
+    no calls meanwhile.
     """
     fixed, growing = ([compiled(fn), compiled(fn)] for fn in (step, growing_step))
     layouts = [PackedLayout("float32", role, HEAD_DIM) for role in ("key", "value")]
@@ -222,8 +223,8 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
         return [PackedTensor.from_dense(x, layout, growing=True) for x, layout in zip(rows, layouts, strict=True)]
 
     def decode(thread: int, prompt: list[PackedTensor], adopted: Callable[[], object]) -> None:
-        """Fill caches, and continue the prompt, which is that of all threads."""
-        torch.set_grad_enabled(False)  # the mode of a thread is its own
+        """Fill the caches, and continue the prompt that all threads share."""
+        torch.set_grad_enabled(False)  # each thread has its own grad mode
         generator = torch.Generator().manual_seed(thread)
         caches, expected = new_caches(), new_caches()
         longer: list[Tensor] = list(prompt)
@@ -247,7 +248,7 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
     def use_graph_for_packed_caches() -> None:
         fixed[0](*tokens(1, 1)[:3], *warm, torch.tensor([1]))
 
-    fixed[0](*tokens(1, 0)[:3], *warm, torch.tensor([0]))  # plain caches, as in each thread's first step
+    fixed[0](*tokens(1, 0)[:3], *warm, torch.tensor([0]))  # with plain caches, as in each thread's first step
     graphs, prompt = counters["stats"]["unique_graphs"], new_prompt()
     barrier = Barrier(4, use_graph_for_packed_caches, timeout=60)
     with ThreadPoolExecutor(4) as threads:
@@ -255,7 +256,7 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-# Which process
+# Processes
 
 WARM_START = """
 import json, torch
@@ -267,7 +268,7 @@ with torch.no_grad():
 
 
 def one_step() -> list[Any]:
-    """The format of the cache after a compiled step, whether its code came from Inductor's cache, and its result."""
+    """The result of a compiled step: the cache's format, the hits in Inductor's code cache, and the output's sum."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

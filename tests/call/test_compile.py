@@ -1,4 +1,4 @@
-"""``kvcompile.compile``: a module in place, a function anew, wrong options at once."""
+"""``kvcompile.compile`` compiles a module in place, returns a new function, and reports wrong options at once."""
 
 from __future__ import annotations
 

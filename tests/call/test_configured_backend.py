@@ -1,4 +1,4 @@
-"""``kvquant(policy=...)`` is a backend with options: they are checked at once, and go together with a mode."""
+"""``kvquant(policy=...)`` is a backend with options, which are checked at once and may be given with a mode."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_its_repr_shows_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_options_it_is_what_the_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQUANT_POLICY", "fp8_e4m3")
     backend = kvquant()
-    monkeypatch.delenv("KVQUANT_POLICY")  # it was read when the backend was made
+    monkeypatch.delenv("KVQUANT_POLICY")  # the backend read it when it was made
     assert backend == kvquant(policy="fp8_e4m3")
 
 

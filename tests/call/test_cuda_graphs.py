@@ -1,4 +1,4 @@
-"""Under CUDA graphs a decode step is recorded once, and replayed with whatever caches it is called with."""
+"""Under CUDA graphs a decode step is recorded once, and replayed with any caches of the same shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One element for every CUDA graph that is recorded from here on."""
+    """One element for every CUDA graph that is recorded during the test."""
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
     recorded = []
@@ -41,7 +41,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def prompt_cache(model: Any, policy: Any, seed: int) -> Any:
-    """A packed static cache of a random prompt, which eager code has read."""
+    """A packed static cache that eager code filled with a random prompt."""
     generator = torch.Generator().manual_seed(seed)
     cache = kvcompile.static_cache(model, 2, MAX_LEN, policy)
     prompt = torch.randint(0, 97, (2, PROMPT), generator=generator).to(model.device)
@@ -113,12 +113,12 @@ def test_a_graph_that_makes_a_cache_or_lets_one_grow_is_not_recorded(kind: str, 
 
 
 class _CompiledError(Exception):
-    """Leaves the backend with what Inductor would have compiled."""
+    """Leaves the backend in place of Inductor's compilation."""
 
 
 @pytest.fixture
 def inner_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What Inductor is asked to compile, on a CPU that passes for a GPU."""
+    """The arguments of Inductor's compilation, on a CPU that passes for a GPU."""
     call: dict[str, Any] = {}
 
     def compile_fx_inner(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def test_what_else_a_step_changes_becomes_an_output_and_weights_stay_where_they_
 
 
 def referred(data: Tensor) -> Tensor:
-    """What a reference on a CPU refers to."""
+    """The bytes that a reference on a CPU refers to."""
     address = int(data.as_strided((8,), (1,)).view(torch.int64))
     return torch.frombuffer((ctypes.c_uint8 * data.numel()).from_address(address), dtype=torch.uint8).view(data.shape)
 

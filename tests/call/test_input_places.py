@@ -1,4 +1,4 @@
-"""Weights that are tensor subclasses, which AOTAutograd takes apart, may stand before, between and behind caches."""
+"""Weights that are tensor subclasses, which AOTAutograd unwraps, may come before, between and after caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generati
 
 
 def weight() -> TwoTensor:
-    """A tensor that holds two; operations on it are done on both."""
+    """A tensor that holds two tensors; each operation runs on both."""
     return TwoTensor(torch.randn(HEAD_DIM, HEAD_DIM), torch.randn(HEAD_DIM, HEAD_DIM))
 
 

@@ -1,4 +1,4 @@
-"""The guard against keys with outlier channels: where it speaks, where it does not, and what it proposes."""
+"""The guard against keys with outlier channels warns where it should, and only there, and proposes a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRES_FROM = {
     "int4_per_token_head": 64,
     "int8_per_token_head": 64,
 }
-"""Factors of one RoPE pair of a model with random weights, whose other channels are alike."""
+"""For each format, the least tested factor of one RoPE pair at which the guard fires; other channels are alike."""
 NEVER = ("fp8_e4m3", "turboquant_k8v4")
 
 
@@ -127,7 +127,7 @@ WRITES: dict[str, tuple[Callable[..., Any], Any]] = {
     "computed from values": (lambda cache, x, at: cache.index_copy_(2, at.long(), x), torch.tensor([70.0])),
 }  # fmt: skip
 LOOKED_AT = {"each sequence": [70, 20], "beginning": [0, 0], "computed from values": [0, 0]}
-"""How many tokens of each of two sequences, where it is not 70."""
+"""The number of tokens looked at in each of two sequences; [70, 70] for all other writes."""
 
 
 @pytest.mark.usefixtures("without_code_generation")

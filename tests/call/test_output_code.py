@@ -1,4 +1,4 @@
-"""What Inductor generates for a decode step: the right logits, stores in place, nothing of the cache's size beside."""
+"""Inductor's code for a decode step gives the right logits, stores in place, and makes no tensor of cache size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LEN = 4096
 
 
 def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str, Any, Any]:
-    """The output code of a decode step on a packed static cache, whose logits are right; the model and the cache."""
+    """The output code of a decode step on a packed static cache, with checked logits; the model; and the cache."""
     torch._dynamo.reset()
     model = tiny_llama(torch.bfloat16, device, num_layers=num_layers)
     cache = kvcompile.static_cache(model, 2, MAX_LEN, preset)
@@ -38,7 +38,7 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
     return codes[-1], model, cache
 
 
-# On a CPU kernels/test_reference_attention.py looks at the code of the other formats.
+# On CPUs kernels/test_reference_attention.py checks the code of the other formats.
 @pytest.mark.parametrize(
     ("preset", "device"),
     cases_by_device(

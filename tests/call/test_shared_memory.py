@@ -1,4 +1,4 @@
-"""Packed caches that a compiled graph takes may share memory, unless it writes what another of them reads or writes."""
+"""Packed inputs of a compiled graph may share memory, unless the graph writes the shared part."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def attend(q: Tensor, x: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> T
 def attend_and_write_what_is_viewed(
     cache: Tensor, view: Tensor, q: Tensor, x: Tensor, keys: Tensor, values: Tensor, pos: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """No pass knows the cache that is written first: the graph takes its values and those of the view."""
+    """No pass knows the first cache that is written: the graph takes the values of the cache and of its view."""
     cache.index_copy_(2, pos, x)
     read = view.sum(-1)
     return attend(q, x, keys, values, pos), read

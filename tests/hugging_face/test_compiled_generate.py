@@ -1,4 +1,4 @@
-"""``kvcompile.compile(model)`` prepares ``generate()``: packed from the start, and its memory is used again."""
+"""``kvcompile.compile(model)`` prepares ``generate()``: its cache is packed from the start, and memory is reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
-"""Packed caches hold float32 as it is, so that tokens must be those of the model without kvcompile."""
+"""Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
 
 FORMATS = ["int8_per_token_head", "int4", "turboquant_4bit_nc"]
 
@@ -51,7 +51,7 @@ def compiled_llama(policy: Any = LOSSLESS, **sizes: Any) -> Any:
 
 
 def assistant() -> Any:
-    """A model that mostly, but not always, guesses what the tiny Llama says."""
+    """A model that guesses most tokens of the tiny Llama, but not all."""
     model = tiny_llama(num_layers=1)
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def _node_by_node(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The caches that are made for requests."""
+    """The caches that were made for requests."""
     from kvcompile.caches import requests
 
     caches = []
@@ -111,7 +111,7 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
             assert torch.equal(generated(model, **arguments), expected)
     (cache,) = made
     assert isinstance(cache.layers[0].keys, PackedTensor)
-    if not {"prompt_lookup_num_tokens", "max_new_tokens"} & arguments.keys():  # which may decode in eager code alone
+    if not {"prompt_lookup_num_tokens", "max_new_tokens"} & arguments.keys():  # such requests may run eager code only
         assert len(report.graphs) == 1
         assert report.totals.rewritten == report.totals.sites == 1
         assert report.notes == []
@@ -129,7 +129,7 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
     plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
-    for num_tokens in (60, 30):  # the second request takes the memory of the first one
+    for num_tokens in (60, 30):  # the second request reuses the memory of the first
         arguments |= left_padded(num_tokens)
         cache = kvcompile.static_cache(plain, 2 * arguments.get("num_beams", 1), 128, policy)
         expected = generated(plain, past_key_values=cache, **arguments)
@@ -305,7 +305,7 @@ def test_disable_compile_runs_on_a_packed_cache_without_compiling(made: list[Any
     assert not counters["stats"]["unique_graphs"]
 
 
-# What is not served
+# Requests that are not served
 
 
 def windowed() -> Any:

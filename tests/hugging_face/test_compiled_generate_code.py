@@ -1,4 +1,4 @@
-"""``generate()`` of a model that ``kvcompile.compile`` compiled, with generated code: compiled and recorded once."""
+"""``generate()`` after ``kvcompile.compile``, with generated code: steps are compiled and recorded once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def generated(model: Any, ids: Tensor, **arguments: Any) -> Any:
 
 
 def by_hand(model: Any, ids: Tensor, **arguments: Any) -> Any:
-    """Eager code on a packed cache that is passed."""
+    """The result of eager code on a packed cache that the caller passes."""
     num_sequences = len(ids) * arguments.get("num_beams", 1)
     cache = kvcompile.static_cache(model, num_sequences, 128, POLICY)
     return generated(model, ids, past_key_values=cache, disable_compile=True, **arguments)
@@ -51,7 +51,7 @@ def test_decode_steps_compile_once_for_requests_of_any_length_and_kind(fresh_com
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> list[Any]:
-    """One element for every CUDA graph that is recorded from here on."""
+    """One element for every CUDA graph that is recorded during the test."""
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
     recorded: list[Any] = []
@@ -73,7 +73,7 @@ def test_decode_steps_are_recorded_once_for_all_requests(arguments: dict[str, An
     addresses = set()
     for seed, num_tokens in enumerate((40, 40, 9, 30)):
         ids = prompt(num_tokens, "cuda", seed)
-        if seed == 2:  # a returned cache is the caller's, so that the next request has another one
+        if seed == 2:  # the caller owns a returned cache, so the next request takes another one
             result = generated(model, ids, **arguments)
             assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
             addresses.add(result.past_key_values.layers[0].keys.packed.data_ptr())

@@ -1,4 +1,4 @@
-"""``generate_batch()``, continuous batching of Transformers, runs on packed pools where Transformers compiles it."""
+"""``generate_batch()``, the continuous batching of Transformers, runs on packed pools if Transformers compiles it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 PROMPTS = [[5, 6, 7], list(range(3, 24)), list(range(60, 20, -1))]
 LOSSLESS = {"default": {"dtype": "float32"}}
 FORKED = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
-"""Two requests with one prompt, whose blocks are copied; the best token is drawn each time."""
+"""Two requests with one prompt, whose blocks are copied. Sampling from the top token alone is greedy."""
 
 OUTSIDE_OF_GRAPHS = Version(transformers.__version__) >= Version("5.18")
-"""Transformers disables compilation of paged attention since then."""
+"""Transformers disables compilation of paged attention since version 5.18."""
 
 implementations = pytest.mark.parametrize("implementation", ["sdpa", "paged|eager"])
 skip_outside_of_graphs = pytest.mark.skipif(OUTSIDE_OF_GRAPHS, reason="Transformers compiles no paged attention")

@@ -1,4 +1,4 @@
-"""``generate()`` runs on packed caches: static through CompileConfig, and any cache through ``model.compile``."""
+"""``generate()`` runs on packed caches: on static ones with CompileConfig, on any with ``model.compile``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_generate_with_a_static_cache_and_a_compile_config_packs_the_cache(devic
     model = tiny_llama(device=device, num_layers=1)
     prompt = torch.randint(0, 97, (2, 20), device=device)
     config = transformers.CompileConfig(backend="kvquant", mode=None, options={"policy": "int8_per_token_head"})
-    config._compile_all_devices = True  # transformers compiles on accelerators only, unless told otherwise
+    config._compile_all_devices = True  # by default Transformers compiles on accelerators only
     arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     with collect_reports() as report:
         result = model.generate(prompt, cache_implementation="static", compile_config=config, **arguments)
@@ -47,7 +47,7 @@ def test_model_compile_packs_the_default_growing_cache_of_generate(device: str) 
 
 
 LOSSLESS = {"default": {"dtype": "float32"}}
-"""Packed caches hold float32 as it is, so that tokens must be those of the model without the backend."""
+"""Packed caches store float32 exactly, so tokens must equal the tokens without the backend."""
 
 REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
 
@@ -90,7 +90,7 @@ def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -
 
 
 def assistant() -> Any:
-    """A model that mostly, but not always, guesses what the tiny Llama says."""
+    """A model that guesses most tokens of the tiny Llama, but not all."""
     model = tiny_llama(num_layers=1)
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The cache layers of transformers work when their keys and values are packed."""
+"""The cache layers of Transformers work with packed keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 class Twins:
-    """Two layers given the same tokens: one packed after its first update, one plain that holds quantized values."""
+    """Two layers with the same tokens: one is packed after its first update, one is plain with quantized values."""
 
     def __init__(self, make_layer, name: str, tokens: int) -> None:
         self.key, self.value = (PackedLayout(name, role, HEAD_DIM) for role in ("key", "value"))
@@ -50,7 +50,7 @@ class Twins:
         self.check()
 
     def check(self) -> None:
-        if self.plain.keys is None:  # transformers 5.18 and later: reset() of a growing layer forgets its tensors
+        if self.plain.keys is None:  # since Transformers 5.18, reset() of a growing layer drops its tensors
             assert self.packed.keys is None
             assert self.packed.values is None
             return

@@ -1,4 +1,4 @@
-"""Ten architectures of the sweep behind docs/coverage.md, each in one cheap case; and a case that fails is a row."""
+"""The sweep behind docs/coverage.md runs ten architectures in one cheap case each; a failed case is still a row."""
 
 from __future__ import annotations
 

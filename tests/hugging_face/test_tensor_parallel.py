@@ -1,4 +1,4 @@
-"""A model that Transformers distributes over two processes keeps, in each, its own heads of the caches packed."""
+"""Transformers distributes a model over two processes; each process keeps packed caches of its own heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="Transformers distributes models with a
 
 WORLD_SIZE = 2
 SUMMATION = 1e-3
-"""Relative error that another order of summation may make: a rounding error, or a code rounded the other way."""
+"""The largest relative error from another order of summation: rounding errors, or codes rounded the other way."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def of_ranks(checkpoint: Path, device: str) -> Any:
-    """What each rank has; they run under torchrun, with gloo on the CPU or with NCCL, each on a GPU of its own."""
+    """The results of all ranks under torchrun: with gloo on the CPU, or with NCCL and a GPU for each rank."""
     program, output = Path(tensor_parallel_program.__file__), checkpoint / "ranks.pt"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
     paths = [*sys.path, str(program.parent)]

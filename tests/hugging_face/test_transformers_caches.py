@@ -1,4 +1,4 @@
-"""The caches of Transformers: early-initialised ones are packed, offloaded and quantized ones stay, with a reason."""
+"""Early-initialised caches of Transformers are packed; offloaded and quantized caches are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS = (9, 1)
 
 
 def run(model: Any, cache: Any, expected_cache: Any) -> Report:
-    """Compiled steps on ``cache``, which give what eager ones give on ``expected_cache``."""
+    """The report of compiled steps on ``cache``, whose results must equal eager steps on ``expected_cache``."""
     options = {"policy": LOSSLESS, "on_unsupported": "ignore"}
     compiled = torch.compile(model, backend="kvquant", options=options)
     ids = torch.randint(0, 97, (2, sum(CHUNKS)), generator=torch.Generator().manual_seed(1)).to(model.device)
@@ -46,7 +46,7 @@ def test_a_static_cache_that_was_initialised_early_is_packed() -> None:
 
 
 class Stream:
-    """What offloading asks of a stream of a GPU."""
+    """The methods of a GPU stream that offloading calls."""
 
     def wait_stream(self, other: Stream) -> None:
         pass
@@ -69,9 +69,9 @@ def test_an_offloaded_cache_stays_as_it_is(kind: str, device: str, monkeypatch: 
                 return transformers.DynamicCache(config=model.config, offloading=True)
             return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN, offloading=True)
 
-    # A layer is fetched while the one before it runs. With one layer alone it is read before it has arrived.
+    # Each layer is fetched while the previous layer runs. A single layer would be read before it has arrived.
     model = tiny_llama(device=device, num_layers=2)
-    if device == "cpu":  # Transformers offloads from GPUs alone
+    if device == "cpu":  # Transformers offloads from GPUs only
         if kind == "static":
             pytest.skip("one kind is enough on a CPU")
         monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
@@ -85,7 +85,7 @@ def test_an_offloaded_cache_stays_as_it_is(kind: str, device: str, monkeypatch: 
 
 
 class QuantizedLayer(cache_utils.QuantizedLayer):
-    """A backend of ``QuantizedCache``, with codes of 8 bits and a scale for each token and head."""
+    """A backend of ``QuantizedCache``, with 8-bit codes and a scale for each token and head."""
 
     def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         scale = tensor.abs().amax(axis, keepdim=True).clamp(min=1e-6) / 127
@@ -102,6 +102,6 @@ def test_a_quantized_cache_of_transformers_stays_as_it_is() -> None:
 
     report = run(tiny_llama(num_layers=1), quantized(), quantized())
     prefill, *steps = report.sites
-    assert prefill.reason_code == "no_cache"  # it attends to its own keys, which are quantized for later steps
+    assert prefill.reason_code == "no_cache"  # it attends to its own keys; the cache quantizes them for later steps
     assert {site.reason_code for site in steps} == {"already_quantized"}
     assert "holds torch.int8: the model quantizes it" in str(steps[0].reason)

@@ -1,4 +1,4 @@
-"""A model whose weights torchao has quantized compiles with its cache packed as well, and the report shows both."""
+"""A model with weights quantized by torchao compiles with a packed cache, and the report shows both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generati
 
 @pytest.fixture(params=["int8", "int4"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """A Llama whose linear layers hold 8 or 4 bits a weight. int4 takes the format for CPUs, which is a prototype."""
+    """A Llama whose linear layers hold 8 or 4 bits per weight. int4 uses torchao's CPU format, a prototype."""
     quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
     if request.param == "int8":
         config = quantization.Int8WeightOnlyConfig()
@@ -48,7 +48,7 @@ def test_weights_and_caches_are_quantized_together(model: Any) -> None:
     compiled = torch.compile(model, backend="kvquant", options={"on_unsupported": "error"})
     with kvcompile.collect_reports() as report:
         logits = logits_of(compiled, cache)
-    expected = logits_of(model, packed_cache(model))  # uncompiled, on a cache of the same meaning
+    expected = logits_of(model, packed_cache(model))  # uncompiled, on a packed cache with the same contents
     assert (logits - expected).norm() / expected.norm() < MAX_ERROR
     assert isinstance(cache.layers[0].keys, kvcompile.PackedTensor)
     totals = report.totals

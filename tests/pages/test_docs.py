@@ -34,7 +34,7 @@ RUN_ELSEWHERE = {
 """Commands in pages that this file does not run, and the file that runs them."""
 
 SLOW = {"tuning.md"}
-"""Pages whose Python takes long and calls functions that other tests run: only in ``pytest -m slow``."""
+"""Pages with slow Python, whose functions other tests run too; they run only in ``pytest -m slow``."""
 
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -145,7 +145,7 @@ def given() -> dict[str, Any]:
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippets run as a module with a file: ``triton.jit`` reads the source of functions, Dynamo their module."""
+    """The snippets run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module."""
     file = folder / f"snippets_of_{page.stem}.py"
     file.write_text("\n".join(blocks(page, "python")))
     module = ModuleType(file.stem)

@@ -1,6 +1,6 @@
 """Every example runs offline, prints the promised figures, and is listed in the README.
 
-The slow test runs all examples as users do. The default run has the quick ones, without code generation.
+The slow test runs all examples as users do. The default run has the quick examples, without code generation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXAMPLES = {
     "long_context_memory": [r"bf16 +0\.25 .* 16\.00", r"int4_per_token_head +0\.07 .* 4\.25"],
     "prompt_cache": [r"cache 458760 -> 121864 bytes", r"same logits: True"],
 }
-"""The output of each example, as regular expressions. Two more examples have test files of their own."""
+"""The output of each example, as regular expressions. Two more examples have separate test files."""
 
 QUICK = ("hand_written_model", "long_context_memory", "prompt_cache")
 

@@ -29,7 +29,7 @@ def run_python(program: str, *arguments: str, cwd: Path) -> str:
 
 
 def build(kind: str, project: Path, folder: Path) -> Path:
-    """Build a ``wheel`` or ``sdist`` of a copy of the project; the path of the archive."""
+    """Build a ``wheel`` or ``sdist`` from a copy of the project; returns the path of the archive."""
     folder.mkdir()
     program = f"import setuptools.build_meta as b, sys; print(b.build_{kind}(sys.argv[1]))"
     return folder / run_python(program, str(folder), cwd=project).splitlines()[-1]

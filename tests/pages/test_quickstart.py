@@ -29,13 +29,13 @@ def nothing(done: float, loss: float) -> None:
 
 @pytest.fixture(scope="module")
 def corpus() -> tuple[Tensor, Tensor]:
-    """The text for training and the held-out text, which take seconds to read."""
+    """The training text and the held-out text; both take seconds to read."""
     return read_corpus()
 
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """The figures do not depend on Dynamo, which would take most of the time."""
+    """Runs without Dynamo, which would take most of the time and does not change the figures."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -1,4 +1,4 @@
-"""The README is true: its commands, its table and its policy. Its code runs in test_docs.py."""
+"""The commands, the table and the policy in the README are correct. Its code runs in test_docs.py."""
 
 from __future__ import annotations
 

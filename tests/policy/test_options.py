@@ -1,4 +1,4 @@
-"""Options reach the policy or Inductor, and nothing is ignored."""
+"""Every option reaches the policy or Inductor, and no option is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches in 8-bit floats with one scale for the keys of a layer and one for its values, and rotations with a seed."""
+"""Static scales of 8-bit float caches, one for the keys and one for the values of a layer; and seeded rotations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat(steps, 1)
 
 
-# Where scales come from
+# The sources of scales
 
 
 @pytest.mark.parametrize(("dtype", "largest_code"), [("fp8_e4m3", E4M3_LARGEST), ("fp8_e5m2", E5M2_LARGEST)])
@@ -233,9 +233,9 @@ def test_every_layer_of_a_compiled_model_has_its_own_scales(tmp_path: Path) -> N
             tensor, bound = getattr(layer, name), largest[module][role]
             assert isinstance(tensor, PackedTensor)
             assert scale_of(tensor.format_name) == pytest.approx(bound / E4M3_LARGEST, rel=1e-6)
-            if module == MODULES[0]:  # later layers see the error of the first
+            if module == MODULES[0]:  # the error of the first layer reaches the later layers
                 stored = getattr(exact, name)[:, :, :NUM_TOKENS].clamp(-bound, bound)  # saturated
-                error = (tensor[:, :, :NUM_TOKENS] - stored).abs()  # 3 bits of the mantissa, or steps of 2**-9 scales
+                error = (tensor[:, :, :NUM_TOKENS] - stored).abs()  # 3 mantissa bits, or steps of 2**-9 times the scale
                 assert (error <= 1.001 * (stored.abs() / 16 + bound / E4M3_LARGEST * 2**-10)).all()
 
 

@@ -31,7 +31,7 @@ STAGES = ("1_dynamo", "2_marked", "3_aten", "4_rewritten")
 
 
 def step(model: Callable[..., Any], position: int, device: str = "cpu") -> Tensor:
-    """The hidden state after one token, a different one at each position."""
+    """The hidden state after one token; each position has a different token."""
     torch.manual_seed(position)
     with torch.no_grad():
         return model(torch.randn(1, 1, HIDDEN).to(device), torch.tensor([position], device=device))[0]
@@ -51,7 +51,7 @@ class Trace(logging.Handler):
 
 @dataclass(frozen=True)
 class Dump:
-    """A model that was compiled before, and then again in a debug() block."""
+    """The results of a model that was compiled before, and compiled again in a debug() block."""
 
     folder: Path
     report: kvcompile.Report
@@ -242,7 +242,7 @@ def test_on_a_gpu_the_dump_has_triton_kernels_and_our_ops(tmp_path: Path) -> Non
     assert all(result.isfinite().all() for result in results)
 
 
-# Compiling anew
+# Compiling again
 
 
 class Backend:
@@ -265,7 +265,7 @@ def backend() -> Iterator[Backend]:
 
 
 def doubled(backend: Backend) -> Callable[[Tensor], Tensor]:
-    """A compiled function with a code object of its own, on which Dynamo has no code yet."""
+    """A compiled function with a new code object, for which Dynamo has no compiled code yet."""
 
     def double(x: Tensor) -> Tensor:
         return 2 * x

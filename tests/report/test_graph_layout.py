@@ -1,4 +1,4 @@
-"""Drawings are readable: boxes lie apart, edges lead to the right, and all text is escaped."""
+"""Drawings are readable: boxes do not overlap, edges point to the right, and all text is escaped."""
 
 from __future__ import annotations
 

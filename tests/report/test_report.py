@@ -1,4 +1,4 @@
-"""The report has the outcome and the reason of every site; counters, logs and ``explain`` agree with it."""
+"""The report gives the outcome and the reason of every site; counters, logs and ``explain`` agree with it."""
 
 from __future__ import annotations
 
@@ -168,14 +168,14 @@ def test_a_model_whose_caches_have_views_is_told_that_nothing_ran_packed() -> No
     assert len(views) == report.totals.rewritten == 2
     assert (report.totals.calls, report.totals.plain_calls, report.totals.ratio) == (3, 3, None)
     assert "graph 1: 3 of 3 calls ran as plain Inductor would: cache of shape (1, 1, 32, 64)" in report.notes[0]
-    assert kvcompile.explain(model, *INPUTS).totals.plain_calls == 0  # the copies that it runs on have no views
+    assert kvcompile.explain(model, *INPUTS).totals.plain_calls == 0  # explain runs on copies, which have no views
     views.clear()
     with torch.no_grad(), collect_reports() as report:
         compiled(*INPUTS)
     assert (report.totals.calls, report.totals.plain_calls, report.notes) == (1, 0, [])
 
 
-# Policy about refusals
+# on_unsupported
 
 
 def test_on_unsupported_error_raises_with_module_reason_and_remedy() -> None:

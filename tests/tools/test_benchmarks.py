@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 @pytest.fixture
 def wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the benchmarks for GPUs on this device, with meaningless times and ceilings."""
+    """Run the GPU benchmarks on this device, with meaningless times and ceilings."""
 
     def time_once(fn: Any, inputs: Any = ((),), **settings: Any) -> Timing:
         for arguments in inputs:
@@ -125,7 +125,7 @@ def test_a_timing_is_the_median_and_knows_its_spread():
 
 @pytest.mark.gpu
 def test_a_call_is_timed_in_a_cuda_graph_unless_it_cannot_be_recorded():
-    # In a process of its own: a recording that fails leaves the random generator of the device unusable.
+    # In a separate process: a failed recording leaves the random generator of the device unusable.
     program = """
 import torch
 from kvcompile.benching import measuring
@@ -270,7 +270,7 @@ def test_benchmarks_of_kernels_measure_every_preset_and_bfloat16(script, wall_cl
     rows = Results.read(tmp_path / f"{script}-test-nothing-inc.json").rows
     formats, fully_packed = {"bfloat16", *kvcompile.preset_names()}, len(workloads.fully_packed_formats())
     if script == "store":
-        formats.remove("int4")  # it keeps recent tokens exact
+        formats.remove("int4")  # int4 keeps recent tokens exact
     ours = [row for row in rows if row["format"] in formats]
     assert {row["format"] for row in ours} == formats
     assert len(ours) == {"decode": len(formats) + 2 * fully_packed, "store": 2 * 2 * 2 * fully_packed}[script]

@@ -41,7 +41,7 @@ def relative(result: Tensor, exact: Tensor) -> float:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of all positions, written out."""
+    """Causal attention at all positions, written with basic operators."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -213,7 +213,7 @@ def test_the_command_prints_tables_and_writes_the_better_policy(
 
 
 def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the comparison, on a model with few positions."""
+    """The examples run up to the comparison, on a model with few positions."""
     save(small_model(num_layers=1), tmp_path)
     (tmp_path / "policy.yaml").write_text("default: {dtype: fp8_e4m3}\n")
     (tmp_path / "text.txt").write_bytes(some_bytes(300))

@@ -1,4 +1,4 @@
-"""``doctor`` finds the faults of an installation, and no faults in a sound one."""
+"""``doctor`` finds the faults of an installation, and reports none in a correct installation."""
 
 from __future__ import annotations
 

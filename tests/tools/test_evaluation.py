@@ -55,7 +55,7 @@ def run(command: str, code: int = 0) -> tuple[str, str]:
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """The cells of the rows of all tables, by the first cell."""
+    """The cells of each row of all tables, by the first cell of the row."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows}
 
@@ -73,7 +73,7 @@ def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_p
     assert found["reference"] == pytest.approx(bits_per_byte_without_a_cache(), rel=1e-5)
     int8, three_bits = found["results"]
     for result, bytes_per_pair in ((int8, 2 * 36), (three_bits, 14 + 16)):
-        blocks = 2  # of 64 tokens, for 72
+        blocks = 2  # 72 tokens take two blocks of 64
         assert result["effective_bits"] == 8 * bytes_per_pair * 64 * blocks / (2 * HEAD_DIM * (PREFILL + DECODE))
         assert result["packed_layers"] == result["num_layers"] == 1
         assert result["quality"] == pytest.approx(found["reference"] * (1 + result["change"]))

@@ -1,4 +1,4 @@
-"""``python -m kvcompile explain``: a report on a model, from its folder or from a config alone."""
+"""``python -m kvcompile explain`` reports on a model, from its folder or from a config alone."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_weights_that_cannot_be_known_are_an_error(config: dict[str, Any], weigh
 
 def test_a_step_reads_the_weights_once_and_the_cache_of_every_user_once() -> None:
     plan = plan_of(LLAMA_3_1_8B, "bf16", "int8_per_token_head", bandwidth=Bandwidth(10**12, ""), users=3)
-    weights = 2 * (8_030_261_248 - 128256 * 4096)  # without the embedding, of which a step looks up three rows
+    weights = 2 * (8_030_261_248 - 128256 * 4096)  # without the embedding: a step reads three rows of it
     for policy, per_token in zip(plan.policies, (131072, 67584), strict=True):
         for context, seconds in policy.seconds.items():
             assert seconds == pytest.approx((weights + 3 * per_token * context) / 1e12, rel=1e-12)
@@ -284,7 +284,7 @@ def test_few_tokens_read_few_experts(tmp_path: Path) -> None:
     assert parameters.experts_read(2) == 1 - Fraction(248, 256) ** 2
     assert parameters.experts_read(10_000) == pytest.approx(1)
     weights = read_weights("fp8", fields, read_model_caches(fields))
-    assert weights.bytes_read(1) < weights.nbytes / 15  # 37 billion of 671 billion parameters serve a token
+    assert weights.bytes_read(1) < weights.nbytes / 15  # a token uses 37 of 671 billion parameters
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_1_8B, GEMMA_2_9B, GEMMA_3_4B])

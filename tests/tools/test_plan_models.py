@@ -36,7 +36,7 @@ MODELS_WITH_CACHES = (
 
 
 def on_meta(model_type: str, num_layers: int) -> tuple[Any, dict[str, Any]]:
-    """A model of Transformers without data, and the JSON of its config."""
+    """A Transformers model on the meta device, and the JSON of its config."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     layers = {"n_layer": num_layers} if model_type == "gpt2" else {"num_hidden_layers": num_layers}

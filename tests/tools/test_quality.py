@@ -1,7 +1,7 @@
-"""The limits of the quality that presets cost, on a real model through the compiled path.
+"""Presets cost no more quality than they promise, on a real model through the compiled path.
 
-The model is byte-lm-24m if the environment variable ``KVCOMPILE_BYTE_LM`` names it or ``../shared/models`` beside the
-repository has it. Otherwise it is the quickstart's model, trained for a minute.
+The model is byte-lm-24m if the environment variable ``KVCOMPILE_BYTE_LM`` names its folder, or if ``../shared/models``
+beside the repository holds it. Otherwise it is the quickstart's model, trained for a minute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMITS = {
 }
 """The largest allowed relative increase of bits per byte."""
 
-BITS = {  # of an element at head_dim 128
+BITS = {  # per element, at head_dim 128
     "int8_per_token_head": 8.25,
     "fp8_e4m3": 8.25,
     "int4_per_token_head": 4.25,
@@ -47,7 +47,7 @@ BITS = {  # of an element at head_dim 128
     "turboquant_3bit_nc": 3.1875,
 }
 OUTLIER_PAIR = 40
-"""A RoPE pair of channels whose keys are not among the smallest."""
+"""The index of a RoPE pair of channels whose keys are not among the smallest."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def test_every_preset_has_a_limit() -> None:
 def test_bits_per_byte_grow_no_more_than_the_preset_promises(preset: str, subject: Subject) -> None:
     (result,) = evaluate(subject.model, subject.text, [preset]).results
     assert result.packed_layers == result.num_layers > 0
-    # An excess within the sample's error is not a failure: 8-bit floats lie at their limit.
+    # 8-bit floats are close to their limit, so an excess within the sampling error is no failure.
     assert result.change - result.change_error <= LIMITS[preset]
     assert result.mean_divergence > 0, "it was quantized"
     if subject.model.config.head_dim == 128 and preset in BITS:
@@ -96,7 +96,7 @@ def test_bits_per_byte_grow_no_more_than_the_preset_promises(preset: str, subjec
 
 
 def with_outlier_keys(model: Any) -> Any:
-    """A model that computes the same although one pair of key channels is 16 times larger, in every layer."""
+    """A model with the same outputs, in which one pair of key channels in every layer is 16 times larger."""
     return give_outlier_keys(copy.deepcopy(model), 16, OUTLIER_PAIR, tuple(range(model.config.num_hidden_layers)))
 
 

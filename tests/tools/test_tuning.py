@@ -1,4 +1,4 @@
-"""``kvcompile.tune``: the choice is the best that fits, its predictions are close, and the file reproduces it."""
+"""``kvcompile.tune`` makes the best choice that fits, predicts it closely, and writes a file that reproduces it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def run(command: str, code: int = 0) -> tuple[str, str]:
 
 
 def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the search, on a model with few positions."""
+    """The examples run up to the search, on a model with few positions."""
     save(small_model(num_layers=1), tmp_path)
     (tmp_path / "text.txt").write_bytes(some_bytes(300))
     monkeypatch.chdir(tmp_path)
