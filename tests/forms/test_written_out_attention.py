@@ -279,7 +279,7 @@ REFUSED: dict[Form, tuple[str, str]] = {
     weights_returned: ("unrecognised", "also used by the caller"),
     heads_weighted: ("unrecognised", "mul is applied to its weights"),
     everything_dropped_out: ("dropout", "p=1.0"),
-    keys_changed_in_between: ("unrecognised", "setitem changes"),
+    keys_changed_in_between: ("unrecognised", "k[:, :, 3:4] = q[:, :H_KV, :1]) changes mT"),
     padding_after_the_lowest_number: ("unrecognised", "masked by different constants, -3.40282e+38 and -1e+09"),
     padding_after_an_additive_mask: ("unrecognised", "masked by -1e+09 beside a bias"),
     every_key_masked_by_one_of_two_constants: ("unrecognised", "masked by different constants, -1e+09 and -10000"),
