@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.configs import attention_config, num_splits
 from kvcompile.kernels.attention.decode import attention_kernel, combine_kernel
-from kvcompile.kernels.attention.launch_prefill import attend_prefill, is_prefill, launch_dequantize
+from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.lang.triton import triton
@@ -215,16 +215,7 @@ def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, rol
     out = torch.empty((batch, num_kv_heads, num_tokens, head_dim), dtype=dtype, device=data.device)
     if out.numel() == 0:
         return out
-    pairs, num_blocks = batch * num_kv_heads, ceil_div(num_tokens, operand.block_tokens)
-    at_once = blocks_per_program(operand.rotated, num_blocks, pairs, data.device)
-    launch_dequantize(
-        (pairs, ceil_div(num_blocks, at_once), 1),
-        (data, data, out),
-        (strides_of(data),),
-        (0, num_kv_heads, num_tokens, num_blocks, at_once, static_scale),
-        (operand, False, operand.block_tokens, precision(data.device), False),
-        {"num_warps": 4},
-    )
+    dequantize_pairs(data, operand, static_scale, out.flatten(0, 1), num_tokens, padded=False)
     return out
 
 

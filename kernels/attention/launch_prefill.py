@@ -110,21 +110,36 @@ def _dequantize(
     config: PrefillConfig,
 ) -> Tensor:
     """The dequantized tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
-    num_kv_heads = call.k_data.shape[2]
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
     dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies bit patterns
     out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
-    num_blocks = padded_len // operand.block_tokens
-    at_once = blocks_per_program(operand.rotated, num_blocks, count, data.device)
+    dequantize_pairs(data, operand, static_scale, out, call.kv_len, first_pair, bounds, config.tokens, padded=True)
+    return out
+
+
+def dequantize_pairs(
+    data: Tensor,
+    operand: PackedOperand,
+    static_scale: float,
+    out: Tensor,
+    num_tokens: int,
+    first_pair: int = 0,
+    bounds: Tensor | None = None,
+    tile: int = 0,
+    *,
+    padded: bool,
+) -> None:
+    """Launch the kernel for as many KV heads as ``out`` has; arguments are those of :func:`dequantize_kernel`."""
+    pairs, num_blocks = out.shape[0], ceil_div(out.shape[1], operand.block_tokens)
+    at_once = blocks_per_program(operand.rotated, num_blocks, pairs, data.device)
     launch_dequantize(
-        (count, ceil_div(num_blocks, at_once), 1),
+        (pairs, ceil_div(num_blocks, at_once), 1),
         (data, data if bounds is None else bounds, out),
         (strides_of(data),),
-        (first_pair, num_kv_heads, call.kv_len, num_blocks, at_once, static_scale),
-        (operand, bounds is not None, config.tokens, precision(data.device), True),
+        (first_pair, data.shape[2], num_tokens, num_blocks, at_once, static_scale),
+        (operand, bounds is not None, tile, precision(data.device), padded),
         {"num_warps": 4},
     )
-    return out
 
 
 def _launch_attention(
