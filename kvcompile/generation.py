@@ -151,17 +151,15 @@ class Generation:
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._model._call_impl(*args, **kwargs)
-        request = self._request
-        if request is None:
-            with _COMPILED_CODE:
-                return self._compiled(*args, **kwargs)
-        if not request.is_decode_step(kwargs):
+        request, records = self._request, False
+        if request is not None and not request.is_decode_step(kwargs):
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
             with _looking_at_keys(self._model, cache):
                 return self._model._call_impl(*args, **kwargs)
-        records = request.records and not request.keeps_outputs and kwargs["past_key_values"].is_compileable
+        if request is not None and request.records and not request.keeps_outputs:
+            records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable
         with _COMPILED_CODE:
-            return (self._recorded if records and kwargs["input_ids"].is_cuda else self._compiled)(*args, **kwargs)
+            return (self._recorded if records else self._compiled)(*args, **kwargs)
 
     # Their implementation
 
