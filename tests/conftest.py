@@ -96,3 +96,19 @@ def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
     return graphs
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> list[Any]:
+    """One element for every CUDA graph that is recorded during the test."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    recorded: list[Any] = []
+    record = CUDAGraphTreeManager.record_function
+
+    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
+        recorded.append(function_id)
+        return record(self, inputs, function_id)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
+    return recorded

@@ -24,22 +24,6 @@ PROMPT, STEPS = 30, 6
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One element for every CUDA graph that is recorded during the test."""
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-    recorded = []
-    record = CUDAGraphTreeManager.record_function
-
-    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
-        recorded.append(function_id)
-        return record(self, inputs, function_id)
-
-    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
-    return recorded
-
-
 def prompt_cache(model: Any, policy: Any, seed: int) -> Any:
     """A packed static cache that eager code filled with a random prompt."""
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
 from small_models import give_outlier_keys  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
+from tiny_llama import assistant, tiny_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
@@ -48,16 +48,6 @@ def generated(model: Any, **arguments: Any) -> Any:
 def compiled_llama(policy: Any = LOSSLESS, **sizes: Any) -> Any:
     model = tiny_llama(**{"num_layers": 1, **sizes})
     return kvcompile.compile(model, policy=policy, on_unsupported="error")
-
-
-def assistant() -> Any:
-    """A model that guesses most tokens of the tiny Llama, but not all."""
-    model = tiny_llama(num_layers=1)
-    noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
-    return model
 
 
 @pytest.fixture(autouse=True)

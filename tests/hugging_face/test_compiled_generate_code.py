@@ -49,22 +49,6 @@ def test_decode_steps_compile_once_for_requests_of_any_length_and_kind(fresh_com
     assert counters["kvquant"]["packed_calls"] == 3 * 7
 
 
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> list[Any]:
-    """One element for every CUDA graph that is recorded during the test."""
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-    recorded: list[Any] = []
-    record = CUDAGraphTreeManager.record_function
-
-    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
-        recorded.append(function_id)
-        return record(self, inputs, function_id)
-
-    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
-    return recorded
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_decode_steps_are_recorded_once_for_all_requests(arguments: dict[str, Any], recordings: list[Any]) -> None:

@@ -12,7 +12,7 @@ from kvcompile import collect_reports
 from kvcompile.packed.tensor import PackedTensor
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, assistant, tiny_llama  # noqa: E402
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,16 +87,6 @@ def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -
     assert torch.equal(result.sequences, expected.sequences)
     assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
     assert report.notes == []
-
-
-def assistant() -> Any:
-    """A model that guesses most tokens of the tiny Llama, but not all."""
-    model = tiny_llama(num_layers=1)
-    noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
-    return model
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -386,17 +386,22 @@ def test_exact_blocks_far_apart_are_shared_out_among_the_splits(num_sms, device,
     case.check()
 
 
-@pytest.mark.parametrize("bad", ["key", "value"])
-def test_an_exact_token_that_is_not_finite_spoils_its_own_head_only(bad, device):
-    case = Case(device, "int4_per_channel" + ONE, "int4_unrotated" + ONE, batch=2, num_kv_heads=2)
+def assert_a_nan_spoils_its_own_head_only(case, bad, position):
+    """Write a token of NaN keys or values to one KV head of a sequence; each KV head serves two query heads."""
     x = torch.zeros(2, 2, 1, 64)
     x[1, 0] = torch.nan
     index = ["key", "value"].index(bad)
-    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([129]))
+    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([position]))
     out = case.kernel()
     assert out[1, :2].isnan().all()
     assert not out[0].isnan().any()
     assert not out[1, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("bad", ["key", "value"])
+def test_an_exact_token_that_is_not_finite_spoils_its_own_head_only(bad, device):
+    case = Case(device, "int4_per_channel" + ONE, "int4_unrotated" + ONE, batch=2, num_kv_heads=2)
+    assert_a_nan_spoils_its_own_head_only(case, bad, 129)
 
 
 def test_data_with_a_residual_may_have_any_strides(device):

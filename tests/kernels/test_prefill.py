@@ -10,11 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from formats_of_every_kind import SHAPES, in_turn
-from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, hide_packed_form
+from test_attention_kernel import BOTH, INT8, MASKS, ONE, Case, assert_a_nan_spoils_its_own_head_only, hide_packed_form
 
 from kvcompile.kernels.attention import launch_prefill
 from kvcompile.kernels.lang import launcher
-from kvcompile.kernels.spec.packing import write_tokens_
 
 # With queries in bfloat16, keys, values and weights are rounded to bfloat16, too.
 PrefillCase = functools.partial(Case, bfloat16_tolerance=1e-2)
@@ -111,14 +110,7 @@ def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(d
 def test_a_token_that_is_not_finite_spoils_its_own_head_only(format_name, bad_and_dtype, device):
     bad, dtype = bad_and_dtype
     case = PrefillCase(device, format_name, format_name, batch=2, num_kv_heads=2, q_len=3, dtype=dtype)
-    x = torch.zeros(2, 2, 1, 64)
-    x[1, 0] = torch.nan
-    index = ["key", "value"].index(bad)
-    write_tokens_(case.data[index], case.layouts[index], x, torch.tensor([17]))
-    out = case.kernel()
-    assert out[1, :2].isnan().all()
-    assert not out[0].isnan().any()
-    assert not out[1, 2:].isnan().any()
+    assert_a_nan_spoils_its_own_head_only(case, bad, 17)
 
 
 def test_values_that_fp16_cannot_hold_become_the_largest_that_it_can(device):

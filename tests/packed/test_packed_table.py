@@ -1,10 +1,9 @@
-"""The page on packed caches names every operator with a handler. The modules of packed caches import in no circle."""
+"""The page on packed caches names every operator with a handler. Their functions import nothing but Transformers."""
 
 from __future__ import annotations
 
 import ast
 import re
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,6 @@ def test_the_page_names_every_operator_with_a_handler(packed_type: type[PackedSu
     assert handled - named == set()
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def imported(tree: ast.AST) -> set[str]:
     """Full names of the modules that code imports, except imports for type checkers only."""
     names: set[str] = set()
@@ -43,16 +38,6 @@ def imported(tree: ast.AST) -> set[str]:
         elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             names |= imported(node)
     return names
-
-
-def test_files_import_in_no_circle() -> None:
-    modules = {module_of(path) for path in FILES if path.name != "__init__.py"}
-    graph = {
-        module_of(path): imported(ast.parse(path.read_text(encoding="utf-8"))) & modules
-        for path in FILES
-        if path.name != "__init__.py"
-    }
-    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
 
 
 def test_functions_import_nothing_but_transformers() -> None:

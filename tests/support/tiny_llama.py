@@ -29,6 +29,16 @@ def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", num_laye
     return transformers.LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
+def assistant() -> Any:
+    """A model that guesses most tokens of the tiny Llama, but not all."""
+    model = tiny_llama(num_layers=1)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+    return model
+
+
 def fresh_cache(model: Any, kind: str) -> Any:
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
