@@ -17,6 +17,7 @@ from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.compat.backends import ensure_registered
+from kvcompile.compat.versions import warn_if_untested
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
 from kvcompile.options import BackendOptions
@@ -99,6 +100,7 @@ def kvquant(
             "kvquant takes a graph and its inputs from torch.compile, or keywords only, such as kvquant(policy='int4')"
         )
     parsed = BackendOptions.parse(mode, options)
+    warn_if_untested(torch.__version__)
     ensure_registered(kvquant, "kvquant")
     compiler = _GraphCompiler(gm, list(example_inputs), parsed)
     try:

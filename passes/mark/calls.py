@@ -1,8 +1,8 @@
 """Read the nodes of Dynamo's graph: operations in any spelling, constants, and the tensors that a node changes.
 
-``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y``, ``x.mul_(y)`` and ``torch.ops.aten.mul(x, y)`` are six different
-targets. :func:`read_call` gives them one name, and names their arguments. Each PyTorch chooses among these targets for
-itself: since 2.15, for example, Dynamo writes the attribute ``x.mT`` as ``torch.ops.aten.mT(x)``.
+``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y``, ``x.mul_(y)`` and ``torch.ops.aten.mul(x, y)`` are six nodes.
+:func:`read_call` gives them one name, and names their arguments. Dynamo may choose another target in another release:
+since PyTorch 2.15 it writes the attribute ``x.mT`` as ``torch.ops.aten.mT(x)``.
 """
 
 from __future__ import annotations
