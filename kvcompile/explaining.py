@@ -12,7 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from kvcompile.backend import kvquant as compile_graph
-from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.compat.modules import original_module
+from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
 
@@ -60,7 +61,7 @@ def explain(
 
 def _with_own_buffers(model: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
     """A copy of a module that shares its parameters; any other callable itself. ``memo`` is ``deepcopy``'s memo."""
-    model = getattr(model, "_orig_mod", model)
+    model = original_module(model)
     if not isinstance(model, nn.Module):
         return model
     memo.update((id(parameter), parameter) for parameter in model.parameters())

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+
+from kvcompile.compat.operators import flex_attention
+from kvcompile.compat.pytree import tree_map_only
+from kvcompile.compat.tracing import FakeTensorMode
 
 Packed = TypeVar("Packed", bound=Tensor)
 

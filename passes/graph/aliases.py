@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of, with_defaults
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ def _views_to(node: Node) -> Path:
 
 def _is_view(node: Node) -> bool:
     op = node.args[0].target if node.target is operator.getitem else node.target
-    return isinstance(op, torch._ops.OpOverload) and op.is_view
+    return isinstance(op, OpOverload) and op.is_view
 
 
 def _whole(node: Node) -> Node:
