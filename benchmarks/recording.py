@@ -52,6 +52,7 @@ COLUMNS = {
     "case": Column("case", "", "the operation or step that is timed"),
     "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
+    "exact": Column("exact", "", "tokens of each head that are kept in full precision"),
     "part": Column("part", "", "`key` or `value`"),
     "dtype": Column("dtype", "", "dtype of the model"),
     "mode": Column("mode", "", "mode of `torch.compile`"),
