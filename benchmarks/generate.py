@@ -1,4 +1,4 @@
-"""``generate()`` of a Hugging Face Llama as a user feels it: the first call, the first token, each further token, memory.
+"""``generate()`` of a Hugging Face Llama as a user feels it: first call, first token, each further token, memory.
 
     python benchmarks/generate.py [--shapes 1,32/8,128,1024 8,32/8,128,4096 ...] [--policies int8_per_token_head ...]
                                   [--cases static dynamic quanto hqq] [--layers 8] [--new-tokens 64] [--seconds 540]
