@@ -52,6 +52,7 @@ call
 caches
 debugging
 options
+launch_hint
 backend
 explaining
 generation
