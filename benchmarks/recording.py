@@ -55,6 +55,7 @@ COLUMNS = {
     "context": Column("context", "d", "tokens of each sequence"),
     "users": Column("users", "d", "sequences that the planner promises in the memory of the run"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
+    "exact": Column("exact", "", "tokens of each head that are kept in full precision"),
     "part": Column("part", "", "`key` or `value`"),
     "dtype": Column("dtype", "", "dtype of the model"),
     "mode": Column("mode", "", "mode of `torch.compile`"),
