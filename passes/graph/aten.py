@@ -29,7 +29,7 @@ CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 VIEW_OPS = frozenset(
@@ -37,7 +37,7 @@ VIEW_OPS = frozenset(
         *SAME_OPS,
         *CASTS,
         *RESHAPES,
-        *_SQUEEZES,
+        *SQUEEZES,
         aten.expand.default,
         aten.repeat.default,
         aten.unsqueeze.default,
