@@ -182,7 +182,9 @@ def has_the_same_graph(gm: GraphModule, sizes: Sequence[int]) -> bool:
 def values_of_symbols(gm: GraphModule, sizes: Sequence[int]) -> Callable[[Any], int]:
     (base,) = gm.graph.find_nodes(op="placeholder")
     pairs = zip(base.meta["val"].shape, sizes, strict=True)
-    values = {size.node.expr: value for size, value in pairs if isinstance(size, torch.SymInt) and size.node.expr.is_symbol}
+    values = {
+        size.node.expr: value for size, value in pairs if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+    }
     return lambda size: int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
 
 
