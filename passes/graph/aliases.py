@@ -64,10 +64,10 @@ def _units(maps: tuple[IndexMap, IndexMap], axis: int) -> list[int | None]:
 
 def _are_disjoint(one: IndexMap, other: IndexMap, axis: int, unit: int | None) -> bool:
     """Whether two maps take disjoint ranges of an axis, or of every unit of it."""
-    ranges = _range(one, axis, unit), _range(other, axis, unit)
-    if ranges[0] is None or ranges[1] is None:
+    taken, other_taken = _range(one, axis, unit), _range(other, axis, unit)
+    if taken is None or other_taken is None:
         return False
-    (first, end), (other_first, other_end) = ranges
+    (first, end), (other_first, other_end) = taken, other_taken
     return statically_known_true(end <= other_first) or statically_known_true(other_end <= first)
 
 
