@@ -77,10 +77,12 @@ def with_defaults(node: Node, *defaults: Any) -> list[Any]:
 
 def shape_of(node: Node) -> torch.Size:
     """The sizes of a tensor, with a number for every symbol that guards have made constant: any trace takes numbers."""
-    return torch.Size(
-        int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
-        for size in node.meta["val"].shape
-    )
+    return torch.Size(known_size(size) for size in node.meta["val"].shape)
+
+
+def known_size(size: Any) -> Any:
+    """A number for a symbol that guards have made constant."""
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
 
 
 def sliced_by(node: Node) -> tuple[Node, ...]:

@@ -21,7 +21,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
-from kvcompile.passes.graph.aten import CASTS, LIST_OPS, RESHAPES, SAME_OPS, SQUEEZES, Size, shape_of
+from kvcompile.passes.graph.aten import CASTS, LIST_OPS, RESHAPES, SAME_OPS, SQUEEZES, Size, known_size, shape_of
 
 aten = torch.ops.aten
 
@@ -66,6 +66,10 @@ class IndexMap:
     def factors(self, axis: int) -> list[Factor]:
         """The factors along an axis, in the order of the view."""
         return [factor for dim in self.dims for factor in dim if factor.axis == axis]
+
+    def axes(self) -> list[int]:
+        """The axes of the view's factors, in the order of the view."""
+        return [factor.axis for dim in self.dims for factor in dim if factor.axis is not None]
 
     def is_one(self, factor: Factor) -> bool:
         """Whether a factor has size 1 and its axis, too, so that it says nothing."""
@@ -183,22 +187,22 @@ def _same(index_map: IndexMap, node: Node) -> IndexMap:
 
 
 def _permute(index_map: IndexMap, node: Node) -> IndexMap:
-    return index_map.permuted(_arguments(node)[1])
+    return index_map.permuted(arguments(node)[1])
 
 
 def _transpose(index_map: IndexMap, node: Node) -> IndexMap:
     order = list(range(len(index_map.dims)))
-    _, one, other = _arguments(node)
+    _, one, other = arguments(node)
     order[one], order[other] = order[other], order[one]
     return index_map.permuted(order)
 
 
 def _unsqueeze(index_map: IndexMap, node: Node) -> IndexMap:
-    return index_map.unsqueezed(_arguments(node)[1] % (len(index_map.dims) + 1))
+    return index_map.unsqueezed(arguments(node)[1] % (len(index_map.dims) + 1))
 
 
 def _squeeze(index_map: IndexMap, node: Node) -> IndexMap | None:
-    whole, *dims = _arguments(node)
+    whole, *dims = arguments(node)
     shape = shape_of(whole)
     chosen = tree_leaves(dims) if dims else range(len(shape))
     ones = {dim % len(shape) for dim in chosen if statically_known_true(shape[dim] == 1)}
@@ -221,16 +225,16 @@ def _expand(index_map: IndexMap, node: Node) -> IndexMap | None:
 
 
 def _repeat(index_map: IndexMap, node: Node) -> IndexMap:
-    return index_map.repeated([_number(count) for count in _arguments(node)[1]])
+    return index_map.repeated([_number(count) for count in arguments(node)[1]])
 
 
 def _slice(index_map: IndexMap, node: Node) -> IndexMap | None:
-    whole, dim, start, _, step = _arguments(node)
+    whole, dim, start, _, step = arguments(node)
     return _range(index_map, whole, dim, _number(start or 0), shape_of(node)[dim], _number(step))
 
 
 def _select(index_map: IndexMap, node: Node) -> IndexMap | None:
-    whole, dim, index = _arguments(node)
+    whole, dim, index = arguments(node)
     return _one(index_map, whole, dim, _number(index))
 
 
@@ -239,10 +243,10 @@ def _item(index_map: IndexMap, node: Node) -> IndexMap | None:
     division, index = node.args
     if division.target not in LIST_OPS:
         return None
-    whole, *_, dim = _arguments(division)
+    whole, *_, dim = arguments(division)
     if division.target is aten.unbind.int:
         return _one(index_map, whole, dim, index)
-    sizes = [view.shape[dim] for view in division.meta["val"]]
+    sizes = [known_size(view.shape[dim]) for view in division.meta["val"]]
     return _range(index_map, whole, dim, sum(sizes[:index]), sizes[index])
 
 
@@ -262,7 +266,7 @@ def _range(index_map: IndexMap, whole: Node, dim: int, start: Size, size: Size, 
     return index_map.sliced(dim % len(index_map.dims), start, size, step) if statically_known_true(start >= 0) else None
 
 
-def _arguments(node: Node) -> list[Any]:
+def arguments(node: Node) -> list[Any]:
     """The positional arguments of an operator, however they are passed."""
     given, places = node.args, enumerate(node.target._schema.arguments)
     return [

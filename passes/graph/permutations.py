@@ -47,4 +47,4 @@ def _permutation(node: Node) -> list[int]:
         return []
     index_map = follow(IndexMap.identity(shape_of(node)), node)
     assert index_map is not None, "every permutation has a map"
-    return [factor.axis for (factor,) in index_map.dims if factor.axis is not None]
+    return index_map.axes()
