@@ -17,6 +17,7 @@ import sympy
 import torch
 
 from kvcompile.cli.policy_schema import policy_schema
+from kvcompile.compat import versions
 from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS, bit_planes
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.layout import packed_layout as layout
@@ -42,6 +43,14 @@ def from_docstring(thing: Any) -> tuple[str, str]:
     text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`")
     head, _, body = text.partition("\n\n")
     return " ".join(head.split()), body
+
+
+# Releases
+
+
+def tested_releases() -> str:
+    """The latest test of every release of PyTorch."""
+    return table(versions.COLUMNS, versions.rows())
 
 
 # Passes

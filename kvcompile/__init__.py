@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcompile.caches.file import load_cache as load_cache
     from kvcompile.caches.file import save_cache as save_cache
     from kvcompile.caches.static import static_cache as static_cache
+    from kvcompile.compat.versions import UntestedVersionWarning as UntestedVersionWarning
     from kvcompile.compiling import compile as compile
     from kvcompile.compiling import uncompile as uncompile
     from kvcompile.debugging.debug import debug as debug
@@ -51,6 +52,7 @@ _HOME = {
     "Report": "report.report",
     "Tuning": "evaluation.tuning",
     "UnsupportedSiteError": "errors",
+    "UntestedVersionWarning": "compat.versions",
     "cache_nbytes": "packed.memory",
     "collect_reports": "report.report",
     "compare": "evaluation.compare",

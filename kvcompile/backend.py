@@ -16,8 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.compat.backends import ensure_registered
+from kvcompile.compat.versions import warn_if_untested
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
+from kvcompile.launch_hint import hint_at_cuda_graphs
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import in_dynamo_order
@@ -98,6 +101,8 @@ def kvquant(
             "kvquant takes a graph and its inputs from torch.compile, or keywords only, such as kvquant(policy='int4')"
         )
     parsed = BackendOptions.parse(mode, options)
+    warn_if_untested(torch.__version__)
+    ensure_registered(kvquant, "kvquant")
     compiler = _GraphCompiler(gm, list(example_inputs), parsed)
     try:
         with compiler.stages.compiling():
@@ -116,10 +121,6 @@ class ConfiguredBackend:
         options: the checked options.
     """
 
-    # Dynamo looks at the name. For a backend that is registered by name it drops its references to the traced tensors.
-    # Only then can a packed cache replace a plain one.
-    __name__ = "kvquant"
-
     def __init__(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         """Takes ``mode`` and ``options`` as :func:`kvquant` does."""
         self.options = BackendOptions.parse(mode, options)
@@ -134,6 +135,7 @@ class ConfiguredBackend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
+        ensure_registered(self, repr(self))
         return kvquant(gm, example_inputs, mode=mode or self._mode, options={**self._given, **(options or {})})
 
     def with_mode(self, mode: str) -> ConfiguredBackend:
@@ -234,6 +236,7 @@ class _GraphCompiler:
         self._report()
         if packing.rewritten is None:
             raise _NothingRewritten
+        hint_at_cuda_graphs(packing, self.options)
         static = {index for index, known in enumerate(packing.inputs) if known.is_static}
         if packing.rewritten.by_reference:
             static |= {action.index for action in packing.rewritten.inputs}

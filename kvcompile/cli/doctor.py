@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_json, print_wrapped
+from kvcompile.compat import versions
+from kvcompile.tables import table
 
 if TYPE_CHECKING:
     from kvcompile.cli.doctor_checks import Check
@@ -27,7 +29,7 @@ def _works(checks: list[Check], name: str) -> bool:
 
 
 def doctor(try_devices: Try = False, as_json: JsonOption = False) -> None:
-    """Check this installation: name what is missing, and what runs on each device."""
+    """Check this installation: name what is missing, and what runs on each device. Lists the tested releases."""
     from kvcompile.cli.doctor_checks import MISSING, check_all, devices
 
     checks = check_all()
@@ -43,6 +45,7 @@ def doctor(try_devices: Try = False, as_json: JsonOption = False) -> None:
                 "healthy": healthy,
                 "checks": [vars(check) for check in checks],
                 "devices": [vars(device) for device in found],
+                "tested": [vars(one) for one in versions.TESTED],
             }
         )
     else:
@@ -52,5 +55,6 @@ def doctor(try_devices: Try = False, as_json: JsonOption = False) -> None:
                 print_wrapped(f"{'':<8}-> {check.remedy}", indent=11)
         for device in found:
             print_wrapped(f"{device.name} ({device.description}): {device.runs}", indent=4)
+        print(f"\nkvcompile was tested with\n{table(versions.COLUMNS, versions.rows(), len(versions.COLUMNS))}")
     if not healthy:
         raise typer.Exit(NEGATIVE)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcompile.compat.versions import numbers, untested
 from kvcompile.errors import PolicyError
 
 PACKAGE = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ PACKAGE = Path(__file__).parent.parent
 
 OK = "ok"
 NOTE = "note"
-"""Something optional is missing."""
+"""Something optional is missing, or was not tested."""
 MISSING = "missing"
 """Something required is missing or does not work."""
 
@@ -58,7 +59,7 @@ class Device:
 def check_all() -> list[Check]:
     """All checks, in an order in which each needs only the checks before it."""
     python = Check("python", OK, ".".join(map(str, sys.version_info[:3])))
-    checks = [python, _kvcompile(), _package("torch", required=True)]
+    checks = [python, _kvcompile(), _torch()]
     if checks[-1].status == MISSING:
         return checks
     checks.append(_package("triton", required=_has_gpu()))
@@ -91,6 +92,13 @@ def _kvcompile() -> Check:
         return Check("kvcompile", MISSING, str(PACKAGE), "not installed, so PyTorch cannot find it: pip install -e .")
 
 
+def _torch() -> Check:
+    """Whether PyTorch can be imported, and whether kvcompile was tested with this release."""
+    check = _package("torch", required=True)
+    newer = untested(check.found) if check.status == OK else None
+    return check if newer is None else Check("torch", NOTE, check.found, newer)
+
+
 def _package(name: str, required: bool, purpose: str = "") -> Check:
     """Whether a package can be imported, and in a version that kvcompile's metadata allows."""
     absent = MISSING if required else NOTE
@@ -109,7 +117,7 @@ def _package(name: str, required: bool, purpose: str = "") -> Check:
 
 
 def declared_versions(package: str) -> str:
-    """The versions of a package that kvcompile's metadata allows, e.g. ``>=2.11,<2.14``; "" without a declaration."""
+    """The versions of a package that kvcompile's metadata allows, e.g. ``>=5.17,<6``; "" without a declaration."""
     try:
         requirements = importlib.metadata.requires("kvcompile") or []
     except importlib.metadata.PackageNotFoundError:
@@ -125,18 +133,9 @@ def in_range(version: str, wanted: str) -> bool:
     """Whether the release of ``version`` satisfies ``wanted``: comparisons separated by commas; "" allows all."""
     for comparison in filter(None, (part.strip() for part in wanted.split(","))):
         match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", comparison)
-        if match is None or not _COMPARISONS[match[1]](_release(version), _release(match[2])):
+        if match is None or not _COMPARISONS[match[1]](numbers(version), numbers(match[2])):
             return False
     return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version without trailing zeros: 2.13.0+cpu is (2, 13)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(number) for number in match[0].split(".")] if match is not None else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def _has_gpu() -> bool:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.repeated_heads import RepeatedHeads
 from kvcompile.packed.stack import PackedStack, unstacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -122,7 +123,7 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
         store_changes(cache.slots, (values.transpose(1, 2) if cache.heads_first else values).flatten(0, 1))
     elif isinstance(cache, PackedTensor):
         _store_changed_vectors(cache, values)
-    else:
+    elif not isinstance(cache, RepeatedHeads):  # its dequantized values are its memory
         cache.copy_(values)
 
 

@@ -1,7 +1,8 @@
 """Read the nodes of Dynamo's graph: operations in any spelling, constants, and the tensors that a node changes.
 
-``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y`` and ``x.mul_(y)`` are five different targets. :func:`read_call`
-gives them one name, and names their arguments.
+``torch.mul(x, y)``, ``x * y``, ``x.mul(y)``, ``x *= y``, ``x.mul_(y)`` and ``torch.ops.aten.mul(x, y)`` are six nodes.
+:func:`read_call` gives them one name, and names their arguments. Dynamo may choose another target in another release:
+since PyTorch 2.15 it writes the attribute ``x.mT`` as ``torch.ops.aten.mT(x)``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from kvcompile.passes.graph.aten import same_sizes
 from kvcompile.passes.graph.names import input_name, with_line
 
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
 
 _IN_PLACE_OPERATORS = {
@@ -99,6 +101,8 @@ _OTHER_ORDER = {  # parameters of callables that differ from others of the same 
     "where": "input condition other",  # the method
 }
 
+_SYNONYMS_OF_PARAMETERS = {"self": "input", "train": "training"}  # in the schemas of operators
+
 CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
 SAME_VALUE = frozenset(("contiguous", "clone", "detach", "alias"))
 VIEWS = frozenset(
@@ -141,7 +145,8 @@ def read_call(node: Node) -> Call | None:
     parameters = (names or _PARAMETERS.get(name, "input")).split()
     args = dict(zip(parameters, node.args, strict=False))
     args["extra"] = node.args[len(parameters) :]
-    return Call(node, name, {**args, **node.kwargs})
+    args |= {_SYNONYMS_OF_PARAMETERS.get(parameter, parameter): value for parameter, value in node.kwargs.items()}
+    return Call(node, name, args)
 
 
 def called(node: Node) -> str:
@@ -158,10 +163,10 @@ def _name(node: Node) -> str | None:
     elif node.op == "call_function":
         if node.target in _IN_PLACE_OPERATORS:
             return _SYNONYMS.get(_IN_PLACE_OPERATORS[node.target], _IN_PLACE_OPERATORS[node.target])
-        name = getattr(node.target, "__name__", "")
         if node.target is getattr and len(node.args) == 2:
             return str(node.args[1])
-        if not any(getattr(namespace, name, None) is node.target for namespace in _NAMESPACES):
+        name = _name_of_function(node.target)
+        if not name:
             return None
     else:
         return None
@@ -170,6 +175,17 @@ def _name(node: Node) -> str | None:
     elif name.endswith("_"):
         name = name[:-1]
     return _SYNONYMS.get(name, name)
+
+
+def _name_of_function(target: Any) -> str:
+    """The name of a function of PyTorch or Python, or of an ATen operator that is named after one; "" for others."""
+    if isinstance(target, _OPERATORS):
+        namespace, name = str(target).split(".")[:2]
+        is_known = namespace == "aten" and any(hasattr(known, name) for known in _NAMESPACES)
+    else:
+        name = getattr(target, "__name__", "")
+        is_known = any(getattr(namespace, name, None) is target for namespace in _NAMESPACES)
+    return name if is_known else ""
 
 
 def value_of(node: Any) -> Any:
@@ -255,6 +271,8 @@ def mutated_by(node: Node) -> list[Node]:
     out = node.kwargs.get("out")
     if out is not None:
         return _nodes(out)
+    if node.op == "call_function" and isinstance(node.target, _OPERATORS):
+        return _written_by_operator(node)
     if node.op == "call_module" or (node.op == "call_function" and not _is_of_torch(node.target)):
         return list(node.all_input_nodes)
     name = node.target if node.op == "call_method" else node.target.__name__
@@ -264,6 +282,19 @@ def mutated_by(node: Node) -> list[Node]:
     if in_place or _asks_to_work_in_place(node):
         return _nodes(node.args[0] if node.args else node.kwargs.get("input"))
     return []
+
+
+def _written_by_operator(node: Node) -> list[Node]:
+    """The arguments that an operator changes. A packet chooses one of its overloads when it runs: here all count."""
+    op = node.target
+    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
+    written = [
+        node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for overload in overloads
+        for place, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    ]
+    return list(dict.fromkeys(_nodes(written)))
 
 
 def _asks_to_work_in_place(node: Node) -> bool:
@@ -288,13 +319,9 @@ def _nodes(value: Any) -> list[Node]:
 
 def _is_of_torch(target: Any) -> bool:
     """Whether ``target`` is a function of PyTorch or Python, whose name tells whether it changes an argument."""
-    if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable
     module = getattr(target, "__module__", None) or ""
-    of_torch = module.split(".")[0] in ("torch", "_operator", "builtins", "math") or any(
-        getattr(namespace, getattr(target, "__name__", ""), None) is target for namespace in _NAMESPACES
-    )
-    return of_torch and not isinstance(target, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
+    of_torch = module.split(".")[0] in ("torch", "_operator", "builtins", "math") or bool(_name_of_function(target))
+    return of_torch and not isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def may_overlap(first: Node, second: Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 
 import kvcompile
@@ -128,10 +129,14 @@ def test_mode_and_policy_go_together(parsed: list[Any]) -> None:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_plain_cache_is_adopted() -> None:
+@pytest.mark.parametrize("backend", [kvquant(on_unsupported="error"), kvquant], ids=["configured", "function"])
+def test_a_plain_cache_is_adopted_without_an_entry_point(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_BACKENDS", "_COMPILER_FNS"):
+        others = {name: known for name, known in getattr(registry, table).items() if not name.startswith("kvquant")}
+        monkeypatch.setattr(registry, table, others)
     keys, entries, x, position = inputs()
     expected = step(keys.clone(), entries.clone(), x, position)
-    compiled = torch.compile(step, backend=kvquant(policy=LOSSLESS, on_unsupported="error"))
+    compiled = torch.compile(step, backend=backend, options={"policy": LOSSLESS})
     with collect_reports() as report, torch.no_grad():
         torch.testing.assert_close(compiled(keys, entries, x, position), expected)
     assert isinstance(keys, PackedTensor)

@@ -216,6 +216,10 @@ def weights_of_queries(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return scores_of(q, k).softmax(-1).mT @ q
 
 
+def weights_of_queries_by_operators(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return torch.ops.aten.mT(torch.ops.aten.softmax(scores_of(q, k), -1)) @ q
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).mT @ v).repeat_interleave(H // H_KV, 1)
 
@@ -257,6 +261,7 @@ def integer_products(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
         softmax_over_heads,
         no_values,
         weights_of_queries,
+        weights_of_queries_by_operators,
         linear_attention,
         log_softmax,
         gram_matrix_of_exponentials,

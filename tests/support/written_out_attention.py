@@ -239,3 +239,14 @@ def softmax_of_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Ten
     scores = q @ repeat_kv(k).mT + o.additive
     exponentials = torch.exp(scores - scores.amax(-1, keepdim=True))
     return (exponentials / exponentials.sum(dim=-1, keepdim=True)) @ repeat_kv(v)
+
+
+@form
+def operators(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    aten = torch.ops.aten
+    scores = aten.mul.Scalar(aten.matmul(q, aten.mT(repeat_kv(k))), D**-0.5)
+    scores = aten.masked_fill.Scalar(
+        aten.add_.Tensor(scores, o.bias), aten.logical_not(o.allowed), torch.finfo(q.dtype).min
+    )
+    weights = aten.dropout(aten.softmax.int(self=scores, dim=-1), 0.1, train=False)
+    return aten.matmul(weights, repeat_kv(v))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvcompile.cli import doctor_checks
 from kvcompile.cli.app import app
+from kvcompile.compat import versions
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,23 @@ def test_doctor_fails_for_a_version_of_torch_out_of_range(monkeypatch: pytest.Mo
     remedies = failing(run_json(code=1))
     assert remedies.keys() == {"torch"}
     assert "pip install 'torch" in remedies["torch"]
+
+
+def test_doctor_notes_that_a_newer_torch_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor_checks.importlib.metadata.version
+    monkeypatch.setattr(
+        doctor_checks.importlib.metadata, "version", lambda name: "99.0.0" if name == "torch" else version(name)
+    )
+    (check,) = [check for check in run_json()["checks"] if check["name"] == "torch"]
+    assert check["status"] == "note"
+    assert "newer than" in check["remedy"]
+
+
+def test_doctor_lists_the_tested_releases() -> None:
+    out, data = run("doctor"), run_json()
+    for release, triton, *_ in versions.rows():
+        assert re.search(rf"\| {re.escape(release)} +\| {re.escape(triton)} ", out)
+    assert [one["torch"] for one in data["tested"]] == [one.torch for one in versions.TESTED]
 
 
 def test_doctor_fails_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,5 +132,5 @@ def test_the_range_of_torch_is_the_one_that_the_package_declares() -> None:
     wanted = doctor_checks.declared_versions("torch")
     assert doctor_checks.in_range("2.13.0", wanted)
     assert not doctor_checks.in_range("2.10.0", wanted)
-    assert not doctor_checks.in_range("3.0.0", wanted)
+    assert doctor_checks.in_range("99.0.0", wanted)
     assert doctor_checks.declared_versions("no-such-package") == ""

@@ -1,0 +1,21 @@
+"""Dynamo's registry of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo import lookup_backend, register_backend
+from torch._dynamo.exc import InvalidBackend
+
+
+def ensure_registered(backend: Callable[..., Any], name: str) -> None:
+    """Register ``backend`` with Dynamo, unless a backend is registered as ``name``.
+
+    Dynamo keeps weak references to the inputs of a graph. It drops them after the compilation only if the backend, or a
+    backend that equals it, is registered. A cache with a weak reference could not be adopted.
+    """
+    try:
+        lookup_backend(name)  # also loads and registers the backend of an entry point
+    except InvalidBackend:
+        register_backend(backend, name=name, tags=("experimental",))  # the tag hides it from list_backends()
