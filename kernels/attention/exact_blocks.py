@@ -21,11 +21,11 @@ from kvcompile.kernels.attention.softmax_tile import (
     visible_scores,
     weigh,
 )
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, tag_ptrs
 from kvcompile.kernels.tiles.packed import decode_rows
 
-NO_BLOCK = tl.constexpr(1 << 24)
+NO_BLOCK = constant(1 << 24)
 """A block beyond every cache: its tokens have positions that int32 can hold."""
 
 
