@@ -18,8 +18,11 @@ Run = Callable[[Any, transformers.StaticCache], torch.Tensor]
 """Runs one step of a model with a cache, and returns its result."""
 
 
-def config(shape: Shape, num_layers: int, vocab_size: int) -> transformers.LlamaConfig:
-    """The configuration of a Llama with the heads of ``shape`` and the proportions of Llama 3 8B."""
+def config(shape: Shape, num_layers: int, vocab_size: int, room: int = 0) -> transformers.LlamaConfig:
+    """The configuration of a Llama with the heads of ``shape`` and the proportions of Llama 3 8B.
+
+    It has positions for the context of ``shape``, and for ``room`` further tokens.
+    """
     hidden_size = shape.num_heads * shape.head_dim
     return transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -29,7 +32,7 @@ def config(shape: Shape, num_layers: int, vocab_size: int) -> transformers.Llama
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=shape.context,
+        max_position_embeddings=shape.context + room,
         tie_word_embeddings=False,
     )
 

@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.benching.errors import NoCudaError
+from kvcompile.benching.errors import BenchError, NoCudaError
 from kvcompile.benching.machine import describe_device, versions
 from kvcompile.benching.measuring import Timing, copy_ceiling, read_ceiling, require_cuda
 from kvcompile.errors import KVCompileError
@@ -51,23 +52,33 @@ class Column(NamedTuple):
 COLUMNS = {
     "case": Column("case", "", "the operation or step that is timed"),
     "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
+    "context": Column("context", "d", "tokens of each sequence"),
+    "users": Column("users", "d", "sequences that the planner promises in the memory of the run"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
+    "exact": Column("exact", "", "tokens of each head that are kept in full precision"),
     "part": Column("part", "", "`key` or `value`"),
     "dtype": Column("dtype", "", "dtype of the model"),
     "mode": Column("mode", "", "mode of `torch.compile`"),
     "q_len": Column("q_len", "d", "query positions"),
     "microseconds": Column("us", ".1f", "time of one call or step, the median"),
     "spread": Column("spread", ".1%", "distance between the quartiles over the median; smaller differences are noise"),
+    "first_call_seconds": Column("first call s", ".1f", "time of the first request, with all compilation"),
+    "first_token_milliseconds": Column("first token ms", ".1f", "time from a later request to its first token"),
+    "token_milliseconds": Column("ms a token", ".2f", "time of each further token of all sequences, the median"),
+    "tokens_per_second": Column("tokens/s", ",.0f", "tokens of all sequences in a second of decoding"),
     "megabytes": Column("MB", ",.1f", "bytes that must be read, or read and written, metadata included"),
     "terabytes_per_second": Column("TB/s", ".2f", "these bytes over the time"),
     "of_read_ceiling": Column("of ceiling", ".2f", "the same as a fraction of the read ceiling of this run"),
     "floor_microseconds": Column("floor us", ".1f", "these bytes at the read ceiling"),
     "speedup": Column("speedup", ".2f", "time of the baseline over the time"),
+    "first_token_speedup": Column("first token speedup", ".2f", "the same for the time to the first token"),
+    "throughput": Column("throughput", ".2f", "tokens/s over the tokens/s of the baseline"),
     "baseline": Column("baseline", "", "the measurement of the same run with which the speedup compares"),
     "baseline_microseconds": Column("baseline us", ".1f", "time of the baseline"),
     "packed_layers": Column("packed", "d", "layers whose cache is packed"),
     "cache_megabytes": Column("cache MB", ",.1f", "size of the storages of the cache"),
     "peak_megabytes": Column("peak MB", ",.1f", "most memory allocated during the timed steps, weights included"),
+    "of_memory": Column("of memory", ".2f", "the same as a fraction of the memory of the run"),
     "peak_saved": Column("saved", ".2f", "peak of the baseline minus this peak, as a fraction of the plain cache"),
     "relative_error": Column("error", ".1e", "norm of the difference to the reference over the norm of the reference"),
     "method": Column("timed by", "", "CUDA graph, CUDA events around launches, or wall clock"),
@@ -155,6 +166,7 @@ class Recorder:
     """
 
     def __init__(self, arguments: argparse.Namespace, chart: Chart, device_type: str = "cuda") -> None:
+        self._begin = time.monotonic()
         benchmark = Path(sys.argv[0]).stem
         described = describe_device(torch.device(device_type))
         command = shlex.join(["python", *sys.argv])
@@ -164,6 +176,15 @@ class Recorder:
         if device_type == "cuda":
             self.results.ceilings = {"read": read_ceiling(), "copy": copy_ceiling()}
             CONSOLE.print(f"ceilings of {described['name']}, bytes a second: {self.results.ceilings}")
+
+    def say(self, doing: str) -> None:
+        """Print a line of progress, with the seconds since the beginning."""
+        CONSOLE.print(f"{time.monotonic() - self._begin:5.0f} s: {doing}", markup=False)
+
+    def check_time(self, seconds: float) -> None:
+        """Raise BenchError if the run has lasted ``seconds`` already."""
+        if time.monotonic() - self._begin > seconds:
+            raise BenchError(f"not measured: the run had lasted {seconds:.0f} s already; raise --seconds")
 
     @contextlib.contextmanager
     def row(self, **row: Any) -> Iterator[Row]:

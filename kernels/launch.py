@@ -7,7 +7,7 @@ is therefore computed once and cached.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,19 +15,17 @@ from torch import Tensor
 from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.configs import attention_config, num_splits
 from kvcompile.kernels.attention.decode import attention_kernel, combine_kernel
+from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.lang import launcher
-from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
-from kvcompile.kernels.lang.triton import triton
+from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
 from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
-from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
-from kvcompile.kernels.store.blocks import copy_tags_kernel, place_tokens_kernel, store_blocks_kernel, store_few_kernel
-from kvcompile.kernels.store.configs import StoreTiles, store_tiles
-from kvcompile.kernels.store.tokens import store_kernel, store_pair_kernel
+from kvcompile.kernels.store import launch as store_launch
+from kvcompile.kernels.store.launch import Positions
 from kvcompile.kernels.tiles.visible_range import visible_range_kernel, with_four_dimensions
 
 _layout = PackedLayout.parse
@@ -37,12 +35,6 @@ RANGES_AT_ONCE = 16
 
 launch_attention = Launcher(attention_kernel)
 launch_combine = Launcher(combine_kernel)
-launch_store = Launcher(store_kernel)
-launch_store_pair = Launcher(store_pair_kernel)
-launch_store_few = Launcher(store_few_kernel)
-launch_place_tokens = Launcher(place_tokens_kernel)
-launch_copy_tags = Launcher(copy_tags_kernel)
-launch_store_blocks = Launcher(store_blocks_kernel)
 launch_visible_range = Launcher(visible_range_kernel)
 
 
@@ -106,24 +98,39 @@ def attention(
         value_scale,
     )  # fmt: skip
 
-    tile_tokens = 0
     if isinstance(key, LatentOperand) or is_prefill(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_prefill
-        partial, lse, splits = attend(call, out, with_lse=sinks is not None)
+        partial, lse, count = attend(call, out, with_lse=sinks is not None)
+        splits = Splits(count)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # not rotated: values were dequantized
     else:
-        partial, lse, splits, tile_tokens = _attend_decode(call, out, with_lse=sinks is not None)
+        partial, lse, splits = _attend_decode(call, out, with_lse=sinks is not None)
     if partial is not out:
-        _merge_splits(call, partial, lse, splits, tile_tokens, value, sinks, out)
+        _merge_splits(call, partial, lse, splits, value, sinks, out)
     return out
+
+
+class Splits(NamedTuple):
+    """The splits of an attention launch, whose outputs are merged.
+
+    Attributes:
+        packed: splits of the packed tokens. Their outputs are in the stored basis of values.
+        tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
+        exact: splits of the exact blocks, which come after them. Their outputs are in the original basis.
+        exact_items: items of exact blocks, at which the splits take turns before the tiles.
+    """
+
+    packed: int
+    tile_tokens: int = 0
+    exact: int = 0
+    exact_items: int = 0
 
 
 def _merge_splits(
     call: AttentionCall,
     partial: Tensor,
     lse: Tensor,
-    splits: int,
-    tile_tokens: int,
+    splits: Splits,
     value: PackedOperand,
     sinks: Tensor | None,
     out: Tensor,
@@ -131,18 +138,19 @@ def _merge_splits(
     """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``."""
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
-    rows_at_once, splits_at_once = (1, 16 if splits <= 16 else 64) if splits > 1 else (4, 1)
+    one_split = splits.packed == 1
+    rows_at_once, splits_at_once = (4, 1) if one_split else (1, 16 if splits.packed <= 16 else 64)
     elements = rows_at_once * splits_at_once * value.padded_head_dim
     ranges, positions = lse, 0
-    if call.ranges is not None and tile_tokens > 0 and splits > 1 and q_len <= RANGES_AT_ONCE:
+    if call.ranges is not None and splits.tile_tokens > 0 and not one_split and q_len <= RANGES_AT_ONCE:
         ranges, positions = call.ranges, RANGES_AT_ONCE
     launch_combine(
         (ceil_div(num_rows, rows_at_once), 1, 1),
         (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out),
         (),
-        (num_rows, splits, num_heads, q_len, tile_tokens),
+        (num_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len, splits.tile_tokens),
         (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early)),
-        {"num_warps": max(4 if splits > 1 else 1, elements // 2048), **early},  # up to 64 elements per thread
+        {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
     )
 
 
@@ -164,12 +172,10 @@ def _attend_latents(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tupl
     return (*attend_latents(call, out, config, splits, with_lse=with_lse), splits)
 
 
-def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int, int]:
+def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, Splits]:
     """Attention on packed tokens, without dequantizing them first.
 
-    Arguments and results are the same as in :func:`attend_prefill`, with two differences. Outputs of splits are in the
-    stored basis of values. The last result is the number of tokens of a tile, or 0 if there may be exact blocks: splits
-    without a tile may then have results.
+    Arguments and results are the same as in :func:`attend_prefill`, but for the splits.
     """
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, group_size = call.k_data.shape[2], call.group_size
@@ -180,11 +186,16 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     config = attention_config(launcher.capability_of(device), call.key, call.value, rows, mask_per_row, float32)
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
-    is_partial = splits > 1 or call.value.rotated or with_lse
+    num_entries = max(call.key.num_entries, call.value.num_entries)
+    items = num_items(num_entries, call.key.block_tokens, config.num_warps)
+    exact_key, exact_value = _exact_operands(call) if items else (None, None)
+    exact_splits = min(splits, items)
+    is_partial = splits > 1 or call.value.rotated or with_lse or items > 0
     partial = lse = out
     if is_partial:
-        partial = call.query.new_empty((splits, batch * num_heads * q_len, call.value.head_dim), dtype=torch.float32)
-        lse = call.query.new_empty((splits, batch * num_heads * q_len, 2), dtype=torch.float32)
+        outputs = (splits + exact_splits, batch * num_heads * q_len)
+        partial = call.query.new_empty((*outputs, call.value.head_dim), dtype=torch.float32)
+        lse = call.query.new_empty((*outputs, 2), dtype=torch.float32)
     launch_attention(
         (batch * num_kv_heads, row_tiles, splits),
         (
@@ -198,11 +209,20 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
         (
             call.key, call.value, group_size, call.softcap != 0.0, call.mask_kind, mask_per_row, call.is_causal,
             is_partial, precision(device), config.rows, config.tokens, config.num_warps, config.num_stages,
-            is_partial and bool(launcher.early_start(device)),
+            is_partial and bool(launcher.early_start(device)), exact_key, exact_value, items,
+            exact_precision(device, float32=float32),
         ),
         config.options,
     )  # fmt: skip
-    return partial, lse, splits, 0 if call.key.num_entries + call.value.num_entries else config.tokens
+    return partial, lse, Splits(splits, config.tokens, exact_splits, items)
+
+
+def _exact_operands(call: AttentionCall) -> tuple[PackedOperand, PackedOperand]:
+    """The descriptions of the vectors of exact blocks, as float32."""
+    return (
+        packed_operand("float32", "key", call.key.head_dim, True, 0),
+        packed_operand("float32", "value", call.value.head_dim, True, 0),
+    )
 
 
 def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, role: Role, head_dim: int) -> Tensor:
@@ -251,55 +271,13 @@ def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec
     Raises:
         ValueError: the format has scales per channel and the layout has no residual.
     """
-    batch, _, num_tokens, head_dim = x.shape
     if x.numel() == 0:
         return
-    positions = positions.expand(batch, num_tokens)
-    has_valid = valid is not None
-    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
-    layout = _layout(spec, cast(Role, role), head_dim)
-    if not layout.format.has_levels:
-        store_latents(data, x, positions, written, has_valid, layout)
-        return
-    operand, static_scale = operand_and_scale(spec, role, head_dim, True, 0, is_reference(data))
-    if operand.granularity == "channel" and operand.residual is None:
-        raise ValueError(f"{spec}: tokens that share scales can only be written through a residual: use one")
-    if operand.residual is None:
-        _store_tokens(data, x, positions, written, has_valid, operand, static_scale)
-    elif num_tokens <= MAX_FEW_TOKENS:
-        _store_few(data, x, positions, written, has_valid, operand, static_scale)
+    layout = _layout(spec, cast(Role, role), x.shape[3])
+    if layout.format.has_levels:
+        store_launch.store(data, x, positions, valid, layout)
     else:
-        _store_blocks(data, x, positions, written, has_valid, operand, static_scale)
-
-
-# Below, ``written`` [batch, num_tokens] says which tokens are valid if ``has_valid`` is set, and is not read otherwise.
-
-
-def _store_tokens(
-    data: Tensor,
-    x: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    has_valid: bool,
-    operand: PackedOperand,
-    static_scale: float,
-) -> None:
-    batch, num_kv_heads, num_tokens, _ = x.shape
-    tiles = _store_tiles(operand, x)
-    launch_store(
-        (tiles.programs, num_kv_heads, batch),
-        (data, x, positions, written),
-        (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (num_tokens, data.shape[0] * operand.block_tokens, tiles.tiles_per_program, static_scale),
-        (operand, has_valid, tiles.tokens, precision(data.device)),
-        {**tiles.options, **ASSERTING},
-    )
-
-
-def _store_tiles(operand: PackedOperand, x: Tensor) -> StoreTiles:
-    batch, num_kv_heads, num_tokens, _ = x.shape
-    capability, num_sms = launcher.capability_of(x.device), launcher.num_sms_of(x.device)
-    return store_tiles(capability, operand, num_tokens, batch * num_kv_heads, num_sms)
+        store_latents(data, x, *Positions.of(positions, valid, x), layout)
 
 
 def store_pair(
@@ -312,90 +290,13 @@ def store_pair(
     k_spec: str,
     v_spec: str,
 ) -> None:
-    """:func:`store` of keys and values at the same positions, by one kernel if both have the same tiles.
+    """:func:`store` of keys and values at the same positions, by one launch if one kernel serves both.
 
     Arguments are the same as in :func:`store`, for keys and for values.
     """
-    layouts = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
-    cut_alike = key.numel() > 0 and all(layout.format.has_levels and layout.residual is None for layout in layouts)
-    if cut_alike:
-        (k_operand, k_scale), (v_operand, v_scale) = (
-            operand_and_scale(layout.spec, layout.role, layout.head_dim, True, 0, is_reference(data))
-            for layout, data in zip(layouts, (k_data, v_data), strict=True)
-        )
-        tiles = _store_tiles(k_operand, key)
-        cut_alike = tiles == _store_tiles(v_operand, value)
-    if not cut_alike:
-        store(k_data, key, positions, valid, k_spec, "key")
-        store(v_data, value, positions, valid, v_spec, "value")
+    k_layout, v_layout = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
+    if key.numel() > 0 and k_layout.format.has_levels and v_layout.format.has_levels:
+        store_launch.store_pair(k_data, v_data, key, value, positions, valid, k_layout, v_layout)
         return
-    batch, num_kv_heads, num_tokens, _ = key.shape
-    positions = positions.expand(batch, num_tokens)
-    written = positions if valid is None else valid.expand(batch, num_tokens).view(torch.uint8)
-    launch_store_pair(
-        (tiles.programs, 2 * num_kv_heads, batch),
-        (k_data, v_data, key, value, positions, written),
-        (
-            strides_of(k_data), strides_of(v_data), key.stride(), value.stride(), positions.stride(), written.stride(),
-        ),
-        (
-            num_kv_heads, num_tokens, k_data.shape[0] * k_operand.block_tokens, tiles.tiles_per_program, k_scale,
-            v_scale,
-        ),
-        (k_operand, v_operand, valid is not None, tiles.tokens, precision(key.device)),
-        {**tiles.options, **ASSERTING},
-    )  # fmt: skip
-
-
-def _store_few(
-    data: Tensor,
-    x: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    has_valid: bool,
-    operand: PackedOperand,
-    static_scale: float,
-) -> None:
-    batch, num_kv_heads, num_tokens, _ = x.shape
-    launch_store_few(
-        (batch * num_kv_heads, 1, 1),
-        (data, x, positions, written),
-        (strides_of(data), x.stride(), positions.stride(), written.stride()),
-        (num_kv_heads, num_tokens, (data.shape[0] - operand.header_blocks) * operand.block_tokens, static_scale),
-        (operand, has_valid, triton.next_power_of_2(num_tokens), precision(data.device)),
-        {"num_warps": 8, **ASSERTING},
-    )
-
-
-def _store_blocks(
-    data: Tensor,
-    x: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    has_valid: bool,
-    operand: PackedOperand,
-    static_scale: float,
-) -> None:
-    batch, num_kv_heads, num_tokens, _ = x.shape
-    num_blocks = data.shape[0] - operand.header_blocks
-    capacity = num_blocks * operand.block_tokens
-    places = torch.full((batch, capacity + operand.num_entries), -1, dtype=torch.int32, device=data.device)
-    launch_place_tokens(
-        (batch, ceil_div(num_tokens, 256), 1),
-        (places, positions, written),
-        (positions.stride(), written.stride()),
-        (num_tokens, capacity),
-        (operand, has_valid, 256),
-        {"num_warps": 4, **ASSERTING},
-    )
-    tags = torch.empty((batch, num_kv_heads, operand.num_entries), dtype=torch.int32, device=data.device)
-    launch_copy_tags((batch * num_kv_heads, 1, 1), (data, tags), (strides_of(data),), (num_kv_heads,), (operand,), {})
-    at_once = blocks_per_program(operand.rotated, num_blocks, batch * num_kv_heads, data.device)
-    launch_store_blocks(
-        (batch * num_kv_heads, ceil_div(num_blocks, at_once), 1),
-        (data, x, places, tags),
-        (strides_of(data), x.stride()),
-        (num_kv_heads, capacity, num_blocks, at_once, static_scale),
-        (operand, precision(data.device)),
-        {"num_warps": 8},
-    )
+    store(k_data, key, positions, valid, k_spec, "key")
+    store(v_data, value, positions, valid, v_spec, "value")

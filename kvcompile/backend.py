@@ -20,6 +20,7 @@ from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
+from kvcompile.launch_hint import hint_at_cuda_graphs
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import in_dynamo_order
@@ -235,6 +236,7 @@ class _GraphCompiler:
         self._report()
         if packing.rewritten is None:
             raise _NothingRewritten
+        hint_at_cuda_graphs(packing, self.options)
         static = {index for index, known in enumerate(packing.inputs) if known.is_static}
         if packing.rewritten.by_reference:
             static |= {action.index for action in packing.rewritten.inputs}

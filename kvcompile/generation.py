@@ -100,6 +100,7 @@ class Generation:
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
         self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
+        self._unrecorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("default"), **how)
         self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
         replaced |= {COMPILED_CALL: self._call_model, _ATTRIBUTE: self}
@@ -165,8 +166,9 @@ class Generation:
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable
+        compiled = self._compiled if request is None else self._recorded if records else self._unrecorded
         with _COMPILED_CODE:
-            return (self._recorded if records else self._compiled)(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
     # Their implementation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch._inductor import config as inductor_config
@@ -25,11 +25,13 @@ class BackendOptions:
         policy: chooses the format of each layer's keys and values.
         on_unsupported: the reaction to a site that cannot be rewritten.
         inductor_config: patches for ``torch._inductor.config``.
+        mode: the mode that was given. Its settings are in ``inductor_config``.
     """
 
     policy: Policy
     on_unsupported: OnUnsupported
     inductor_config: dict[str, Any]
+    mode: str | None = field(default=None, compare=False)
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
@@ -49,7 +51,7 @@ class BackendOptions:
         if on_unsupported not in known:
             raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {on_unsupported!r}")
         settings = _mode_settings(mode) if mode is not None else {}
-        return cls(policy, on_unsupported, settings | _inductor_settings(options))
+        return cls(policy, on_unsupported, settings | _inductor_settings(options), mode)
 
 
 def _mode_settings(mode: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ call
 caches
 debugging
 options
+launch_hint
 backend
 explaining
 generation

@@ -24,7 +24,9 @@ then takes two neighbouring columns. Either the softmax skips every other column
 an integer query (:mod:`kvcompile.kernels.attention.query`).
 
 Splits take turns at the visible tiles: split ``s`` takes the tiles ``s``, ``s + num_splits``, and so on. All splits
-have work even if only a part of the cache is visible.
+have work even if only a part of the cache is visible. If the caches have exact blocks, the splits take turns at those
+first, see :mod:`kvcompile.kernels.attention.exact_blocks`; the merge adds their outputs, which are in the original
+basis.
 
 Reading beyond the visible tokens is safe. A tile loads only blocks that exist. Invisible tokens get a score of -inf, a
 scale of 1 and a zero point of 0, and every byte has a finite level.
@@ -34,14 +36,15 @@ from __future__ import annotations
 
 from kvcompile.kernels.attention.exact_blocks import (
     attend_to_exact_blocks,
-    exact_range,
     is_packed,
-    overlaps_exact,
+    packed_range,
     recent_tags,
 )
 from kvcompile.kernels.attention.query import first_columns, load_query
 from kvcompile.kernels.attention.softmax_tile import (
     attend_packed,
+    capped,
+    empty_state,
     packed_scores,
     store_log_sum,
     token_metadata,
@@ -65,6 +68,7 @@ def attention_kernel(
     MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NUM_WARPS: tl.constexpr, NUM_STAGES: tl.constexpr, MERGES_EARLY: tl.constexpr,
+    EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, EXACT_ITEMS: tl.constexpr, EXACT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of one KV head, one split of the tokens. Grid (batch * num_kv_heads, rows, splits).
 
@@ -74,7 +78,8 @@ def attention_kernel(
         mask_ptr: [batch, num_heads, q_len, kv_len], strides of 0 where it broadcasts; uint8 if MASK is "bool", any
             float dtype if MASK is "float", unused if MASK is "none".
         range_ptr: int32 [batch, q_len, 3], the ranges of a bool mask, see :mod:`kvcompile.kernels.tiles.visible_range`.
-        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits, ...] in the stored basis.
+        out_ptr: [batch, num_heads, q_len, v_head_dim], or with PARTIAL float32 [num_splits + exact_splits, ...]:
+            outputs of packed tokens in the stored basis, then outputs of exact blocks in the original basis.
         lse_ptr: with PARTIAL, the log-sum-exp in units of log2 and in two parts, as in :func:`combine_kernel`.
         score_scale: factor of the scores times log2(e).
         softcap: with HAS_SOFTCAP, the bound of the scores times log2(e).
@@ -83,6 +88,7 @@ def attention_kernel(
         MERGES_EARLY: whether the kernel that merges the splits may start before this one ends. This kernel itself never
             starts early: its programs fill the device in one wave, and remaining programs of the kernel before it would
             leave no room for the last of them.
+        EXACT_ITEMS: the number of items of exact blocks, 0 if there are no entries. Otherwise PARTIAL must be set.
     """
     if MERGES_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,9 +105,6 @@ def attention_kernel(
 
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
-    HAS_ENTRIES: tl.constexpr = KEY.num_entries + VALUE.num_entries > 0
-    if HAS_ENTRIES:  # loaded before the query, so that both loads overlap
-        key_tags, value_tags = recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE)
     mask_ptr += batch * mask_strides[0]
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # the same for all rows, without MASK_PER_ROW
@@ -113,68 +116,101 @@ def attention_kernel(
     begin, end, all_begin, all_end = tokens
     first_tile, end_tile = begin // TOKENS, tl.cdiv(end, TOKENS)  # the visible tiles
     visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
-    own_tiles = (end_tile - first_tile - split + num_splits - 1) // num_splits
-    # In a long static cache with few tokens most splits have no tile.
-    if MASK == "bool" and PARTIAL and not HAS_ENTRIES and own_tiles <= 0:
-        out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
-        _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
-        return
+    # Tiles follow the exact items. A split with an item takes its first tile after its last item.
+    first_own = split
+    if EXACT_ITEMS > 0:
+        first_own += tl.cdiv(tl.maximum(EXACT_ITEMS - split, 0), num_splits) * num_splits - EXACT_ITEMS
+    own_tiles = (end_tile - first_tile - first_own + num_splits - 1) // num_splits
+    first_own += first_tile
     if own_tiles > 0:
         # Prefetch the first tile while the query is rotated and scaled.
-        tile = first_tile + split
-        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        first_block = (first_own * (TOKENS // KEY.block_tokens)).to(tl.int64)
+        tile = first_own
         tokens_left = kv_len - tile * TOKENS
         prefetch(block_ptr(key_ptr, key_strides[0], first_block, KEY), key_strides[0], tokens_left, KEY, TOKENS)
         prefetch(
             block_ptr(value_ptr, value_strides[0], first_block, VALUE), value_strides[0], tokens_left, VALUE, TOKENS
         )
     query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    if EXACT_ITEMS > 0:
+        # A tile with a block that may be exact counts as one that some row does not see entirely.
+        packed_begin, packed_end = packed_range(recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE), KEY, VALUE)
+        all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
+        if split < EXACT_ITEMS:
+            state = attend_to_exact_blocks(
+                query_ptrs, in_query, query_strides[3], score_scale, key_ptr, value_ptr, key_strides[0],
+                value_strides[0], end, softcap, visibility, split, num_splits, key_scale, value_scale,
+                KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+                EXACT_PRECISION, NUM_WARPS,
+            )  # fmt: skip
+            out_row = _out_row(batch, head, position, num_splits + split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+            _store_output(state, out_ptr, lse_ptr, out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
+    # In a long static cache with few tokens most splits have no tile.
+    if MASK == "bool" and PARTIAL and own_tiles <= 0:
+        out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+        _store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
+        return
     query = load_query(query_ptrs, in_query, query_strides[3], score_scale * key_scale, KEY)
-    if HAS_ENTRIES:
-        first_exact, end_exact = exact_range(key_tags, value_tags)
 
-    COLUMNS: tl.constexpr = max(ROWS, 8)
-    acc = tl.full([VALUE.padded_width, COLUMNS], 0.0, tl.float32)
-    sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
-    lowest = tl.full([ROWS], float("-inf"), tl.float32)
-    accs = ()
-    VALUE_PLANES: tl.constexpr = VALUE.num_planes
-    for _ in tl.static_range(VALUE_PLANES):
-        accs = accs + (acc,)  # noqa: RUF005
-    state = (lowest, tl.max(lowest, 0), sums, sums, accs)
-    for own_tile in tl.range(0, own_tiles, num_stages=NUM_STAGES):
-        tile = first_tile + own_tile * num_splits + split
-        tokens_left = kv_len - tile * TOKENS
-        first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
-        key_tile_ptr = block_ptr(key_ptr, key_strides[0], first_block, KEY)
-        value_tile_ptr = block_ptr(value_ptr, value_strides[0], first_block, VALUE)
-        keys = load_packed(key_tile_ptr, key_strides[0], tokens_left, KEY, TOKENS)
-        values = load_packed(value_tile_ptr, value_strides[0], tokens_left, VALUE, TOKENS)
-        scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
-        token = tile * TOKENS + tl.arange(0, TOKENS)
-        in_cache = token < end
-        all_visible = (tile * TOKENS >= all_begin) & (tile * TOKENS + TOKENS <= all_end)
-        if HAS_ENTRIES:
-            may_be_exact = overlaps_exact(tile, first_exact, end_exact, KEY, VALUE, TOKENS)
-            all_visible = all_visible & (may_be_exact == 0)
-            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, may_be_exact, KEY, VALUE, TOKENS)
-        scale, zero = token_metadata(values, VALUE, TOKENS)
-        scores, scale, zero = visible_scores(
-            scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
-            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
-        )  # fmt: skip
-        state = attend_packed(
-            state, scores, values, scale, zero, in_cache, KEY, VALUE, MASK == "float", PRECISION, NUM_WARPS
-        )
-    if HAS_ENTRIES:
-        state = attend_to_exact_blocks(
-            state, query, key_ptr, value_ptr, key_strides[0], value_strides[0], end, softcap, visibility, split,
-            num_splits, key_scale, value_scale, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
-            NUM_WARPS,
+    # Most tiles of a long context are whole: every row sees all their tokens. Their loop hides nothing.
+    own_tiles = tl.maximum(own_tiles, 0)
+    first_whole, end_whole = 0, 0
+    state = empty_state(ROWS, NUM_WARPS, VALUE)
+    if MASK != "float":
+        first_whole = tl.minimum(tl.cdiv(tl.maximum(tl.cdiv(all_begin, TOKENS) - first_own, 0), num_splits), own_tiles)
+        end_whole = tl.minimum(tl.cdiv(tl.maximum(all_end // TOKENS - first_own, 0), num_splits), own_tiles)
+        end_whole = tl.maximum(end_whole, first_whole)
+        for own_tile in tl.range(first_whole, end_whole, num_stages=NUM_STAGES):
+            tile = first_own + own_tile * num_splits
+            state = _attend_to_tile(
+                state, query, tile, TOKENS, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,
+                visibility, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, TOKENS, NUM_WARPS, True,
+            )  # fmt: skip
+    for i in tl.range(0, own_tiles - (end_whole - first_whole), num_stages=NUM_STAGES):
+        tile = first_own + tl.where(i < first_whole, i, i + end_whole - first_whole) * num_splits
+        state = _attend_to_tile(
+            state, query, tile, kv_len - tile * TOKENS, end, key_ptr, value_ptr, key_strides[0], value_strides[0],
+            softcap, visibility, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, TOKENS, NUM_WARPS,
+            False,
         )  # fmt: skip
 
     out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
     _store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
+
+
+@jit
+def _attend_to_tile(
+    state, query, tile, tokens_left, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap, visibility,
+    KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The state of attention after one more tile of packed tokens.
+
+    Args:
+        tokens_left: tokens of the cache from the first token of the tile on, at least TOKENS if the tile IS_WHOLE.
+        end: the token after the last one that any row sees.
+        IS_WHOLE: whether all rows see all tokens of the tile, and none of its blocks is exact.
+    """
+    first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
+    key_tile_ptr = block_ptr(key_ptr, stride_key_block, first_block, KEY)
+    value_tile_ptr = block_ptr(value_ptr, stride_value_block, first_block, VALUE)
+    keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, KEY, TOKENS)
+    values = load_packed(value_tile_ptr, stride_value_block, tokens_left, VALUE, TOKENS)
+    scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
+    if HAS_SOFTCAP:
+        scores = capped(scores, softcap)
+    scale, zero = token_metadata(values, VALUE, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    in_cache = token < end
+    if not IS_WHOLE:
+        if KEY.num_entries + VALUE.num_entries > 0:
+            in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, KEY, VALUE, TOKENS)
+        scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+        scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
+    return attend_packed(
+        state, scores, values, scale, zero, in_cache, KEY, VALUE, MASK == "float", not IS_WHOLE, PRECISION, NUM_WARPS
+    )
 
 
 @jit
@@ -223,22 +259,25 @@ def _store_output(
         tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
 
 
-@jit(do_not_specialize=["num_rows", "num_splits", "num_heads", "q_len", "tile_tokens"])
+@jit(do_not_specialize=["num_rows", "num_splits", "exact_splits", "exact_items", "num_heads", "q_len", "tile_tokens"])
 def combine_kernel(
-    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, num_rows, num_splits, num_heads, q_len, tile_tokens,
+    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr,
+    num_rows, num_splits, exact_splits, exact_items, num_heads, q_len, tile_tokens,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation. Grid (num_rows / ROWS,).
 
     Args:
-        partial_ptr: float32 [num_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len].
-        lse_ptr: float32 [num_splits, num_rows, 2], in units of log2: the largest score, -inf for a split that saw no
-            token; and the log of the sum of exponentials relative to the largest score.
+        partial_ptr: float32 [num_splits + exact_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len]. The
+            outputs of the last ``exact_splits`` splits are in the original basis.
+        lse_ptr: float32 [num_splits + exact_splits, num_rows, 2], in units of log2: the largest score, -inf for a split
+            that saw no token; and the log of the sum of exponentials relative to the largest score.
         sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a further score of each row of a head, with a value of
             zero.
         range_ptr: if POSITIONS is not 0, the ranges of :func:`attention_kernel`. In a long cache with few visible
             tokens only the first splits have a tile, and only they are merged.
+        exact_items: EXACT_ITEMS of :func:`attention_kernel`, which come before the tiles.
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
         tile_tokens: tokens of a tile of :func:`attention_kernel`.
         SPLITS: splits that are read at once.
@@ -248,14 +287,13 @@ def combine_kernel(
     if POSITIONS > 0:
         # Ranges may be read before the wait: they existed before the kernel that computes the splits started.
         sequence = (tl.program_id(0) // (num_heads * q_len)).to(tl.int64)
-        num_splits = tl.minimum(
-            num_splits, num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
-        )
+        tiles = num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
+        merged_splits = tl.minimum(num_splits, tiles + exact_items)
+    else:
+        merged_splits = num_splits
     if STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, VALUE.padded_head_dim)
-    in_head = (channel < VALUE.head_dim)[None, :]
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + row // q_len % num_heads, mask=row < num_rows, other=0.0)
         maximum = sink.to(tl.float32) * 1.4426950408889634
@@ -264,9 +302,33 @@ def combine_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
-    for first_split in range(0, num_splits, SPLITS):
-        split = first_split + tl.arange(0, SPLITS)[None, :]
-        in_bounds = (split < num_splits) & (row < num_rows)[:, None]
+    state = (maximum, total, acc)
+    state = _add_splits(state, partial_ptr, lse_ptr, row, num_rows, 0, merged_splits, VALUE, SPLITS)
+    maximum, total, acc = state
+    if VALUE.rotated:
+        acc = unrotate(acc, VALUE)
+    state = (maximum, total, acc)
+    state = _add_splits(
+        state, partial_ptr, lse_ptr, row, num_rows, num_splits, num_splits + exact_splits, VALUE, SPLITS
+    )
+    _, total, acc = state
+    out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    channel = tl.arange(0, VALUE.padded_head_dim)[None, :]
+    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel
+    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & (channel < VALUE.head_dim))
+
+
+@jit
+def _add_splits(
+    state, partial_ptr, lse_ptr, row, num_rows, first_split, end_split, VALUE: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """The state (maximum, total, acc) of :func:`combine_kernel` after the splits from first_split to end_split."""
+    maximum, total, acc = state
+    channel = tl.arange(0, VALUE.padded_head_dim)
+    in_head = (channel < VALUE.head_dim)[None, :]
+    for first in range(first_split, end_split, SPLITS):
+        split = first + tl.arange(0, SPLITS)[None, :]
+        in_bounds = (split < end_split) & (row < num_rows)[:, None]
         index = split.to(tl.int64) * num_rows + row[:, None]
         largest = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
         total_log2 = tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0)
@@ -279,8 +341,4 @@ def combine_kernel(
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], 1)
         maximum = new_maximum
-    out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
-    if VALUE.rotated:
-        out = unrotate(out, VALUE)
-    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel[None, :]
-    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & in_head)
+    return maximum, total, acc

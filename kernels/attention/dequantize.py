@@ -84,7 +84,7 @@ def _rotation_of_planes(OPERAND: tl.constexpr):
 def _copy_exact(out_ptr, header_ptr, stride_block, block, tokens_left, OPERAND: tl.constexpr, PADDED: tl.constexpr):
     """Copy the tokens of an exact block."""
     if OPERAND.num_entries > 0:
-        x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
+        x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), 0, OPERAND, OPERAND.block_tokens)
         _store_rows(out_ptr, x, tokens_left, _row_width(OPERAND, PADDED), OPERAND, PADDED)
 
 

@@ -1,28 +1,43 @@
 """Attention to the exact blocks in the header of a packed cache.
 
-The loop over tiles of packed tokens skips exact blocks; afterwards the splits take turns at them. A block may be exact
-for keys only, or for values only. The other operand is then read from the packed block.
+The loop over tiles of packed tokens hides exact blocks. Exact blocks are attended to before that loop, in a softmax of
+their own: the kernel that merges the splits adds its result. Exact rows are in the original basis, and so are the query
+and the output here. They need no rotation.
+
+Work is shared out in *items*, which are runs of rows of one entry. An item has about as many bytes as a tile of packed
+tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work.
+
+A block may be exact for keys only, or for values only. The rows of the other operand are then decoded.
 """
 
 from __future__ import annotations
 
-import math
-
-from kvcompile.kernels.attention.query import first_columns
+from kvcompile.kernels.attention.query import first_columns, load_query
 from kvcompile.kernels.attention.softmax_tile import (
     accumulate,
-    packed_scores,
+    capped,
+    empty_state,
     products_of,
-    token_metadata,
-    value_levels,
     visible_scores,
     weigh,
 )
-from kvcompile.kernels.lang.tiles import normalise_rows, planes_of, transposed
-from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
+from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, tag_ptrs
-from kvcompile.kernels.tiles.packed import load_packed
-from kvcompile.kernels.tiles.rotation import rotation_matrix, to_stored_basis
+from kvcompile.kernels.tiles.packed import decode_rows
+
+NO_BLOCK = constant(1 << 24)
+"""A block beyond every cache: its tokens have positions that int32 can hold."""
+
+
+def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:
+    """The number of items of a cache pair with ``num_entries`` entries: each warp takes 16 rows of a block.
+
+    Args:
+        num_entries: entries of keys or of values, whichever are more.
+        block_tokens: tokens of a block.
+        num_warps: warps of a program.
+    """
+    return num_entries * (block_tokens // (16 * num_warps))
 
 
 @jit
@@ -37,36 +52,12 @@ def recent_tags(header_ptr, OPERAND: tl.constexpr):
 
 
 @jit
-def exact_range(key_tags, value_tags):
-    """The first recent block that is exact for keys or values, and the block after the last one."""
-    first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, 1 << 30), 0)
-    first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, 1 << 30), 0)
-    return tl.minimum(first_key, first_value), tl.maximum(tl.max(key_tags, 0), tl.max(value_tags, 0))
-
-
-@jit
-def overlaps_exact(tile, first_exact, end_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
-    """Whether a block of the tile may be exact, a scalar."""
+def packed_range(key_tags, value_tags, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """Tokens [begin, end) between the sinks and the first recent block that is exact for keys or values."""
+    first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, NO_BLOCK), 0)
+    first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, NO_BLOCK), 0)
     SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
-    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
-    first_block = tile * BLOCKS
-    return (first_block < SINKS) | ((first_block < end_exact) & (first_block + BLOCKS > first_exact))
-
-
-@jit
-def is_packed(
-    key_ptr, value_ptr, token, tile, may_be_exact, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """Whether the block of each ``token`` of a tile is not exact. Tags are read only if a block ``may_be_exact``."""
-    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
-    first_block = tile * BLOCKS
-    packed = token >= 0
-    if may_be_exact:
-        for i in tl.static_range(BLOCKS):
-            block = first_block + i
-            exact = is_exact(key_ptr, block, KEY) | is_exact(value_ptr, block, VALUE)
-            packed = packed & ((token // KEY.block_tokens != block) | (exact == 0))
-    return packed
+    return SINKS * KEY.block_tokens, tl.minimum(first_key, first_value) * KEY.block_tokens
 
 
 @constexpr_function
@@ -75,120 +66,126 @@ def _most_sinks(key, value):
 
 
 @jit
-def attend_to_exact_blocks(
-    state, query, key_ptr, value_ptr, stride_key_block, stride_value_block, visible_len, softcap, visibility, split,
-    num_splits, key_scale, value_scale, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-):  # fmt: skip
-    """The state of attention after the exact blocks of one split, which takes the entries split, split + num_splits,
-    ...
+def is_packed(key_ptr, value_ptr, token, tile, KEY: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr):
+    """Whether the block of each ``token`` of a tile is exact for neither keys nor values."""
+    BLOCKS: tl.constexpr = TOKENS // KEY.block_tokens
+    packed = token >= 0
+    for i in tl.static_range(BLOCKS):
+        block = tile * BLOCKS + i
+        exact = is_exact(key_ptr, block, KEY) | is_exact(value_ptr, block, VALUE)
+        packed = packed & ((token // KEY.block_tokens != block) | (exact == 0))
+    return packed
 
-    Entries of keys come first, then entries of values. A block that both hold is attended to once, by the key's entry.
+
+@jit
+def attend_to_exact_blocks(
+    query_ptrs, in_query, stride_channel, score_scale, key_ptr, value_ptr, stride_key_block, stride_value_block,
+    visible_len, softcap, visibility, split, num_splits, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state of attention after the items ``split``, ``split + num_splits``, ... of the ITEMS items.
+
+    An item has rows of the block that its entry holds for keys. If the entry holds another block for values, and no
+    entry holds that block for keys, the item has rows of that block, too.
+
+    EXACT_KEY and EXACT_VALUE describe vectors as float32; the state is that of EXACT_VALUE. Products of tf32 are exact
+    for the rows and queries of a half-precision model, and round softmax weights as fp16 does.
     """
-    for index in range(split, KEY.num_entries + VALUE.num_entries, num_splits):
-        block, key_exact, value_exact = _block_of(index, key_ptr, value_ptr, KEY, VALUE)
-        if (block >= 0) & (block * KEY.block_tokens < visible_len):
-            token = block * KEY.block_tokens + tl.arange(0, KEY.block_tokens)
-            in_cache = token < visible_len
-            scores = _scores(block, key_exact, query, key_ptr, stride_key_block, key_scale, KEY, PRECISION)
-            levels, scale, zero = _values(
-                block, value_exact, value_ptr, stride_value_block, value_scale, VALUE, PRECISION
-            )
-            scores, scale, zero = visible_scores(
-                scores, scale, zero, token, in_cache, False, softcap, visibility,
-                HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL,
+    TOKENS: tl.constexpr = 16 * NUM_WARPS
+    RUNS: tl.constexpr = KEY.block_tokens // TOKENS
+    query = load_query(query_ptrs, in_query, stride_channel, score_scale, EXACT_KEY)
+    state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
+    for item in range(split, ITEMS, num_splits):
+        entry, first_row = item // RUNS, item % RUNS * TOKENS
+        key_block, value_block = _held_block(key_ptr, entry, KEY), _held_block(value_ptr, entry, VALUE)
+        # Rows are loaded before it is known which blocks the entry holds, so that the loads overlap.
+        keys = _entry_rows(key_ptr, stride_key_block, entry, first_row, KEY, EXACT_KEY, TOKENS)
+        values = _entry_rows(value_ptr, stride_value_block, entry, first_row, VALUE, EXACT_VALUE, TOKENS)
+        if (key_block >= 0) & (key_block * KEY.block_tokens < visible_len):
+            if value_block != key_block:
+                values = _rows_of(
+                    key_block, value_ptr, stride_value_block, first_row, value_scale, VALUE, EXACT_VALUE, TOKENS
+                )
+            state = _attend_to_rows(
+                state, query, keys, values, key_block * KEY.block_tokens + first_row, visible_len, softcap, visibility,
+                EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, NUM_WARPS,
             )  # fmt: skip
-            maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-                state, scores, scale, zero, KEY, VALUE, MASK == "float", NUM_WARPS
-            )
-            accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, True, PRECISION)
-            state = (maximum, scale_maximum, p_sum, zero_sum, accs)
+        if (value_block >= 0) & (value_block != key_block) & (value_block * KEY.block_tokens < visible_len):
+            key_is_exact = is_exact(key_ptr, value_block, KEY)
+            if key_is_exact == 0:
+                keys = _rows_of(value_block, key_ptr, stride_key_block, first_row, key_scale, KEY, EXACT_KEY, TOKENS)
+                values = _entry_rows(value_ptr, stride_value_block, entry, first_row, VALUE, EXACT_VALUE, TOKENS)
+                state = _attend_to_rows(
+                    state, query, keys, values, value_block * KEY.block_tokens + first_row, visible_len, softcap,
+                    visibility, EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
+                    NUM_WARPS,
+                )  # fmt: skip
     return state
 
 
 @jit
-def _block_of(index, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """The block to attend to for an entry, or -1 for none, and whether it is exact for keys and for values."""
-    if index < KEY.num_entries:
-        block = tl.load(tag_ptrs(key_ptr, index)) - 1
-    else:
-        block = tl.load(tag_ptrs(value_ptr, index - KEY.num_entries)) - 1
-    key_exact = is_exact(key_ptr, tl.maximum(block, 0), KEY)
-    value_exact = is_exact(value_ptr, tl.maximum(block, 0), VALUE)
-    first_of_block = tl.where(index < KEY.num_entries, key_exact, value_exact & (key_exact == 0))
-    return tl.where(first_of_block, block, -1), key_exact, value_exact
+def _held_block(header_ptr, entry, OPERAND: tl.constexpr):
+    """The block that ``entry`` holds, or -1."""
+    block = entry * 0 - 1
+    if OPERAND.num_entries > 0:
+        tag = tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
+        block = tl.where((tag > 0) & (entry_of(tl.maximum(tag - 1, 0), OPERAND) == entry), tag - 1, -1)
+    return block
 
 
 @jit
-def _scores(block, exact, query, header_ptr, stride_block, static_scale, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores of the tokens of a block, in units of log2."""
-    if KEY.num_entries > 0:
-        if exact:
-            levels, scale = _exact_levels(header_ptr, stride_block, block, static_scale, KEY, PRECISION)
-            products = products_of(levels, query[0], KEY, PRECISION)
-            scores = first_columns(products, query[1].shape[0]) * query[1][None, :] * scale[:, None]
-        else:
-            scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
-    else:
-        scores = _packed_block_scores(block, query, header_ptr, stride_block, KEY, PRECISION)
-    return scores
+def _entry_rows(
+    header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """TOKENS rows of ``entry`` from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype.
 
-
-@jit
-def _packed_block_scores(block, query, header_ptr, stride_block, KEY: tl.constexpr, PRECISION: tl.constexpr):
-    TOKENS: tl.constexpr = KEY.block_tokens
-    ptr = block_ptr(header_ptr, stride_block, block, KEY)
-    keys = load_packed(ptr, stride_block, TOKENS, KEY, TOKENS)
-    return packed_scores(keys, query, KEY, PRECISION, TOKENS)
-
-
-@jit
-def _values(block, exact, header_ptr, stride_block, static_scale, VALUE: tl.constexpr, PRECISION: tl.constexpr):
-    """The values of a block: levels [width, tokens] of each plane, scales and zero points [tokens]."""
-    if VALUE.num_entries > 0:
-        if exact:
-            rows, scale = _exact_levels(header_ptr, stride_block, block, static_scale, VALUE, PRECISION)
-            levels = transposed(rows, VALUE)
-            zero = tl.full([VALUE.block_tokens], 0.0, tl.float32)
-        else:
-            levels, scale, zero = _packed_block_values(block, header_ptr, stride_block, VALUE)
-    else:
-        levels, scale, zero = _packed_block_values(block, header_ptr, stride_block, VALUE)
-    return levels, scale, zero
-
-
-@jit
-def _packed_block_values(block, header_ptr, stride_block, VALUE: tl.constexpr):
-    TOKENS: tl.constexpr = VALUE.block_tokens
-    ptr = block_ptr(header_ptr, stride_block, block, VALUE)
-    values = load_packed(ptr, stride_block, TOKENS, VALUE, TOKENS)
-    scale, zero = token_metadata(values, VALUE, TOKENS)
-    return value_levels(values[0], values[1], values[2], VALUE), scale, zero
-
-
-@jit
-def _exact_levels(header_ptr, stride_block, block, static_scale, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The tokens of an exact block in the stored basis, as levels and scales.
-
-    A token is ``static_scale * gain * scale * level``, with the same gains as unpacked levels have. A gain above 1, of
-    codes that are read as subnormal fp16 numbers, would make either these levels or the weights of values very small.
-    Its square root goes to each, which leaves both enough digits.
-
-    Returns:
-        Planes of levels [tokens, width] in the dtype of the products, and scales [tokens].
+    They are arbitrary if there is no such entry.
     """
-    x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), OPERAND)
-    x = to_stored_basis(x, rotation_matrix(OPERAND, OPERAND.block_tokens), OPERAND, PRECISION)
-    levels, scale = normalise_rows(x, _exact_exponent(OPERAND), OPERAND.dtype)
-    planes = planes_of(levels, OPERAND)
-    levels = ()
-    NUM_PLANES: tl.constexpr = OPERAND.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        levels = levels + (planes[plane] * (1.0 / OPERAND.relative_gains[plane]),)  # noqa: RUF005
-    return levels, scale / (OPERAND.largest_gain * static_scale)
+    x = tl.full([TOKENS, EXACT.padded_head_dim], 0.0, EXACT.dtype)
+    if OPERAND.num_entries > 0:
+        existing = tl.minimum(entry, OPERAND.num_entries - 1)
+        x = load_rows(header_ptr, stride_block, existing, first_row, OPERAND, TOKENS).to(EXACT.dtype)
+    return x
 
 
-@constexpr_function
-def _exact_exponent(operand):
-    return 7 - int(math.log2(operand.largest_gain / operand.gain)) // 2
+@jit
+def _rows_of(
+    block, header_ptr, stride_block, first_row, static_scale,
+    OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS vectors of ``block`` from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype, exact or decoded."""
+    packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
+    if OPERAND.num_entries > 0:
+        if is_exact(header_ptr, block, OPERAND):
+            x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), first_row, OPERAND, TOKENS)
+            x = x.to(EXACT.dtype)
+        else:
+            x = decode_rows(packed_ptr, first_row, static_scale, OPERAND, TOKENS).to(EXACT.dtype)
+    else:
+        x = decode_rows(packed_ptr, first_row, static_scale, OPERAND, TOKENS).to(EXACT.dtype)
+    return x
+
+
+@jit
+def _attend_to_rows(
+    state, query, keys, values, first_token, visible_len, softcap, visibility,
+    KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The state after the tokens from ``first_token`` on, whose vectors are [tokens, padded_head_dim]."""
+    TOKENS: tl.constexpr = keys.shape[0]
+    token = first_token + tl.arange(0, TOKENS)
+    in_cache = token < visible_len
+    scores = products_of((keys,), query[0], KEY, PRECISION)
+    scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
+    if HAS_SOFTCAP:
+        scores = capped(scores, softcap)
+    scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+    unused = tl.full([TOKENS], 1.0, tl.float32)
+    maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
+        state, scores, unused, unused, KEY, VALUE, MASK == "float", NUM_WARPS
+    )
+    accs = accumulate(state[4], (tl.trans(values),), weight, decay, in_cache, VALUE, True, PRECISION)
+    return maximum, scale_maximum, p_sum, zero_sum, accs

@@ -130,40 +130,27 @@ def tanh(x):
 
 
 @jit
+def capped(scores, softcap):
+    """The softcap of scores; both in units of log2."""
+    return softcap * tanh(scores / softcap)
+
+
+@jit
 def visible_scores(
-    scores, scale, zero, token, in_cache, all_visible, softcap, visibility,
-    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    scores, token, in_cache, visibility, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Apply softcap and mask to the scores of a tile.
+    """Apply the mask to the scores of a tile.
 
     Args:
         scores: float32 [tokens, rows] in units of log2.
-        scale, zero: scales and zero points of values, [tokens].
         token: [tokens], positions in the cache.
         in_cache: bool [tokens].
-        all_visible: a scalar: whether every row of the query sees all tokens of the tile. This is true for most tiles
-            of a long context, and saves hiding tokens.
-        softcap: bound of the scores times log2(e).
         visibility: (position [rows], in_query [rows], row_begin [rows], row_end [rows], holes, mask_ptr, mask_row_ptrs
             [rows], stride of a token in the mask); row_begin, row_end and holes are the ranges of a bool mask.
 
     Returns:
-        The scores, -inf where a row does not see a token and for tokens that are not ``in_cache``; and scales and zero
-        points, which are 1 and 0 for tokens that are not ``in_cache``.
+        The scores, -inf where a row does not see a token and for tokens that are not ``in_cache``.
     """
-    if HAS_SOFTCAP:
-        scores = softcap * tanh(scores / softcap)
-    if MASK == "float" or all_visible == 0:  # MASK is known at compile time
-        scores = _hide_or_add(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-        scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
-    return scores, scale, zero
-
-
-@jit
-def _hide_or_add(
-    scores, token, in_cache, visibility, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr
-):  # fmt: skip
-    """Apply the mask to the scores of a tile; -inf for tokens that are not ``in_cache``."""
     position, in_query, row_begin, row_end, holes, mask_ptr, mask_row_ptrs, stride_token = visibility
     if MASK == "bool":
         scores = _hide(
@@ -234,8 +221,24 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 
 @constexpr_function
 def weighs_scales(value):
-    """Whether weights contain a scale per token: a scale of the format, or the scale of an exact token."""
-    return (value.has_scale and value.granularity == "token") or value.num_entries > 0
+    """Whether weights contain a scale per token."""
+    return value.has_scale and value.granularity == "token"
+
+
+@jit
+def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr):
+    """The state (maximum, scale_maximum, p_sum, zero_sum, accs) before the first tile.
+
+    ``accs`` has a tile [padded_width, columns] for each plane of VALUE; for the sums see :func:`_sum_in_thread`.
+    """
+    acc = tl.full([VALUE.padded_width, max(ROWS, 8)], 0.0, tl.float32)
+    sums = tl.full([NUM_WARPS, 8, ROWS], 0.0, tl.float32)
+    lowest = tl.full([ROWS], float("-inf"), tl.float32)
+    accs = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for _ in tl.static_range(NUM_PLANES):
+        accs = accs + (acc,)  # noqa: RUF005
+    return lowest, tl.max(lowest, 0), sums, sums, accs
 
 
 @jit
@@ -251,18 +254,19 @@ def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
 @jit
 def attend_packed(
     state, scores, values, scale, zero, in_cache,
-    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
 
-    ``scores``, ``scale`` and ``zero`` are the results of :func:`visible_scores`, to which :func:`token_metadata` gave
-    the scales and zero points.
+    ``scores`` are the results of :func:`visible_scores` if the tile HAS_HIDDEN tokens. ``scale`` and ``zero`` are the
+    results of :func:`token_metadata`, and 1 and 0 for tokens that are not ``in_cache``.
     """
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
     levels = value_levels(values[0], values[1], values[2], VALUE)
-    MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
+    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8)
     accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 

@@ -103,6 +103,12 @@ def precision(device: torch.device) -> str:
     return "tf32x3" if capability_of(device) else "ieee"
 
 
+def exact_precision(device: torch.device, *, float32: bool) -> str:
+    """The ``input_precision`` of float32 products whose operands came from half precision, unless ``float32``."""
+    full = precision(device)
+    return "tf32" if full == "tf32x3" and not float32 else full
+
+
 def blocks_per_program(rotated: bool, num_blocks: int, pairs: int, device: torch.device) -> int:
     """How many blocks of tokens one program stores or dequantizes, one after the other.
 

@@ -264,12 +264,12 @@ def _unpack_ptx(codec: Codec, ptx: int) -> str | None:
 def _multiplies_integers(layout: PackedLayout) -> bool:
     """The attribute of :class:`PackedOperand`.
 
-    The query must be rotated: without outlier channels all channels keep enough digits. Exact blocks have no integer
-    codes, so that there must be no residual. A product of integers sums over at least 32 channels.
+    The query must be rotated: without outlier channels all channels keep enough digits. A product of integers sums over
+    at least 32 channels.
     """
     fmt = layout.format
     has_integers = fmt.codec.integers_ptx is not None and fmt.packing.width(layout.head_dim) >= 32
-    return layout.role == "key" and fmt.rotated and has_integers and layout.residual is None
+    return layout.role == "key" and fmt.rotated and has_integers
 
 
 def _query_exponent(fmt: Format) -> int:

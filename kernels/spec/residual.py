@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.formats.rotation import rotate
@@ -325,9 +326,8 @@ def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
     residual = layout.residual
     assert residual is not None
     batch, heads, n, _ = x.shape
-    header = x.new_zeros((layout.header_blocks, batch, heads, layout.block_bytes), dtype=torch.uint8)
     if n == 0:
-        return header
+        return x.new_zeros((layout.header_blocks, batch, heads, layout.block_bytes), dtype=torch.uint8)
     block = torch.arange(n, device=x.device) // BLOCK_TOKENS
     is_zero = (x.amax(-1) == 0) & (x.amin(-1) == 0)  # without a temporary of the size of x
     last = torch.where(is_zero, -1, block).amax(-1, keepdim=True)  # [batch, num_kv_heads, 1]
@@ -340,4 +340,14 @@ def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
     sequence, head = _sequences_and_heads(x)
     rows = x[sequence[..., None], head[..., None], token.clamp(0, n - 1)].to(residual.dtype)
     rows = torch.where((is_exact[..., None] & (token < n))[..., None], rows, 0.0)
-    return header.index_put_(*entry_scatter(layout, entry, rows, torch.where(is_exact, block_of_entry + 1, 0)))
+    return _header_of_entries(layout, rows, torch.where(is_exact, block_of_entry + 1, 0))
+
+
+def _header_of_entries(layout: PackedLayout, rows: Tensor, tags: Tensor) -> Tensor:
+    """The header that holds ``rows`` [batch, num_kv_heads, num_entries, BLOCK_TOKENS, head_dim] and their ``tags``."""
+    tag_bytes = tags.int().contiguous().view(torch.uint8)
+    first_row = F.pad(tag_bytes, (0, layout.row_bytes - tag_bytes.shape[-1])).unsqueeze(2)
+    data = torch.cat([first_row, rows.flatten(2, 3).contiguous().view(torch.uint8)], 2)
+    data = F.pad(data, (0, 0, 0, layout.header_blocks * layout.rows_per_block - data.shape[2]))
+    data = data.unflatten(2, (layout.header_blocks, layout.rows_per_block)).flatten(3)
+    return F.pad(data, (0, layout.block_bytes - data.shape[3])).permute(2, 0, 1, 3).contiguous()

@@ -1,6 +1,6 @@
-"""Write tokens to a packed cache with a residual in Triton, block by block.
+"""Write many tokens to a packed cache with a residual in Triton, block by block.
 
-:mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`_write_block` takes them for one block of
+:mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`write_block` takes them for one block of
 one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one takes
 it, and the contents of the other are still read from it. Both are written by one program, and the block that leaves the
 entry comes first.
@@ -12,49 +12,8 @@ from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.tokens import encode_tile, load_positions, store_sections
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, has_entry, load_rows, row_ptrs, tag_ptrs
-from kvcompile.kernels.tiles.packed import decode_block
+from kvcompile.kernels.tiles.packed import decode_rows
 from kvcompile.kernels.tiles.rotation import rotation_matrix
-
-
-@jit(do_not_specialize=["num_kv_heads", "num_tokens", "capacity"])
-def store_few_kernel(
-    data_ptr, x_ptr, positions_ptr, valid_ptr, data_strides, x_strides, position_strides, valid_strides,
-    num_kv_heads, num_tokens, capacity, static_scale,
-    OPERAND: tl.constexpr, HAS_VALID: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write up to TOKENS tokens of one head, one block after the other. Grid (batch * num_kv_heads,).
-
-    Arguments are the same as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
-    """
-    batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
-    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    header_ptr = referred(data_ptr, OPERAND) + batch * data_strides[1] + head * data_strides[2]
-    x_ptr += batch * x_strides[0] + head * x_strides[1]
-    matrix = rotation_matrix(OPERAND, OPERAND.block_tokens)
-    token = tl.arange(0, TOKENS)
-    position, written = load_positions(
-        positions_ptr, valid_ptr, batch, token.to(tl.int64), position_strides, valid_strides, num_tokens, capacity,
-        HAS_VALID,
-    )  # fmt: skip
-    block = tl.where(written, position // OPERAND.block_tokens, -1).to(tl.int32)
-    entry = tl.where((block >= 0) & has_entry(block, OPERAND), entry_of(tl.maximum(block, 0), OPERAND), -1)
-    for step in range(2 * num_tokens):
-        # Each step takes the block of one token, unless an earlier token has the same block. The first num_tokens steps
-        # write the blocks that do not take their entry, the others write the blocks that do.
-        own_token = step % num_tokens
-        own = tl.max(tl.where(token == own_token, block, -1), 0)
-        own_entry = tl.max(tl.where(token == own_token, entry, -1), 0)
-        takes_entry = (own_entry >= 0) & (tl.max(tl.where(entry == own_entry, block, -1), 0) == own)
-        is_first = tl.max(((block == own) & (token < own_token)).to(tl.int32), 0) == 0
-        if (own >= 0) & is_first & (takes_entry == (step >= num_tokens)):
-            place = own.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
-            is_here = (place[:, None] == position[None, :]) & written[None, :]
-            source = tl.max(tl.where(is_here, token[None, :], -1), 1)
-            exact = tl.load(tag_ptrs(header_ptr, entry_of(own, OPERAND))) == own + 1
-            _write_block(
-                header_ptr, data_strides[0], own, source, x_ptr, x_strides, exact, takes_entry, matrix, static_scale,
-                OPERAND, PRECISION,
-            )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_tokens", "capacity"])
@@ -136,14 +95,14 @@ def store_blocks_kernel(
                 place = block.to(tl.int64) * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
                 source = tl.load(places_ptr + place)
                 if tl.max(source, 0) >= 0:
-                    _write_block(
+                    write_block(
                         header_ptr, data_strides[0], block, source, x_ptr, x_strides, before == block,
                         takes_entry & stays, matrix, static_scale, OPERAND, PRECISION,
                     )  # fmt: skip
 
 
 @jit
-def _write_block(
+def write_block(
     header_ptr, stride_block, block, source, x_ptr, x_strides, exact, takes_entry, matrix, static_scale,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -166,14 +125,15 @@ def _write_block(
     new = tl.load(x_ptrs, mask=written[:, None] & in_head, other=0.0).to(OPERAND.residual.dtype)
 
     contents = new
-    needs_old = all_written == 0
-    if OPERAND.granularity != "channel":
-        needs_old = needs_old & takes_entry & (exact == 0)  # an entry that holds the block keeps its rows
-    if needs_old:
-        if exact:
-            old = load_rows(header_ptr, stride_block, entry, OPERAND)
-        else:
-            old = decode_block(packed_ptr, static_scale, OPERAND).to(OPERAND.residual.dtype)
+    if OPERAND.granularity == "channel":
+        if all_written == 0:
+            # The entry is read before it is known whether it holds this block, so that the loads overlap.
+            old = load_rows(header_ptr, stride_block, entry, 0, OPERAND, BLOCK_TOKENS)
+            if exact == 0:
+                old = decode_rows(packed_ptr, 0, static_scale, OPERAND, BLOCK_TOKENS).to(OPERAND.residual.dtype)
+            contents = tl.where(written[:, None], new, old)
+    elif (all_written == 0) & takes_entry & (exact == 0):  # an entry that holds the block keeps its rows
+        old = decode_rows(packed_ptr, 0, static_scale, OPERAND, BLOCK_TOKENS).to(OPERAND.residual.dtype)
         contents = tl.where(written[:, None], new, old)
     tl.debug_barrier()  # other threads read old bytes before any thread writes
 
@@ -185,6 +145,6 @@ def _write_block(
         store_sections(packed_ptr, tl.arange(0, BLOCK_TOKENS), written, encoded, OPERAND)
     if takes_entry:
         changed = written | (exact == 0)
-        ptrs = row_ptrs(header_ptr, stride_block, entry, OPERAND)[:, None] + channel
+        ptrs = row_ptrs(header_ptr, stride_block, entry, 0, OPERAND, BLOCK_TOKENS)[:, None] + channel
         tl.store(ptrs, contents, mask=changed[:, None] & in_head)
         tl.store(tag_ptrs(header_ptr, entry), block + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from kvcompile.kernels.lang.launcher import ceil_div
@@ -32,6 +33,7 @@ class StoreTiles(NamedTuple):
         return {"num_warps": self.num_warps, **registers}
 
 
+@functools.cache
 def store_tiles(capability: int, operand: PackedOperand, num_tokens: int, num_heads: int, num_sms: int) -> StoreTiles:
     """How to divide the tokens of a store among programs.
 

@@ -77,7 +77,7 @@ def _store_tiles(
             tokens_left = tl.minimum(num_tokens - first_token, TOKENS)
             before = first_token.to(tl.int64)
             # Vectors that are not written are loaded, too, so that the load need not wait for positions.
-            x = _load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
+            x = load_vectors(x_ptr + before * x_strides[2], x_strides, tokens_left, OPERAND, TOKENS)
             tile_positions_ptr = positions_ptr + before * position_strides[1]
             position, written = load_positions(
                 tile_positions_ptr, valid_ptr + before * valid_strides[1], batch, tl.arange(0, TOKENS).to(tl.int64),
@@ -90,13 +90,13 @@ def _store_tiles(
 
 @constexpr_function
 def channels_at_once(operand, tokens):
-    """The length in channels of the runs in which vectors are loaded, see :func:`_load_vectors`."""
+    """The length in channels of the runs in which vectors are loaded, see :func:`load_vectors`."""
     all_at_once = tokens == 1 or rotates_by_products(operand, tokens)
     return operand.padded_head_dim if all_at_once else min(32, operand.padded_head_dim)
 
 
 @jit
-def _load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+def load_vectors(x_ptr, x_strides, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
     """Load the vectors of TOKENS tokens from ``x_ptr`` on, [TOKENS, padded_head_dim].
 
     Only ``tokens_left`` tokens exist; the last of them is repeated.

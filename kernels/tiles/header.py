@@ -50,17 +50,17 @@ def is_exact(header_ptr, block, OPERAND: tl.constexpr):
 
 
 @jit
-def row_ptrs(header_ptr, stride_block, entry, OPERAND: tl.constexpr):
-    """Pointers to the tokens of an entry, [block_tokens], with elements of the residual's dtype."""
-    row = 1 + entry * OPERAND.block_tokens + tl.arange(0, OPERAND.block_tokens)
+def row_ptrs(header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Pointers to TOKENS tokens of an entry, from ``first_row`` on, [TOKENS], with elements of the residual's dtype."""
+    row = 1 + entry * OPERAND.block_tokens + first_row + tl.arange(0, TOKENS)
     block, row = row // OPERAND.residual.rows_per_block, row % OPERAND.residual.rows_per_block
     ptrs = header_ptr + block.to(tl.int64) * stride_block + row * OPERAND.residual.row_bytes
     return ptrs.to(tl.pointer_type(OPERAND.residual.dtype))
 
 
 @jit
-def load_rows(header_ptr, stride_block, entry, OPERAND: tl.constexpr):
-    """The tokens of an entry, [block_tokens, padded_head_dim] in the residual's dtype; 0 in padding."""
+def load_rows(header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The tokens of :func:`row_ptrs`, [TOKENS, padded_head_dim] in the residual's dtype; 0 in padding."""
     channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
-    ptrs = row_ptrs(header_ptr, stride_block, entry, OPERAND)[:, None] + channel
+    ptrs = row_ptrs(header_ptr, stride_block, entry, first_row, OPERAND, TOKENS)[:, None] + channel
     return tl.load(ptrs, mask=channel < OPERAND.head_dim, other=0.0)

@@ -1,4 +1,4 @@
-"""Tiles of packed tokens in registers: loading their bytes, unpacking levels, and decoding the vectors of a block."""
+"""Tiles of packed tokens in registers: loading their bytes, unpacking levels, and decoding single rows."""
 
 from __future__ import annotations
 
@@ -220,12 +220,15 @@ def _constraints(num_outputs, num_inputs):
 
 
 @jit
-def decode_block(block_ptr, static_scale, OPERAND: tl.constexpr):
-    """The vectors of a block as the specification decodes them, float32 [block_tokens, padded_head_dim].
+def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """The vectors of TOKENS tokens of a block, from ``first_row`` on, as the specification decodes them.
 
-    The function is slow, because every channel loads its own byte. It is meant for blocks that are rarely read.
+    The function is slow, because every channel loads its own byte. It is meant for rows that are rarely read.
+
+    Returns:
+        float32 [TOKENS, padded_head_dim]; 0 in padding.
     """
-    token = tl.arange(0, OPERAND.block_tokens)[:, None]
+    token = first_row + tl.arange(0, TOKENS)[:, None]
     channel = tl.minimum(tl.arange(0, OPERAND.padded_head_dim), OPERAND.head_dim - 1)[None, :]
     column, plane = channel % OPERAND.width, channel // OPERAND.width
     codes = _load_column(block_ptr, token, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)

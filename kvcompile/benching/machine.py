@@ -41,14 +41,15 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _installed_version("triton"),
-        "transformers": _installed_version("transformers"),
+        "triton": installed_version("triton"),
+        "transformers": installed_version("transformers"),
         "cuda": torch.version.cuda,
         "driver": _driver_version(),
     }
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a distribution; None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None

@@ -6,10 +6,13 @@ The modules imported here fill the tables. docs/packed_tensors.md lists the beha
 This room imports kernels only.
 """
 
+import kvcompile.packed.attention
 import kvcompile.packed.copies
+import kvcompile.packed.flex
 import kvcompile.packed.in_place
 import kvcompile.packed.live_view
 import kvcompile.packed.pool_ops
+import kvcompile.packed.repeated_heads
 import kvcompile.packed.saved_names
 import kvcompile.packed.stack_ops
 import kvcompile.packed.views

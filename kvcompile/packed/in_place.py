@@ -17,6 +17,7 @@ from kvcompile.compat.tensors import is_autograd_view, storage_id
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.repeated_heads import RepeatedHeads
 from kvcompile.packed.stack import PackedStack, unstacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -123,7 +124,7 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
         store_changes(cache.slots, (values.transpose(1, 2) if cache.heads_first else values).flatten(0, 1))
     elif isinstance(cache, PackedTensor):
         _store_changed_vectors(cache, values)
-    else:
+    elif not isinstance(cache, RepeatedHeads):  # its dequantized values are its memory
         cache.copy_(values)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvcompile.compat.tensors import new_wrapper, without_modes
 from kvcompile.compat.tracing import detect_fake_mode
-from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.op_table import general_rule, handles, is_view_op
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.stack import PackedStack
@@ -108,9 +107,6 @@ def _is_functionalized(cache: PackedSubclass) -> bool:
         return is_functionalized(cache.packed)
     parts = cache.parts if isinstance(cache, PackedStack) else [cache.slots] if isinstance(cache, PackedPool) else []
     return any(isinstance(part, PackedSubclass) and _is_functionalized(part) for part in parts)
-
-
-let_flex_attention_read(LiveView, LiveView.dequantize)
 
 
 @general_rule

@@ -29,7 +29,6 @@ from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.packing import pack_blocks
 from kvcompile.kernels.spec.residual import header_of
-from kvcompile.packed.flex import let_flex_attention_read
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
@@ -492,6 +491,3 @@ def _code_digest() -> str:
 def _packed_dims(axes: str) -> dict[int, int]:
     """Maps each dimension of a cache to the dimension of ``packed`` that determines its size."""
     return {axes.index(axis): dim for axis, dim in {"t": 0, **PACKED_DIM}.items() if axis in axes}
-
-
-let_flex_attention_read(PackedTensor, PackedTensor.dequantize)

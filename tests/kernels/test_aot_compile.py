@@ -22,6 +22,7 @@ from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.latent import launch as launch_latent
 from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.store import launch as launch_store
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 
@@ -94,7 +95,8 @@ def stand_ins(stand_in, capability, monkeypatch):
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (
-        (launch, "attention combine store store_pair store_few place_tokens copy_tags store_blocks visible_range"),
+        (launch, "attention combine visible_range"),
+        (launch_store, "store store_pair store_few store_few_pair place_tokens copy_tags store_blocks"),
         (launch_prefill, "dequantize prefill_attention"),
         (launch_latent, "latent_attention hopper_latent_attention store_latents"),
         (gather_kernel, "gather"),
@@ -226,7 +228,14 @@ def test_storing_compiles_for_every_format_and_spills_nothing_for_one_token(form
         ("int4_per_token_head", "turboquant_4bit", 80, 1, {"store_pair": 1}),
         ("turboquant_4bit", "int4_unrotated", 64, 100, {"store_pair": 1}),
         (INT8, "int4_unrotated", 80, 100, {"store": 2}),  # their register limits differ
-        ("int4_per_channel" + RESIDUAL, "int4_unrotated", 80, 1, {"store_few": 1, "store": 1}),
+        ("int4_per_channel" + RESIDUAL, "int4_unrotated", 80, 1, {"store_few_pair": 1}),
+        (
+            "int4_per_channel" + RESIDUAL,
+            "int4_unrotated",
+            80,
+            17,
+            {"place_tokens": 1, "copy_tags": 1, "store_blocks": 1, "store": 1},
+        ),
     ],
 )
 def test_keys_and_values_are_stored_by_one_kernel_if_they_have_the_same_tiles(
@@ -298,7 +307,7 @@ def test_layers_with_different_static_scales_share_their_kernels(counted):
         layout = PackedLayout.parse(f"fp8_e4m3_scale{key}", "key", 128)
         data = empty_packed(layout, 64, 1, 2, CPU)
         launch.store(data, torch.zeros(1, 2, 1, 128), torch.arange(1), None, layout.spec, "key")
-    assert len(launch.launch_attention.compiled) == len(launch.launch_store.compiled) == 1
+    assert len(launch.launch_attention.compiled) == len(launch_store.launch_store.compiled) == 1
 
 
 @pytest.mark.parametrize(

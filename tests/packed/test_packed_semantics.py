@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,13 +28,12 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 @st.composite
-def layouts(draw: Any, dtype: torch.dtype) -> PackedLayout:
-    """A format that loses nothing, with and without a residual."""
+def layouts(draw: Any, dtype: torch.dtype) -> list[PackedLayout]:
+    """Layouts of keys and values in a format that loses nothing, with and without a residual."""
     residual = draw(st.sampled_from([None, (0, 1), (1, 0), (1, 2)]))
     name = str(dtype).removeprefix("torch.")
-    return PackedLayout(
-        name, draw(st.sampled_from(["key", "value"])), HEAD_DIM, residual and Residual(*residual, dtype)
-    )
+    held = residual and Residual(*residual, dtype)
+    return [PackedLayout(name, "key", HEAD_DIM, held), PackedLayout(name, "value", HEAD_DIM, held)]
 
 
 @dataclass
@@ -177,6 +177,12 @@ def a_write(program: Program, pair: Pair) -> Operation:
     )
 
 
+def repeat_kv(c: Tensor) -> Tensor:
+    """A copy in which each index of the second dimension follows itself, as Transformers repeats heads."""
+    repeated = c[:, :, None].expand(*c.shape[:2], 2, *c.shape[2:]).reshape(c.shape[0], -1, *c.shape[2:])
+    return repeated.contiguous()  # the copy of a single head would be a view
+
+
 def a_copy(program: Program, pair: Pair) -> Operation:
     """An operator whose result shares nothing with its argument."""
     x = pair.plain
@@ -197,6 +203,7 @@ def a_copy(program: Program, pair: Pair) -> Operation:
                 lambda c: torch.cat([c, new], dim),
                 lambda c: torch.cat([c, c], dim),
                 lambda c: c.repeat_interleave(2, dim),
+                repeat_kv,
                 lambda c: c.roll(1, dim),
                 lambda c: torch.where(mask, 1.0, c),
             ]
@@ -280,18 +287,47 @@ def run_read(program: Program) -> None:
         assert torch.equal(read(pair.packed).nan_to_num(7), read(pair.plain).nan_to_num(7))
 
 
-STEPS = (run_view, run_view, run_write, run_write, run_copy, run_copy_between, run_read)
+def run_attention(program: Program) -> None:
+    """Attention of random queries to two of the tensors; the order of its sums is free.
+
+    PyTorch does not check that keys and values have the same shape, and reads beyond their memory.
+    """
+    keys, values = program.pick(), program.pick()
+    is_valid = keys.plain.dim() == 4 and keys.plain.shape == values.plain.shape and keys.plain.numel() > 0
+    if not is_valid or not all(pair.plain.isfinite().all() for pair in (keys, values)):
+        return
+    batch, heads, tokens, head_dim = keys.plain.shape
+    grouped, q_len = program.number(1, 2), program.number(1, 3)
+    query = random_values(program, (batch, heads * grouped, q_len, head_dim), keys.plain.dtype)
+    added = random_values(program, (q_len, tokens), keys.plain.dtype)
+    mask = program.draw(st.sampled_from([None, added, added > 0]))
+    is_causal = mask is None and program.draw(st.booleans())
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, k, v, mask, is_causal=is_causal, enable_gqa=grouped > 1)
+
+    got = outcome(lambda k: attend(k, values.packed), keys.packed)
+    expected = outcome(lambda k: attend(k, values.plain), keys.plain)
+    assert isinstance(got, Exception) == isinstance(expected, Exception), (got, expected)
+    if not isinstance(expected, Exception):
+        tolerance = 2e-2 if query.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, expected.nan_to_num(0), rtol=tolerance, atol=tolerance * 4)
+
+
+STEPS = (run_view, run_view, run_write, run_write, run_copy, run_copy_between, run_read, run_attention)
 
 
 def run(data: Any, num_steps: int) -> None:
     program = Program(data)
     dtype = program.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    layout = program.draw(layouts(dtype))
+    of_keys_and_values = program.draw(layouts(dtype))
     axes = program.draw(st.sampled_from([*CACHE_AXES, *RANK_3_AXES]))
     sizes = {"b": program.number(0, 2), "h": program.number(1, 3), "d": HEAD_DIM}
     growing = "t" in axes and program.draw(st.booleans())
-    for _ in range(2):
-        shape = [sizes[axis] if axis != "t" else program.draw(st.sampled_from(LENGTHS)) for axis in axes]
+    lengths = [program.draw(st.sampled_from(LENGTHS)), program.draw(st.sampled_from(LENGTHS))]
+    lengths[1] = lengths[program.number(0, 1)]
+    for layout, length in zip(of_keys_and_values, lengths, strict=True):
+        shape = [sizes[axis] if axis != "t" else length for axis in axes]
         plain = random_values(program, shape, dtype)
         packed = PackedTensor.from_dense(plain, layout, axes, growing=growing)
         pair = Pair(packed, plain.clone())

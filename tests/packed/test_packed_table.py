@@ -10,6 +10,7 @@ import pytest
 
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.pool import PackedPool
+from kvcompile.packed.repeated_heads import RepeatedHeads
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("packed", "caches") for path in (ROOT / "kvcompile" / folder).glob("*.py"))
 
 
-@pytest.mark.parametrize("packed_type", [PackedTensor, PackedPool, PackedStack, LiveView])
+@pytest.mark.parametrize("packed_type", [PackedTensor, PackedPool, PackedStack, LiveView, RepeatedHeads])
 def test_the_page_names_every_operator_with_a_handler(packed_type: type[PackedSubclass]) -> None:
     page = (ROOT / "docs" / "packed_tensors.md").read_text(encoding="utf-8")
     table = page.partition("## What each operator does")[2].partition("## What is refused")[0]

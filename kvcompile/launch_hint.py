@@ -1,0 +1,39 @@
+"""The hint that decode steps on a GPU run without CUDA graphs, given once in a process."""
+
+from __future__ import annotations
+
+import functools
+
+from kvcompile.options import BackendOptions
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.rewrite.make_replayable import can_replay
+from kvcompile.report import report
+
+HINT = (
+    "decode steps run without CUDA graphs, so launching their kernels may take longer than running them; compile with "
+    'mode="reduce-overhead" or options={"triton.cudagraphs": True}, and clone() outputs that you keep'
+)
+
+
+def hint_at_cuda_graphs(packing: Packing, options: BackendOptions) -> None:
+    """Give the hint if ``packing`` is a decode step that a CUDA graph could replay, and nobody has decided about it."""
+    is_decided = options.mode is not None or "triton.cudagraphs" in options.inductor_config or packing.cudagraphs
+    if not is_decided and _is_decode_step(packing) and could_be_recorded(packing):
+        _give()
+
+
+def _is_decode_step(packing: Packing) -> bool:
+    """Whether every packed attention has one query position."""
+    markers = [candidate.attention.marker for candidate in packing.accepted if candidate.attention is not None]
+    return bool(markers) and all(marker.meta["val"].shape[-2] == 1 for marker in markers)
+
+
+def could_be_recorded(packing: Packing) -> bool:
+    """Whether the rewritten graph runs on a GPU and can be replayed."""
+    rewritten = packing.rewritten
+    return rewritten is not None and rewritten.on_cuda and can_replay(packing.gm, rewritten)
+
+
+@functools.cache
+def _give() -> None:
+    report.note(HINT)

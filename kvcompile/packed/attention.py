@@ -1,0 +1,301 @@
+"""Attention on packed keys and values in eager code: ``kvcompile::attention`` reads the packed bytes.
+
+Under ``inference_mode`` the dispatch gets ``scaled_dot_product_attention`` itself. Elsewhere PyTorch chooses a backend
+before the dispatch, which then gets the operator of the backend. There is a handler for each of them. The backend
+``math`` arrives as single products on dequantized values, as does every call that the operator cannot serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.compat.tensors import schema_of
+from kvcompile.packed.live_view import LiveView
+from kvcompile.packed.op_table import handles
+from kvcompile.packed.repeated_heads import RepeatedHeads, unrepeated
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.tokens import runs_kernels
+
+aten = torch.ops.aten
+
+PLAIN = (Tensor, torch.nn.Parameter)
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+CPU_ROWS = 4
+"""Most query rows (query heads of a KV head times q_len) for which a CPU is faster on packed bytes than on values."""
+
+FLOAT32_ROWS = 127
+"""Most query rows for which a GPU attends in float32 to packed bytes; its kernel for more rows has half precision."""
+
+Caches = tuple[PackedTensor, PackedTensor]
+
+
+def packed_caches(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
+) -> Caches | None:
+    """The packed caches behind ``key`` and ``value``, without repeated heads, if attention can read their bytes.
+
+    Args:
+        query: [batch, num_heads, q_len, head_dim].
+        key: [batch, heads, kv_len, head_dim]; ``heads`` divides ``num_heads``.
+        value: [batch, heads, kv_len, v_head_dim].
+        mask: bool or float, broadcastable to [batch, num_heads, q_len, kv_len].
+        is_causal: query ``i`` sees the keys 0 to ``i``.
+
+    Returns:
+        Packed keys and packed values. None if an argument is of another kind, traced, empty, needs a gradient, or is
+        wrong; PyTorch then computes the result on dequantized values, or raises.
+    """
+    keys, values = unrepeated(key), unrepeated(value)
+    if keys is None or values is None or keys.data_is_traced or values.data_is_traced:
+        return None
+    if type(query) not in PLAIN or type(mask) not in (*PLAIN, NoneType):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, mask)):
+        return None
+    is_alike = query.dtype in QUERY_DTYPES and all(
+        x.dtype == query.dtype and x.device == query.device for x in (key, value)
+    )
+    if not is_alike or not _shapes_match(query, key, value) or not _mask_fits(query, key, mask, is_causal):
+        return None
+    return (keys, values) if _are_one_cache(keys, values) else None
+
+
+def _shapes_match(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if query.dim() != 4 or 0 in (*query.shape, *key.shape, *value.shape):
+        return False
+    batch, heads, kv_len, head_dim = key.shape
+    return (
+        (query.shape[0], query.shape[3]) == (batch, head_dim)
+        and value.shape[:3] == (batch, heads, kv_len)
+        and query.shape[1] % heads == 0
+    )
+
+
+def _mask_fits(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    if mask is None:
+        return True
+    sizes = (*query.shape[:3], key.shape[2])
+    broadcasts = 2 <= mask.dim() <= 4 and all(
+        extent in (1, size) for extent, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
+    )
+    right_dtype = mask.dtype in (torch.bool, torch.float32, query.dtype)
+    return not is_causal and broadcasts and right_dtype and mask.device == query.device
+
+
+def _are_one_cache(keys: PackedTensor, values: PackedTensor) -> bool:
+    """Whether the operator takes the bytes of both as keys and values of the same tokens."""
+    layouts = keys.packed_layout, values.packed_layout
+    return (
+        keys.start == values.start
+        and keys.shape[1] == values.shape[1]
+        and tuple(layout.role for layout in layouts) == ("key", "value")
+        and all(layout.format.has_levels for layout in layouts)
+    )
+
+
+def prefers_bytes(query: Tensor, keys: PackedTensor) -> bool:
+    """Whether attention on packed bytes is at least as fast as on dequantized values."""
+    rows = query.shape[1] // keys.shape[1] * query.shape[2]
+    if not runs_kernels(keys.packed):
+        return rows <= CPU_ROWS
+    return query.dtype != torch.float32 or rows <= FLOAT32_ROWS
+
+
+def attend_to_bytes(
+    query: Tensor,
+    caches: Caches,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention on ``caches``, which :func:`packed_caches` has returned for the same arguments.
+
+    Returns:
+        [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, contiguous.
+    """
+    keys = caches[0]
+    mask, is_causal = _hiding_earlier_tokens(query, keys, mask, is_causal)
+    kv_len = keys.start + keys.num_tokens
+    (k_data, k_layout), (v_data, v_layout) = (
+        (x.packed[: x.packed_layout.blocks(kv_len)], x.packed_layout) for x in caches
+    )
+    return torch.ops.kvcompile.attention(
+        query,
+        k_data,
+        v_data,
+        mask=mask,
+        sinks=None,
+        kv_len=kv_len,
+        is_causal=is_causal,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=0.0,
+        k_format=k_layout.spec,
+        v_format=v_layout.spec,
+        v_head_dim=v_layout.head_dim,
+    )
+
+
+def _hiding_earlier_tokens(
+    query: Tensor, keys: PackedTensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """The mask and ``is_causal`` for the bytes of ``keys``, which begin ``keys.start`` tokens earlier."""
+    start, kv_len = keys.start, keys.num_tokens
+    if start == 0:
+        return mask, is_causal
+    if mask is None:
+        mask = torch.ones(query.shape[2] if is_causal else 1, kv_len, dtype=torch.bool, device=query.device)
+        mask = mask.tril() if is_causal else mask
+    hidden = False if mask.dtype == torch.bool else -torch.inf
+    return F.pad(mask.expand(*mask.shape[:-1], kv_len), (start, 0), value=hidden), False
+
+
+def attend(
+    query: Tensor,
+    caches: Caches,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """:func:`attend_to_bytes`, or attention on dequantized values if it is faster; without repeated heads."""
+    if prefers_bytes(query, caches[0]):
+        return attend_to_bytes(query, caches, mask, is_causal=is_causal, scale=scale)
+    keys, values = (cache.dequantize() for cache in caches)
+    return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+
+def handles_attention(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda handler: handles(PackedTensor, op)(handles(LiveView, op)(handles(RepeatedHeads, op)(handler)))
+
+
+def _without_auxiliaries(func: Any, out: Tensor) -> tuple[Any, ...]:
+    """The results of an operator of a backend: ``out``, and nothing that only a backward pass reads."""
+    others = schema_of(func).returns[1:]
+    return out, *(0 if isinstance(result.type, torch.IntType) else None for result in others)
+
+
+@handles_attention(aten.scaled_dot_product_attention.default)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    caches = packed_caches(query, key, value, attn_mask, is_causal=is_causal)
+    if caches is None or dropout_p > 0.0 or not (enable_gqa or query.shape[1] == key.shape[1]):
+        return NotImplemented
+    return attend(query, caches, attn_mask, is_causal=is_causal, scale=scale)
+
+
+_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@handles_attention(_CPU)
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    caches = packed_caches(query, key, value, attn_mask, is_causal=is_causal)
+    if caches is None or dropout_p > 0.0:
+        return NotImplemented
+    if prefers_bytes(query, caches[0]):
+        return _without_auxiliaries(_CPU, attend_to_bytes(query, caches, attn_mask, is_causal=is_causal, scale=scale))
+    keys, values = (cache.dequantize() for cache in caches)
+    return _CPU(query, keys, values, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+
+
+_FLASH = aten._scaled_dot_product_flash_attention.default
+
+
+@handles_attention(_FLASH)
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    # For other sizes, PyTorch does not call this operator, and its causal mask is another one.
+    if return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
+        return NotImplemented
+    return _of_backend(_FLASH, query, key, value, None, dropout_p, is_causal, scale)
+
+
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+
+
+@handles_attention(_EFFICIENT)
+def _efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if compute_log_sumexp:
+        return NotImplemented
+    return _of_backend(_EFFICIENT, query, key, value, attn_bias, dropout_p, is_causal, scale)
+
+
+_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+
+
+@handles_attention(_CUDNN)
+def _cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if compute_log_sumexp or return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
+        return NotImplemented
+    return _of_backend(_CUDNN, query, key, value, attn_bias, dropout_p, is_causal, scale)
+
+
+def _of_backend(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    """The results of a GPU backend's operator, computed on packed bytes."""
+    caches = packed_caches(query, key, value, mask, is_causal=is_causal)
+    if caches is None or dropout_p > 0.0 or not prefers_bytes(query, caches[0]):
+        return NotImplemented
+    return _without_auxiliaries(func, attend_to_bytes(query, caches, mask, is_causal=is_causal, scale=scale))
