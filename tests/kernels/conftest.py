@@ -61,3 +61,19 @@ if INTERPRETED:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = _patch_lang_where_it_is_not
+
+    # In the interpreter of Triton 3.9, a condition on a scalar and one on a tensor make integers of 0 and 1, which it
+    # then refuses as a mask. Compiled kernels get a mask there.
+    _load, _store = (
+        interpreter.InterpreterBuilder.create_masked_load,
+        interpreter.InterpreterBuilder.create_masked_store,
+    )
+
+    def _load_where(self, ptrs, mask, *how):
+        return _load(self, ptrs, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *how)
+
+    def _store_where(self, ptrs, value, mask, *how):
+        return _store(self, ptrs, value, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *how)
+
+    interpreter.InterpreterBuilder.create_masked_load = _load_where
+    interpreter.InterpreterBuilder.create_masked_store = _store_where

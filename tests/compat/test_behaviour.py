@@ -1,0 +1,139 @@
+"""What PyTorch does with the names in ``kvcompile/compat``, where a rename would raise nothing."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import convert_frame, eval_frame
+from torch._functorch import aot_autograd
+from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor.codecache import PyCodeCache
+
+import kvcompile
+from kvcompile import KVCompileError, compat
+from kvcompile.compat import inductor, modules, observing, recompiling, tensors, tracing
+from kvcompile.compat.backends import ensure_registered
+from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
+from kvcompile.kernels.lang.triton import triton
+
+MODULES = [one.name for one in pkgutil.iter_modules(compat.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_exists(name: str) -> None:
+    if name == "gluon" and triton is None:
+        pytest.skip("needs Triton")
+    importlib.import_module(f"kvcompile.compat.{name}")
+    assert recompiling.missing_names() == []
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "keywords"),
+    [
+        (inductor.compile_fx, 2, ["inner_compile", "config_patches"]),
+        (inductor.compile_fx_inner, 2, ["static_input_idxs", "cudagraphs"]),
+        (inductor.select_decomp_table, 0, []),
+        (inductor.fx_graph_cse, 1, []),
+        (inductor.BoxedBool, 1, []),
+        (observing.dynamo_timed, 1, []),
+        (observing.trace_structured, 1, ["metadata_fn", "payload_fn"]),
+        (observing.lazy_format_graph_code, 2, []),
+        (tensors.new_wrapper, 2, ["dtype", "device"]),
+        (convert_frame.register_bytecode_hook, 1, []),
+        (eval_frame._callback_from_stance, 1, []),
+        (eval_frame.innermost_backend, 1, []),
+        (PyCodeCache.load_by_key_path, 4, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_functions_take_the_arguments_that_they_get(
+    function: Callable[..., Any], arguments: int, keywords: list[str]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        pytest.skip("written in C++")
+    signature.bind(*range(arguments), **dict.fromkeys(keywords))
+
+
+def test_names_that_pytorch_looks_up_in_our_classes() -> None:
+    assert "_boxed_call" in inspect.getsource(aot_autograd)
+    assert "_stable_hash_for_caching" in inspect.getsource(autograd_cache)
+
+
+def test_a_weak_mark_makes_a_size_symbolic_and_a_dropped_mark_does_not() -> None:
+    graphs: list[Any] = []
+
+    def symbolic(mark: Callable[[torch.Tensor], Any]) -> bool:
+        torch._dynamo.reset()
+        x = torch.ones(5, 3)
+        mark(x)
+        torch.compile(torch.cos, backend=lambda gm, inputs: graphs.append(inputs) or gm.forward, dynamic=None)(x)
+        return any(isinstance(one, torch.SymInt) for one in graphs[-1])
+
+    def marked_and_dropped(x: torch.Tensor) -> None:
+        mark_weakly_dynamic(x, 0)
+        drop_marks(x)
+
+    assert symbolic(lambda x: mark_weakly_dynamic(x, 0))
+    assert not symbolic(marked_and_dropped)
+    assert not symbolic(lambda x: None)
+
+
+def test_users_of_a_storage_are_counted() -> None:
+    x = torch.ones(4)
+    assert tensors.num_users(x) == 1
+    alias = x.detach()
+    assert tensors.num_users(x) == 2
+    view = alias[1:]
+    assert tensors.num_users(x) == 3
+    del alias, view
+    assert tensors.num_users(x) == 1
+    assert x.untyped_storage().nbytes() == 16
+
+
+def test_only_tensors_on_one_storage_have_one_identifier() -> None:
+    with tracing.FakeTensorMode():
+        one, other = torch.ones(4), torch.ones(4)
+        assert tensors.storage_id(one) == tensors.storage_id(one[1:])
+        assert tensors.storage_id(one) != tensors.storage_id(other)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_only_after_a_registered_backend_dynamo_drops_its_references(is_registered: bool) -> None:
+    class Backend:
+        def __call__(self, gm: Any, inputs: Any) -> Any:
+            if is_registered:
+                ensure_registered(self, f"kvcompile-test-{id(self)}")
+            return gm.forward
+
+    x = torch.ones(3)
+    torch.compile(torch.cos, backend=Backend())(x)
+    assert bool(weakref.getweakrefs(x)) is not is_registered
+
+
+def test_a_compiled_module_is_found_and_restored() -> None:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    assert modules.is_compiled_in_place(module)
+    modules.drop_compiled_call(module)
+    assert not modules.is_compiled_in_place(module)
+    assert modules.original_module(torch.compile(module)) is module
+
+
+def test_without_a_name_that_only_debug_needs_debug_alone_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(eval_frame, "_debug_get_cache_entry_list")
+    assert torch.equal(torch.compile(torch.cos, backend="kvquant")(torch.zeros(2)), torch.ones(2))
+    with (
+        pytest.raises(KVCompileError, match=r"debug\(\) needs torch._dynamo.eval_frame._debug_get_cache_entry_list"),
+        kvcompile.debug(tmp_path),
+    ):
+        pass
