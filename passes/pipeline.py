@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torch._dynamo.utils import dynamo_timed
-from torch._functorch.compile_utils import fx_graph_cse
-
+from kvcompile.compat.inductor import fx_graph_cse
+from kvcompile.compat.observing import dynamo_timed
 from kvcompile.kernels.layout.axes import RANK_3_AXES, rank_4_axes
 from kvcompile.passes.calling import GraphInput, with_parts_of_stacks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs

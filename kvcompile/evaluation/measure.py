@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.call.key_outliers import KeyOutliers
-from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled

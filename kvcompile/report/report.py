@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._dynamo.utils import counters
-
+from kvcompile.compat.observing import counters
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.site import Site
 from kvcompile.report.data import GraphReport, ReportData, outcome

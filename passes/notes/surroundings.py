@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.notes.roles import role_of
 
 BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
@@ -126,7 +127,7 @@ def operation_name(node: Node) -> str:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return f"{operation_name(node.args[0])}[{node.args[1]}]"
     target = node.args[0] if str(node.target) == "auto_functionalized_v2" else node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket).removeprefix("aten.").removeprefix("prims.")
     return str(getattr(target, "__name__", target))
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
+from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
