@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
