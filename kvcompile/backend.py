@@ -27,7 +27,7 @@ from kvcompile.passes.calling import in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.mark.mark_attention import mark_attention
-from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
 from kvcompile.passes.prove.candidate import Candidate
@@ -171,7 +171,7 @@ class _GraphCompiler:
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
         self.sites: list[Site] = []
-        self.views: list[SiteView] = []
+        self.surroundings: list[SiteSurroundings] = []
         self.graph = report.GraphReport(())
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
@@ -232,7 +232,7 @@ class _GraphCompiler:
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
-        self.sites, self.views = packing.sites, packing.views
+        self.sites, self.surroundings = packing.sites, packing.surroundings
         self._report()
         if packing.rewritten is None:
             raise _NothingRewritten
@@ -280,7 +280,7 @@ class _GraphCompiler:
 
     def _report(self) -> None:
         passes = self.packing.seconds if self.packing is not None else {}
-        self.graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs), passes)
+        self.graph = report.record(self.sites, self.surroundings, weight_bytes(self.example_inputs), passes)
         self.stages.reported(self.graph)
         self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))

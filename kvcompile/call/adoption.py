@@ -84,7 +84,7 @@ def _swap(plain: Tensor, packed: Tensor) -> None:
 
 
 def _refusal(plain: Tensor, reason: str) -> AdoptionError:
-    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
+    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, was not packed: {reason}")
 
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:

@@ -18,7 +18,7 @@ from kvcompile.tables import table
 
 _MEASURES: dict[Measure, str] = {
     "payload": "Payload, codes without scales",
-    "allocated": f"Allocated, with scales, zero points, blocks of {BLOCK_TOKENS} tokens and repeated heads",
+    "allocated": f"Allocated, with metadata, {BLOCK_TOKENS}-token blocks and repeated heads",
 }
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
+
+aten = torch.ops.aten
+
+_REPEATING = (aten.expand.default, aten.unfold.default, aten.as_strided.default)
 
 Path = list[Node]
 """A value, then each a view of the one before it."""
@@ -27,8 +32,20 @@ def share_memory(one: Node, other: Node) -> bool:
 
 def lead_apart(one: Path, other: Path) -> bool:
     """Whether two paths from one value lead to disjoint ranges of it."""
+    while len(one) > 1 and len(other) > 1 and _are_alike(one[1], other[1]):
+        one, other = one[1:], other[1:]
+    leaves_its_operand = any(node.target is aten.as_strided.default for node in (*one[1:], *other[1:]))
+    if leaves_its_operand or not isinstance(one[0].meta["val"], torch.Tensor):
+        return False
     maps = _reached(one), _reached(other)
-    return any(_are_disjoint(*maps, axis, unit) for axis in range(len(maps[0].base)) for unit in _units(maps, axis))
+    return any(_are_disjoint(*maps, axis) for axis in range(len(maps[0].base)))
+
+
+def _are_alike(view: Node, other: Node) -> bool:
+    """Whether two views of one value are the same view, which has no element twice."""
+    if view.target in _REPEATING or view.target in LIST_OPS:
+        return False
+    return (view.target, *view.args[1:]) == (other.target, *other.args[1:])
 
 
 def _views_to(node: Node) -> Path:
@@ -56,27 +73,13 @@ def _reached(path: Path) -> IndexMap:
     return reached
 
 
-def _units(maps: tuple[IndexMap, IndexMap], axis: int) -> list[int | None]:
-    """The sizes of the units into which the maps divide an axis, and None: the axis is one unit."""
-    steps = [factor.step for index_map in maps for factor in index_map.factors(axis)]
-    return [None, *(step for step in steps if isinstance(step, int) and step > 1)]
-
-
-def _are_disjoint(one: IndexMap, other: IndexMap, axis: int, unit: int | None) -> bool:
-    """Whether two maps take disjoint ranges of an axis, or of every unit of it."""
-    taken, other_taken = _range(one, axis, unit), _range(other, axis, unit)
-    if taken is None or other_taken is None:
-        return False
-    (first, end), (other_first, other_end) = taken, other_taken
+def _are_disjoint(one: IndexMap, other: IndexMap, axis: int) -> bool:
+    """Whether two maps take disjoint ranges of an axis."""
+    (first, end), (other_first, other_end) = (_range(index_map, axis) for index_map in (one, other))
     return statically_known_true(end <= other_first) or statically_known_true(other_end <= first)
 
 
-def _range(index_map: IndexMap, axis: int, unit: int | None) -> tuple[Size, Size] | None:
-    """The first and the end index that a map takes, in every unit of an axis; None if these are not the same."""
-    first, inside = index_map.starts[axis], index_map.factors(axis)
-    if unit is not None:
-        if not isinstance(first, int) or not all(isinstance(factor.step, int) for factor in inside):
-            return None
-        first, inside = first % unit, [factor for factor in inside if factor.step % unit != 0]
-    end = first + sum(factor.step * (factor.size - 1) for factor in inside) + 1
-    return (first, end) if unit is None or statically_known_true(end <= unit) else None
+def _range(index_map: IndexMap, axis: int) -> tuple[Size, Size]:
+    """The first and the end index along an axis."""
+    first = index_map.starts[axis]
+    return first, first + sum(factor.step * (factor.size - 1) for factor in index_map.factors(axis)) + 1

@@ -125,7 +125,10 @@ def reshape_groups(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[
     """
     groups: list[tuple[int, int]] = []
     while before or after:
-        group = next((group for group in _groups(len(before), len(after)) if _is_group(before, after, *group)), None)
+        pairs = [(one, other) for other in range(1, len(after) + 1) for one in (*range(1, len(before) + 1), 0)]
+        group = next(
+            (pair for pair in pairs or [(len(before), 0)] if _are_equal(before[: pair[0]], after[: pair[1]])), None
+        )
         if group is None:
             return None
         groups.append(group)
@@ -133,15 +136,8 @@ def reshape_groups(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[
     return groups
 
 
-def _groups(num_before: int, num_after: int) -> Iterable[tuple[int, int]]:
-    for after in range(1, num_after + 1):
-        yield from ((before, after) for before in (*range(1, num_before + 1), 0))
-    if num_before:
-        yield num_before, 0
-
-
-def _is_group(before: Sequence[Size], after: Sequence[Size], num_before: int, num_after: int) -> bool:
-    return statically_known_true(math.prod(before[:num_before]) == math.prod(after[:num_after]))
+def _are_equal(before: Sequence[Size], after: Sequence[Size]) -> bool:
+    return statically_known_true(math.prod(before) == math.prod(after))
 
 
 def _merged(factors: Iterable[Factor]) -> Dim:
@@ -149,15 +145,12 @@ def _merged(factors: Iterable[Factor]) -> Dim:
     merged: list[Factor] = []
     for factor in factors:
         slower = merged[-1] if merged else Factor(None, 1)
-        if slower.axis is not None and slower.axis == factor.axis and _divides(slower, factor):
+        is_divided = slower.axis is not None and slower.axis == factor.axis
+        if is_divided and statically_known_true(slower.step == factor.step * factor.size):
             merged[-1] = Factor(factor.axis, slower.size * factor.size, factor.step)
         else:
             merged.append(factor)
     return tuple(merged)
-
-
-def _divides(slower: Factor, faster: Factor) -> bool:
-    return statically_known_true(slower.step == faster.step * faster.size)
 
 
 def _divided(factor: Factor, sizes: Sequence[Size]) -> list[Dim]:

@@ -219,7 +219,8 @@ def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
     if sum(map(len, last)) > 1:
         detail = "it holds several heads"
     elif any(last[:-1]):
-        held = next(what for what, dim in zip(("sequences", "heads", "tokens"), last, strict=False) if dim)
+        names = zip(("sequences", "heads", "tokens"), last, strict=False)
+        held = next((name for name, dim in names if dim), "another dimension")
         detail = f"it holds {held}"
     else:
         return

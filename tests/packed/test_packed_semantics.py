@@ -292,9 +292,13 @@ def run_attention(program: Program) -> None:
 
     PyTorch does not check that keys and values have the same shape, and reads beyond their memory.
     """
-    keys, values = program.pick(), program.pick()
-    is_valid = keys.plain.dim() == 4 and keys.plain.shape == values.plain.shape and keys.plain.numel() > 0
-    if not is_valid or not all(pair.plain.isfinite().all() for pair in (keys, values)):
+    keys = program.pick()
+    values = program.draw(st.sampled_from([pair for pair in program.pairs if pair.plain.shape == keys.plain.shape]))
+    if (
+        keys.plain.dim() != 4
+        or keys.plain.numel() == 0
+        or not all(pair.plain.isfinite().all() for pair in (keys, values))
+    ):
         return
     batch, heads, tokens, head_dim = keys.plain.shape
     grouped, q_len = program.number(1, 2), program.number(1, 3)
