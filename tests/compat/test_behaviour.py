@@ -66,7 +66,8 @@ def test_functions_take_the_arguments_that_they_get(
 
 def test_names_that_pytorch_looks_up_in_our_classes() -> None:
     assert "_boxed_call" in inspect.getsource(aot_autograd)
-    assert "_stable_hash_for_caching" in inspect.getsource(autograd_cache)
+    if torch.__version__ >= "2.13":  # older releases keep graphs with tensor subclasses out of this cache
+        assert "_stable_hash_for_caching" in inspect.getsource(autograd_cache)
 
 
 def test_a_weak_mark_makes_a_size_symbolic_and_a_dropped_mark_does_not() -> None:
