@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from kvcompile.compat.gluon import async_load
 from kvcompile.kernels.deepseek_v4.tiles import DATA_BYTES, NOPE_DIM, QUANT_BLOCK, ROPE_DIM, SCALE_BYTES
 from kvcompile.kernels.formats import ds_mla_rows as spec
 from kvcompile.kernels.lang.triton import tl
@@ -48,7 +49,7 @@ def copy_codes(copies, tile_ptr, tile, kv_len, TOKENS: tl.constexpr):
     """
     for block in gl.static_range(NUM_COPIED):
         ptrs, exists = _codes_of(tile_ptr, tile, kv_len, block, TOKENS)
-        hopper.async_copy.async_copy_global_to_shared(copies[block], ptrs, mask=exists)
+        async_load(copies[block], ptrs, mask=exists)
     hopper.async_copy.commit_group()
 
 

@@ -30,7 +30,7 @@ def test_the_two_commands_are_those_that_are_promised() -> None:
 
 
 def test_ci_runs_the_test_command() -> None:
-    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    ci = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert 'pip install --quiet --progress-bar off -e ".[test]"' in ci
     assert "pytest" in ci
 
