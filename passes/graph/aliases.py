@@ -1,21 +1,24 @@
 """Which values of a graph share memory: a later write to one of them shows in the other.
 
-Views are followed back to the tensor that an operation made. Two views of one tensor share no memory if their paths
-part at disjoint ranges, as the keys and the values of one projection do.
+Views are followed back to the tensor that an operation made. Two views of one tensor share no memory if they take
+disjoint ranges of it, as the keys and the values of one projection do.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of, with_defaults
+from kvcompile.compat.operators import OpOverload
+from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of
+from kvcompile.passes.graph.index_map import IndexMap, follow
 
 aten = torch.ops.aten
+
+_REPEATING = (aten.expand.default, aten.unfold.default, aten.as_strided.default)
 
 Path = list[Node]
 """A value, then each a view of the one before it."""
@@ -28,64 +31,54 @@ def share_memory(one: Node, other: Node) -> bool:
 
 
 def lead_apart(one: Path, other: Path) -> bool:
-    """Whether two paths from one value part at disjoint ranges of it."""
-    for step, other_step in zip(one[1:], other[1:], strict=False):
-        if _view_op(step) != _view_op(other_step):
-            return _are_disjoint(_range(step), _range(other_step))
-    return False
+    """Whether two paths from one value lead to disjoint ranges of it."""
+    while len(one) > 1 and len(other) > 1 and _are_alike(one[1], other[1]):
+        one, other = one[1:], other[1:]
+    if not isinstance(one[0].meta["val"], torch.Tensor):
+        return False
+    maps = _reached(one), _reached(other)
+    return any(_are_disjoint(*maps, axis) for axis in range(len(maps[0].base)))
+
+
+def _are_alike(view: Node, other: Node) -> bool:
+    """Whether two views of one value are the same view, which has no element twice."""
+    if view.target in _REPEATING or view.target in LIST_OPS:
+        return False
+    return (view.target, *view.args[1:]) == (other.target, *other.args[1:])
 
 
 def _views_to(node: Node) -> Path:
     """The tensor that ``node`` is a view of, the views in between, and ``node``."""
     path = [node]
     while _is_view(path[0]):
-        path.insert(0, _whole(path[0]))
+        path.insert(0, path[0].args[0])
     return path
 
 
 def _is_view(node: Node) -> bool:
-    op = node.args[0].target if node.target is operator.getitem else node.target
-    return isinstance(op, torch._ops.OpOverload) and op.is_view
+    if node.target is operator.getitem:
+        return node.args[0].target in LIST_OPS
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
-def _whole(node: Node) -> Node:
-    """The tensor that ``node`` is a view of. For an item of a list, the tensor that the list divides."""
-    return node.args[0].args[0] if _is_item(node) else node.args[0]
+def _reached(path: Path) -> IndexMap:
+    """The map of the last node of a path that has one. Later nodes of the path read no other elements."""
+    reached = IndexMap.identity(shape_of(path[0]))
+    for node in path[1:]:
+        further = follow(reached, node)
+        if further is None:
+            break
+        reached = further
+    return reached
 
 
-def _is_item(node: Node) -> bool:
-    return node.target is operator.getitem and node.args[0].target in LIST_OPS
-
-
-def _view_op(node: Node) -> tuple[Any, ...]:
-    """The operation by which ``node`` views its operand; equal for two nodes that do the same."""
-    return (*_view_op(node.args[0]), node.args[1]) if _is_item(node) else (node.target, *node.args[1:])
-
-
-def _range(view: Node) -> tuple[int, Size, Size] | None:
-    """(dimension, first index, end index) if ``view`` takes a range of one dimension; None for other views."""
-    if _is_item(view):
-        return _range_of_item(*view.args)
-    if view.target not in (aten.select.int, aten.slice.Tensor):
-        return None
-    whole, dim, first, _, step = with_defaults(view, None, 0, 0, None, 1)
-    first = 0 if first is None else first
-    if not isinstance(first, int):
-        return None
-    first = first if first >= 0 else first + shape_of(whole)[dim]
-    return dim, first, first + (1 if view.target is aten.select.int else step * shape_of(view)[dim])
-
-
-def _range_of_item(division: Node, index: int) -> tuple[int, Size, Size]:
-    unbinds = division.target is aten.unbind.int
-    *_, dim = with_defaults(division, None, 0) if unbinds else with_defaults(division, None, None, 0)
-    sizes = [1 if unbinds else item.shape[dim] for item in division.meta["val"]]
-    first = sum(sizes[:index])
-    return dim, first, first + sizes[index]
-
-
-def _are_disjoint(one: tuple[int, Size, Size] | None, other: tuple[int, Size, Size] | None) -> bool:
-    if one is None or other is None or one[0] != other[0]:
-        return False
-    (_, first, end), (_, other_first, other_end) = one, other
+def _are_disjoint(one: IndexMap, other: IndexMap, axis: int) -> bool:
+    """Whether two maps take disjoint ranges of an axis."""
+    (first, end), (other_first, other_end) = (_range(index_map, axis) for index_map in (one, other))
     return statically_known_true(end <= other_first) or statically_known_true(other_end <= first)
+
+
+def _range(index_map: IndexMap, axis: int) -> tuple[Size, Size]:
+    """The first and the end index along an axis."""
+    first = index_map.starts[axis]
+    return first, first + sum(factor.step * (factor.size - 1) for factor in index_map.factors(axis)) + 1

@@ -29,7 +29,7 @@ CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 VIEW_OPS = frozenset(
@@ -37,7 +37,7 @@ VIEW_OPS = frozenset(
         *SAME_OPS,
         *CASTS,
         *RESHAPES,
-        *_SQUEEZES,
+        *SQUEEZES,
         aten.expand.default,
         aten.repeat.default,
         aten.unsqueeze.default,
@@ -77,10 +77,12 @@ def with_defaults(node: Node, *defaults: Any) -> list[Any]:
 
 def shape_of(node: Node) -> torch.Size:
     """The sizes of a tensor, with a number for every symbol that guards have made constant: any trace takes numbers."""
-    return torch.Size(
-        int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
-        for size in node.meta["val"].shape
-    )
+    return torch.Size(known_size(size) for size in node.meta["val"].shape)
+
+
+def known_size(size: Any) -> Any:
+    """A number for a symbol that guards have made constant."""
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
 
 
 def sliced_by(node: Node) -> tuple[Node, ...]:

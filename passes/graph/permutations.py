@@ -10,10 +10,13 @@ from __future__ import annotations
 from torch import ops
 from torch.fx import Node
 
+from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.index_map import IndexMap, follow
+
 aten = ops.aten
 
 
-_SWAPPED = (0, 2, 1, 3)
+_SWAPPED = [0, 2, 1, 3]
 
 
 def permutes_vectors(node: Node) -> bool:
@@ -38,13 +41,10 @@ def axes_after(node: Node, axes: str) -> str:
     return "".join(axes[dim] for dim in _permutation(node)) or axes
 
 
-def _permutation(node: Node) -> tuple[int, ...]:
-    """For every dimension of ``node`` the dimension of its input; () if it does not permute dimensions."""
-    rank = node.meta["val"].dim() if node.target in (aten.permute.default, aten.transpose.int) else 0
-    order = list(range(rank))
-    if node.target is aten.permute.default:
-        order = node.args[1]
-    elif node.target is aten.transpose.int:
-        first, second = node.args[1:]
-        order[first], order[second] = order[second], order[first]
-    return tuple(order)
+def _permutation(node: Node) -> list[int]:
+    """For every dimension of ``node`` the dimension of its input; [] if it does not permute dimensions."""
+    if node.target not in (aten.permute.default, aten.transpose.int):
+        return []
+    index_map = follow(IndexMap.identity(shape_of(node)), node)
+    assert index_map is not None, "every permutation has a map"
+    return index_map.axes()

@@ -8,12 +8,14 @@ size 1 are dropped, so that a dimension without axes has size 1 or is broadcast.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-Size = int | torch.SymInt
+from kvcompile.passes.graph.aten import Size
+from kvcompile.passes.graph.index_map import reshape_groups
 
 
 class Axis(NamedTuple):
@@ -42,17 +44,11 @@ def names_of(layout: Layout) -> list[str]:
 def regroup(layout: Layout, shape: torch.Size) -> Layout | None:
     """The layout after a reshape to ``shape``, with the axes in the same order; None if it splits an axis."""
     axes = [axis for dim in layout for axis in dim]
-    result = []
-    for size in shape:
-        dim: list[Axis] = []
-        product: Size = 1
-        while axes and not statically_known_true(product == size):
-            dim.append(axes.pop(0))
-            product = product * dim[-1].size
-        if not statically_known_true(product == size):
-            return None
-        result.append(tuple(dim))
-    return None if axes else tuple(result)
+    groups = reshape_groups([axis.size for axis in axes], shape)
+    if groups is None or any(num_dims != 1 for _, num_dims in groups):
+        return None
+    rest = iter(axes)
+    return tuple(tuple(islice(rest, num_axes)) for num_axes, _ in groups)
 
 
 class Step(NamedTuple):

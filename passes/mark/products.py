@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.mark.axes import Axis, Layout, Size, axes_of
+from kvcompile.passes.graph.aten import Size
+from kvcompile.passes.mark.axes import Axis, Layout, axes_of
 from kvcompile.passes.mark.calls import SAME_VALUE, VIEWS, Call, read_call, value_of
 
 CONTRACTED = "c"

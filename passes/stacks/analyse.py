@@ -12,7 +12,6 @@ state back or returns it.
 from __future__ import annotations
 
 import itertools
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
-from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, shape_of
+from kvcompile.passes.graph.aten import LIST_OPS, SELECTIONS, SIZE_OPS, VIEW_OPS, shape_of
+from kvcompile.passes.graph.index_map import IndexMap, follow
 from kvcompile.passes.graph.states import states_of
 from kvcompile.passes.stacks.rules import RULES, NotAStack
 from kvcompile.passes.stacks.values import Initial, Made, State, Value, selected
@@ -39,7 +39,7 @@ class Stack:
         node: its placeholder.
         dims: its stacked dimensions, in ascending order.
         states: the nodes that hold several parts, with the values of the parts.
-        lists: the nodes that are lists of tensors with several parts.
+        lists: the nodes that divide a tensor with several parts, with the values of these parts.
         parts: the nodes that hold a single part, with its value.
         sizes: the nodes that ask for a size of one of ``states``.
         write_back: the ``copy_`` into ``node`` at the end of the graph, if the stack is written.
@@ -50,7 +50,7 @@ class Stack:
     node: Node
     dims: tuple[int, ...]
     states: dict[Node, State] = field(default_factory=dict)
-    lists: dict[Node, list[State]] = field(default_factory=dict)
+    lists: dict[Node, State] = field(default_factory=dict)
     parts: dict[Node, Value] = field(default_factory=dict)
     sizes: list[Node] = field(default_factory=list)
     write_back: Node | None = None
@@ -80,14 +80,10 @@ class Stack:
         return self.states.get(operand)
 
     def state(self, operand: Node, user: Node) -> State:
-        if operand not in self.states:
+        state = self.states.get(operand) or self.lists.get(operand)
+        if state is None:
             raise NotAStack(user)
-        return self.states[operand]
-
-    def items(self, operand: Node, user: Node) -> list[State]:
-        if operand not in self.lists:
-            raise NotAStack(user)
-        return self.lists[operand]
+        return state
 
     def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
         state = self.states.get(operand)
@@ -151,7 +147,7 @@ def _read_use(stack: Stack, user: Node) -> None:
             raise NotAStack(user)
     elif user.target in RULES:
         held = RULES[user.target](stack, user)
-        if isinstance(held, list):
+        if user.target in LIST_OPS:
             stack.lists[user] = held
         elif held.dims:
             stack.states[user] = held
@@ -192,22 +188,13 @@ def _is_input(stack: Stack, value: Value) -> bool:
 
 def _stacked_dims(node: Node, operand: Node) -> tuple[int, ...]:
     """The dimensions of input ``node`` that constants index on the way to ``operand``; else its first ones."""
-    axes = list(range(len(shape_of(node))))
-    chosen: list[int] = []
+    index_map = IndexMap.identity(shape_of(node))
     for user in states_of(operand)[1:]:
-        if user.target in (aten.select.int, aten.squeeze.dim):
-            chosen.append(axes.pop(user.args[1]))
-        elif user.target is operator.getitem and user.args[0].target is aten.unbind.int:
-            unbind = user.args[0]
-            dim = unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
-            chosen.append(axes.pop(dim))
-        elif user.target is aten.permute.default:
-            axes = [axes[dim] for dim in user.args[1]]
-        elif user.target is aten.transpose.int:
-            one, other = user.args[1:]
-            axes[one], axes[other] = axes[other], axes[one]
-        elif user.target not in RULES:
+        viewed = follow(index_map, user)
+        keeps_dims = viewed is not None or len(shape_of(user)) == len(index_map.dims)
+        if user.target not in RULES or not keeps_dims:
             break
-        if len(axes) == CACHE_RANK:
-            return tuple(sorted(chosen))
+        index_map = viewed or index_map
+        if len(index_map.dims) == CACHE_RANK:
+            return tuple(axis for axis in range(len(index_map.base)) if not index_map.factors(axis))
     return tuple(range(len(shape_of(node)) - CACHE_RANK))

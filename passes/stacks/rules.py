@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from kvcompile.kernels.layout.axes import PartIndex, stacked_dims_of_source
-from kvcompile.passes.graph.aten import CASTS, SAME_OPS, shape_of, with_defaults
+from kvcompile.passes.graph.aten import CASTS, LIST_OPS, SAME_OPS, shape_of, with_defaults
+from kvcompile.passes.graph.index_map import IndexMap, arguments, follow
 from kvcompile.passes.graph.names import user_name
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.stacks.values import Made, State, Value, without
@@ -37,16 +38,13 @@ class Reader(Protocol):
         """The parts of ``operand``; None if it holds none."""
 
     def state(self, operand: Node, user: Node) -> State:
-        """The parts of ``operand``; raises NotAStack if it holds none."""
-
-    def items(self, operand: Node, user: Node) -> list[State]:
-        """The parts of each tensor of a list; raises NotAStack if ``operand`` is no such list."""
+        """The parts of ``operand``, or of the tensor that it divides; raises NotAStack if it holds none."""
 
     def part(self, user: Node, operand: Node, dims: tuple[int, ...], part: PartIndex, rank: int) -> Value:
         """The part of ``operand`` that ``user`` combines with ``part`` of a tensor of ``rank`` and stacked ``dims``."""
 
 
-Rule = Callable[[Reader, Node], State | list[State]]
+Rule = Callable[[Reader, Node], State]
 
 
 def _same(reader: Reader, user: Node) -> State:
@@ -58,72 +56,37 @@ def _cast(reader: Reader, user: Node) -> State:
     return state.map(lambda part, value: Made(user, user.target, (value, *user.args[1:]), user.kwargs))
 
 
-def _reorder(reader: Reader, user: Node) -> State:
-    """``permute`` and ``transpose``."""
+def _take(reader: Reader, user: Node) -> State:
+    """``select`` and ``slice``."""
+    operand, dim, *where = with_defaults(user, None, 0)
+    state = reader.state(operand, user)
+    if dim in state.dims:
+        return _view(reader, user)
+    args = (state.dim_of_part(dim), *where)
+    dims = without(state.dims, dim) if user.target is aten.select.int else state.dims
+    return state.map(lambda part, value: Made(user, user.target, (value, *args)), dims)
+
+
+def _view(reader: Reader, user: Node) -> State:
+    """A view that takes indices of stacked dimensions, or that arranges dimensions."""
     state = reader.state(user.args[0], user)
-    rank = len(shape_of(user))
-    order = list(range(rank))
-    if user.target is aten.transpose.int:
-        one, other = user.args[1:]
-        order[one], order[other] = other, one
-    else:
-        order = user.args[1]
-    dims = tuple(map(order.index, state.dims))
-    of_parts = [state.dim_of_part(dim) for dim in order if dim not in state.dims]
-    if of_parts == sorted(of_parts):
-        return State(dims, state.values)
-    return state.map(lambda part, value: Made(user, aten.permute.default, (value, of_parts)), dims)
-
-
-def _select(reader: Reader, user: Node) -> State:
-    operand, dim, index = with_defaults(user, None, 0, 0)
-    state = reader.state(operand, user)
-    if dim in state.dims:
-        return state.select(dim, _constant(user, index, state.size(dim)))
-    args = (state.dim_of_part(dim), index)
-    return state.map(lambda part, value: Made(user, user.target, (value, *args)), without(state.dims, dim))
-
-
-def _slice(reader: Reader, user: Node) -> State:
-    operand, dim, *bounds = with_defaults(user, None, 0, None, None, 1)
-    state = reader.state(operand, user)
-    if dim in state.dims:
-        return state.narrow(dim, _range(user, bounds, state.size(dim)))
-    args = (state.dim_of_part(dim), *bounds)
-    return state.map(lambda part, value: Made(user, user.target, (value, *args)))
-
-
-def _squeeze(reader: Reader, user: Node) -> State:
-    state, dim = reader.state(user.args[0], user), user.args[1]
-    if dim not in state.dims or state.size(dim) != 1:
+    whole = user.args[0].args[0] if user.target is operator.getitem else user.args[0]
+    index_map = follow(IndexMap.identity(shape_of(whole)), user)
+    viewed = state.viewed(index_map) if index_map is not None else None
+    if index_map is None or viewed is None:
         raise NotAStack(user)
-    return state.select(dim, 0)
+    order = [state.dim_of_part(axis) for axis in index_map.axes() if axis not in state.dims]
+    if order == sorted(order):
+        return viewed
+    return viewed.map(lambda part, value: Made(user, aten.permute.default, (value, order)))
 
 
-def _unbind(reader: Reader, user: Node) -> list[State]:
-    operand, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
-    state = reader.state(operand, user)
+def _divide(reader: Reader, user: Node) -> State:
+    """A list of tensors, with the parts of the tensor that it divides."""
+    state, (*_, dim) = reader.state(user.args[0], user), arguments(user)
     if dim not in state.dims:
         raise NotAStack(user)
-    return [state.select(dim, index) for index in range(state.size(dim))]
-
-
-def _split(reader: Reader, user: Node) -> list[State]:
-    operand, _, dim = with_defaults(user, None, None, user.kwargs.get("dim", 0))
-    state = reader.state(operand, user)
-    if dim not in state.dims:
-        raise NotAStack(user)
-    pieces, begin = [], 0
-    for piece in user.meta["val"]:
-        end = begin + int(piece.shape[dim])
-        pieces.append(state.narrow(dim, _range(user, (begin, end), state.size(dim))))
-        begin = end
-    return pieces
-
-
-def _getitem(reader: Reader, user: Node) -> State:
-    items = reader.items(user.args[0], user)
-    return items[_constant(user, user.args[1], len(items))]
+    return state
 
 
 def _copy(reader: Reader, user: Node) -> State:
@@ -250,15 +213,13 @@ def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(SAME_OPS, _same),
     **dict.fromkeys(CASTS, _cast),
-    aten.permute.default: _reorder,
-    aten.transpose.int: _reorder,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    aten.squeeze.dim: _squeeze,
-    aten.unbind.int: _unbind,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    operator.getitem: _getitem,
+    **dict.fromkeys(LIST_OPS, _divide),
+    aten.permute.default: _view,
+    aten.transpose.int: _view,
+    aten.squeeze.dim: _view,
+    operator.getitem: _view,
+    aten.select.int: _take,
+    aten.slice.Tensor: _take,
     aten.copy.default: _copy,
     aten.where.self: _where,
     aten.cat.default: _cat,

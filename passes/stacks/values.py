@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
 
+from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.passes.graph.aten import same_sizes, shape_of
+from kvcompile.passes.graph.index_map import Factor, IndexMap
 
 aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ class Made:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def operands(self) -> Iterator[Value]:
-        return (leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, (Initial, Made, Node)))
+        return (leaf for leaf in tree_leaves(self.args) if isinstance(leaf, (Initial, Made, Node)))
 
 
 Value: TypeAlias = Initial | Made | Node
@@ -73,21 +74,31 @@ class State:
         values = {part: change(part, value) for part, value in self.values.items()}
         return State(self.dims if dims is None else dims, values)
 
-    def select(self, dim: int, index: int) -> State:
-        """The state of the tensor that ``select(dim, index)`` gives; ``dim`` is a stacked dimension."""
-        at = self.dims.index(dim)
-        values = {part[:at] + part[at + 1 :]: value for part, value in self.values.items() if part[at] == index}
-        return State(without(self.dims, dim), values)
+    def viewed(self, index_map: IndexMap) -> State | None:
+        """The state of a view of the tensor that arranges its dimensions, or takes some indices of stacked dimensions.
 
-    def narrow(self, dim: int, indices: range) -> State:
-        """The state of the slice with ``indices`` of stacked dimension ``dim``."""
-        at = self.dims.index(dim)
-        values = {
-            (*part[:at], indices.index(part[at]), *part[at + 1 :]): value
-            for part, value in self.values.items()
-            if part[at] in indices
-        }
-        return State(self.dims, values)
+        None if the view does more, or if its indices of stacked dimensions are no constants.
+        """
+        axes = index_map.axes()
+        if len(axes) != len(index_map.dims) or any(len(dim) != 1 for dim in index_map.dims):
+            return None
+        taken: dict[int, range] = {}
+        for axis, start in enumerate(index_map.starts):
+            (_, size, step), *_ = index_map.factors(axis) or [Factor(axis, 1)]
+            if axis not in self.dims:
+                if axis not in axes or not statically_known_true(size == index_map.base[axis]):
+                    return None
+            elif isinstance(start, int) and isinstance(size, int) and isinstance(step, int):
+                taken[axis] = range(start, start + size * step, step)
+            else:
+                return None
+        kept = [axis for axis in self.dims if axis in axes]
+        values = {}
+        for part, value in self.values.items():
+            place = dict(zip(self.dims, part, strict=True))
+            if all(index in taken[axis] for axis, index in place.items()):
+                values[tuple(taken[axis].index(place[axis]) for axis in kept)] = value
+        return State(tuple(map(axes.index, kept)), values) if values else None
 
 
 def without(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "ranges that overlap": lambda x: (x[:, 1:4], x[:, 3:]),
     "ranges of two dimensions": lambda x: (x[:, :2], x[:, :, 2:]),
     "a row and a range that has it": lambda x: (x[:, -1], x[:, 4:]),
+    "an element and its repetition": lambda x: x[None].expand(2, -1, -1, -1).unbind(),
+    "an unknown view": lambda x: (x.diagonal(), x[:, 3:]),
     "one part of a division twice": lambda x: (x.chunk(2, 2)[1], x.chunk(2, 2)[1].mT),
 }
 SEPARATE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -28,6 +30,8 @@ SEPARATE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "parts of a division": lambda x: x.split([2, 6], 2),
     "views of parts": lambda x: (x.unbind(0)[0].mT, x.unbind(0)[1].flatten()),
     "parts of two equal divisions": lambda x: (x.view(2, 6, 2, 4)[:, :, 0], x.view(2, 6, 2, 4)[:, :, 1]),
+    "a part of every unit": lambda x: (x.view(2, 6, 2, 4)[..., 0], x.view(2, 6, 2, 4)[..., 1:]),
+    "parts of merged dimensions": lambda x: x.flatten(1).split([5, 43], 1),
     "a part and a range": lambda x: (x.split(3, 1)[0], x[:, 3:]),
 }
 
