@@ -4,7 +4,8 @@
 :mod:`kvcompile.kernels.layout.packed_layout`). Eager and traced code follow one rule: **quantize on write, dequantize
 on read**. Writes of whole token vectors quantize them. Slices of tokens, sequences or heads and transposes are views of
 the same bytes. Copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes. Attention reads
-bytes (:mod:`kvcompile.packed.attention`). All other operators read dequantized values. :mod:`kvcompile.packed` imports the modules that define the operators.
+bytes (:mod:`kvcompile.packed.attention`). All other operators read dequantized values. :mod:`kvcompile.packed` imports
+the modules that define the operators.
 
 A write that cannot be carried out raises. Code that uses the address of the tensor (``data_ptr()`` is 0) does not see
 the cache, and no tensor subclass can detect this. Gradients pass straight through the quantization outside ``no_grad``.
