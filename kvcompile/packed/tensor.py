@@ -371,7 +371,8 @@ class PackedTensor(PackedSubclass):
             x = self.from_stored_axes(x.contiguous())
             return x.contiguous() if self.is_contiguous() else x
         x, stride = self.from_stored_axes(x), stride_of_clone(self)
-        return x if x.stride() == tuple(stride) else x.new_empty_strided(self.shape, stride).copy_(x)
+        is_clone = x.stride() == tuple(stride) and x.storage_offset() == 0  # `as_strided` counts from the storage
+        return x if is_clone else x.new_empty_strided(self.shape, stride).copy_(x)
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
