@@ -34,7 +34,8 @@ def lead_apart(one: Path, other: Path) -> bool:
     """Whether two paths from one value lead to disjoint ranges of it."""
     while len(one) > 1 and len(other) > 1 and _are_alike(one[1], other[1]):
         one, other = one[1:], other[1:]
-    if not isinstance(one[0].meta["val"], torch.Tensor):
+    leaves_its_operand = any(node.target is aten.as_strided.default for node in (*one[1:], *other[1:]))
+    if leaves_its_operand or not isinstance(one[0].meta["val"], torch.Tensor):
         return False
     maps = _reached(one), _reached(other)
     return any(_are_disjoint(*maps, axis) for axis in range(len(maps[0].base)))

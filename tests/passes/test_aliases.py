@@ -20,6 +20,7 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "a row and a range that has it": lambda x: (x[:, -1], x[:, 4:]),
     "an element and its repetition": lambda x: x[None].expand(2, -1, -1, -1).unbind(),
     "an unknown view": lambda x: (x.diagonal(), x[:, 3:]),
+    "memory beyond a range": lambda x: (x[:, :3].as_strided((2, 6, 8), (48, 8, 1)), x[:, 3:]),
     "one part of a division twice": lambda x: (x.chunk(2, 2)[1], x.chunk(2, 2)[1].mT),
 }
 SEPARATE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
