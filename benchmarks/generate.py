@@ -19,21 +19,14 @@ Inductor and Triton begin with empty caches on disk; a row may use kernels that 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import os
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from generating import LastLogits, Requests, empty_compiler_caches, forget_compiled, reset_peak, synchronize
 from llama import config, random_model
 from recording import Chart, Recorder, Row, argument, parse_arguments
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 import kvcompile
 from kvcompile.benching.machine import installed_version
@@ -83,90 +76,6 @@ CASES = {
 }
 
 
-class Clock(BaseStreamer):
-    """Notes the time of each token of a request."""
-
-    def __init__(self) -> None:
-        self.times = [time.perf_counter()]
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def to_first_token(self) -> float:
-        """Seconds until the first new token; before it, the streamer gets the prompt."""
-        return self.times[2] - self.times[0]
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds between tokens, from the second new token on."""
-        return [after - before for before, after in zip(self.times[2:], self.times[3:], strict=False)]
-
-
-class LastLogits:
-    """A logits processor that changes nothing and keeps the logits of the last step."""
-
-    logits: Tensor
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits = scores
-        return scores
-
-
-@dataclass(frozen=True)
-class Requests:
-    """Equal requests to one model.
-
-    Attributes:
-        model: the model.
-        prompt: token ids, [batch, context].
-        num_new_tokens: how many tokens to decode.
-        settings: further keywords of ``generate()``.
-    """
-
-    model: Any
-    prompt: Tensor
-    num_new_tokens: int
-    settings: dict[str, Any]
-
-    def run(self, clock: Clock | None = None, processors: tuple[Any, ...] = ()) -> Tensor:
-        """Token ids of the prompt and the answer, [batch, context + num_new_tokens]."""
-        settings = {**self.settings}
-        if "cache_config" in settings:
-            settings["cache_config"] = dict(settings["cache_config"])  # Transformers takes entries out of it
-        return self.model.generate(
-            input_ids=self.prompt,
-            attention_mask=torch.ones_like(self.prompt),
-            max_new_tokens=self.num_new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            streamer=clock,
-            logits_processor=list(processors),
-            **settings,
-        )
-
-    def clocked(self) -> Clock:
-        clock = Clock()
-        self.run(clock)
-        return clock
-
-    def error(self) -> float:
-        """The relative error of the last logits to those of the plain model, which is uncompiled for it.
-
-        Raises:
-            ArithmeticError: the error is larger than MAX_ERROR.
-        """
-        last = LastLogits()
-        tokens = self.run(processors=(last,))
-        kvcompile.uncompile(self.model)
-        expected = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=1).logits[:, 0]
-        return check(relative_error(last.logits, expected), "the last token of generate()", MAX_ERROR)
-
-
 @dataclass(frozen=True)
 class Felt:
     """Times of a case: of a whole first request, until the first token, and of a token."""
@@ -174,6 +83,19 @@ class Felt:
     first_call: float
     first_token: Timing
     token: Timing
+
+
+def error_of_last_token(requests: Requests) -> float:
+    """The relative error of the last logits to those of the plain model, which is uncompiled for it.
+
+    Raises:
+        ArithmeticError: the error is larger than MAX_ERROR.
+    """
+    last = LastLogits()
+    tokens = requests.run(processors=(last,))
+    kvcompile.uncompile(requests.model)
+    expected = requests.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=1).logits[:, 0]
+    return check(relative_error(last.logits, expected), "the last token of generate()", MAX_ERROR)
 
 
 def measure(recorder: Recorder, row: Row, case: Case, shape: Shape, args: argparse.Namespace) -> Felt:
@@ -197,41 +119,8 @@ def measure(recorder: Recorder, row: Row, case: Case, shape: Shape, args: argpar
     row |= {"tokens_per_second": shape.batch / token.seconds, "method": token.method}
     if DEVICE.type == "cuda":
         row["peak_megabytes"] = torch.cuda.max_memory_allocated() / 1e6
-    row["relative_error"] = requests.error()
+    row["relative_error"] = error_of_last_token(requests)
     return Felt(first_call, first_token, token)
-
-
-def reset_peak() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def empty_compiler_caches() -> Iterator[None]:
-    """In the block, Inductor and Triton find none of the code that other processes compiled."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    before = {name: os.environ.pop(name, None) for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update({name: str(Path(folder) / name.lower()) for name in names})
-        try:
-            yield
-        finally:
-            for name in names:
-                del os.environ[name]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def forget_compiled() -> None:
-    """Free the model of the last row, its compiled code and its CUDA graphs."""
-    torch._dynamo.reset()
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def compare(recorder: Recorder, shape: Shape, cases: list[Case], args: argparse.Namespace) -> None:

@@ -243,6 +243,6 @@ def refusals() -> str:
 
 def _refusal(reason: Reason) -> str:
     message = re.sub(r"\{(\w+)\}", r"*\1*", reason.value)
-    kind = "left alone" if reason.name in NOT_REFUSED else "refused"
+    kind = "skipped" if reason.name in NOT_REFUSED else "refused"
     remedy = f"{reason.remedy[0].upper()}{reason.remedy[1:]}."
     return f"### `{reason.name}`\n\n{kind}: {message}\n\n{remedy}"

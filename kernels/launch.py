@@ -7,7 +7,7 @@ is therefore computed once and cached.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,14 @@ from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
-from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of
+from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
-from kvcompile.kernels.store.launch import store, store_pair
+from kvcompile.kernels.store import launch as store_launch
+from kvcompile.kernels.store.launch import Positions
 from kvcompile.kernels.tiles.visible_range import visible_range_kernel, with_four_dimensions
-
-__all__ = ["attention", "dequantize", "store", "store_pair", "visible_range"]
 
 _layout = PackedLayout.parse
 
@@ -115,15 +114,15 @@ class Splits(NamedTuple):
     """The splits of an attention launch, whose outputs are merged.
 
     Attributes:
-        count: splits of the packed tokens. Their outputs are in the stored basis of values.
+        packed: splits of the packed tokens. Their outputs are in the stored basis of values.
         tile_tokens: tokens of a tile; 0 if splits do not take turns at tiles.
-        exact_count: splits of the exact blocks, which come after them. Their outputs are in the original basis.
+        exact: splits of the exact blocks, which come after them. Their outputs are in the original basis.
         exact_items: items of exact blocks, at which the splits take turns before the tiles.
     """
 
-    count: int
+    packed: int
     tile_tokens: int = 0
-    exact_count: int = 0
+    exact: int = 0
     exact_items: int = 0
 
 
@@ -139,8 +138,8 @@ def _merge_splits(
     """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``."""
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
-    one_split = splits.count == 1
-    rows_at_once, splits_at_once = (4, 1) if one_split else (1, 16 if splits.count <= 16 else 64)
+    one_split = splits.packed == 1
+    rows_at_once, splits_at_once = (4, 1) if one_split else (1, 16 if splits.packed <= 16 else 64)
     elements = rows_at_once * splits_at_once * value.padded_head_dim
     ranges, positions = lse, 0
     if call.ranges is not None and splits.tile_tokens > 0 and not one_split and q_len <= RANGES_AT_ONCE:
@@ -149,7 +148,7 @@ def _merge_splits(
         (ceil_div(num_rows, rows_at_once), 1, 1),
         (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out),
         (),
-        (num_rows, splits.count, splits.exact_count, splits.exact_items, num_heads, q_len, splits.tile_tokens),
+        (num_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len, splits.tile_tokens),
         (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early)),
         {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
     )
@@ -254,3 +253,50 @@ def visible_range(mask: Tensor) -> Tensor:
             {"num_warps": 8},
         )
     return out
+
+
+def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
+    """:func:`kvcompile.kernels.spec.packing.write_tokens_` on a GPU.
+
+    A position outside of the cache fails an assertion on the device.
+
+    Args:
+        data: packed data, uint8 [num_blocks, batch, num_kv_heads, block_bytes], or a reference to it; changed in place.
+        x: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, any strides.
+        positions: int64 [num_tokens] or [batch, num_tokens].
+        valid: bool of the shape of ``positions``, False for tokens that are not written; None writes all tokens.
+        spec: :attr:`PackedLayout.spec` of ``data``.
+        role: ``key`` or ``value``.
+
+    Raises:
+        ValueError: the format has scales per channel and the layout has no residual.
+    """
+    if x.numel() == 0:
+        return
+    layout = _layout(spec, cast(Role, role), x.shape[3])
+    if layout.format.has_levels:
+        store_launch.store(data, x, positions, valid, layout)
+    else:
+        store_latents(data, x, *Positions.of(positions, valid, x), layout)
+
+
+def store_pair(
+    k_data: Tensor,
+    v_data: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    k_spec: str,
+    v_spec: str,
+) -> None:
+    """:func:`store` of keys and values at the same positions, by one launch if one kernel serves both.
+
+    Arguments are the same as in :func:`store`, for keys and for values.
+    """
+    k_layout, v_layout = _layout(k_spec, "key", key.shape[3]), _layout(v_spec, "value", value.shape[3])
+    if key.numel() > 0 and k_layout.format.has_levels and v_layout.format.has_levels:
+        store_launch.store_pair(k_data, v_data, key, value, positions, valid, k_layout, v_layout)
+        return
+    store(k_data, key, positions, valid, k_spec, "key")
+    store(v_data, value, positions, valid, v_spec, "value")

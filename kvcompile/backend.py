@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any, overload
 
 import torch
-import torch._functorch.config
-from torch._dynamo.utils import dynamo_timed
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.utils import BoxedBool
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.compat.backends import ensure_registered
+from kvcompile.compat.graphs import copy_codegen, copy_parameter_sources, copy_source, forget_example
+from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner, without_autograd_cache
+from kvcompile.compat.observing import dynamo_timed
+from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
@@ -27,7 +27,7 @@ from kvcompile.passes.calling import in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.mark.mark_attention import mark_attention
-from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
 from kvcompile.passes.prove.candidate import Candidate
@@ -171,7 +171,7 @@ class _GraphCompiler:
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
         self.sites: list[Site] = []
-        self.views: list[SiteView] = []
+        self.surroundings: list[SiteSurroundings] = []
         self.graph = report.GraphReport(())
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
@@ -222,7 +222,7 @@ class _GraphCompiler:
     def _compile_packed(self) -> Any:
         # AOTAutograd's cache must stay off: its key does not cover inner_compile, so a hit would skip our passes.
         # Inductor's own cache is safe: its key covers the rewritten graph, which holds every decision of the policy.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        with without_autograd_cache():
             return compile_fx(
                 self.marked,
                 self._logical_inputs(),
@@ -232,7 +232,7 @@ class _GraphCompiler:
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
-        self.sites, self.views = packing.sites, packing.views
+        self.sites, self.surroundings = packing.sites, packing.surroundings
         self._report()
         if packing.rewritten is None:
             raise _NothingRewritten
@@ -267,7 +267,7 @@ class _GraphCompiler:
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
-        fake_mode = torch._guards.detect_fake_mode(self.example_inputs)
+        fake_mode = detect_fake_mode(self.example_inputs)
         assert fake_mode is not None, "Dynamo traces in a fake mode"
         placeholders = self.marked.graph.find_nodes(op="placeholder")
         inputs = list(self.example_inputs)
@@ -280,7 +280,7 @@ class _GraphCompiler:
 
     def _report(self) -> None:
         passes = self.packing.seconds if self.packing is not None else {}
-        self.graph = report.record(self.sites, self.views, weight_bytes(self.example_inputs), passes)
+        self.graph = report.record(self.sites, self.surroundings, weight_bytes(self.example_inputs), passes)
         self.stages.reported(self.graph)
         self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
@@ -304,21 +304,19 @@ def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> C
 def _copy(gm: GraphModule) -> GraphModule:
     """A module with a copy of the graph and the same parameters and constants.
 
-    The copy holds no reference to its example inputs. Any reference, even a weak one, would prevent their adoption.
+    The copy holds no reference to its example inputs.
     """
     graph = Graph()
     nodes: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, nodes))
-    graph.set_codegen(gm.graph._codegen)
+    copy_codegen(graph, gm.graph)
     graph.output_node().meta = dict(gm.graph.output_node().meta)
     for node, copy in nodes.items():
-        copy.meta.pop("grapharg", None)
-        if hasattr(node, "_dynamo_source"):
-            copy._dynamo_source = node._dynamo_source
+        forget_example(copy)
+        copy_source(copy, node)
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
-    # Without this attribute AOTAutograd treats the graph as exported: no input is a parameter with a fixed address.
-    result._param_name_to_source = getattr(gm, "_param_name_to_source", {})
+    copy_parameter_sources(result, gm)
     return result
 
 

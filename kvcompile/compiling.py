@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvcompile.backend import kvquant
+from kvcompile.compat.modules import drop_compiled_call
 from kvcompile.generation import Generation, is_generative
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
@@ -109,5 +110,5 @@ def uncompile(model: nn.Module) -> nn.Module:
     generation = Generation.of(model)
     if generation is not None:
         generation.remove()
-    model._compiled_call_impl = None
+    drop_compiled_call(model)
     return model

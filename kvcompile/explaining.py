@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
-from kvcompile.backend import kvquant as compile_graph
-from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.backend import kvquant
+from kvcompile.compat.modules import original_module
+from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
 
@@ -41,11 +41,7 @@ def explain(
     Raises:
         PolicyError: the policy does not exist or is wrong.
     """
-    options = {"policy": Policy.load(policy), "on_unsupported": "ignore"}
-
-    # Dynamo knows the backend by this function's name: after tracing, plain tensors may be swapped for packed ones.
-    def kvquant(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, options=options)
+    backend = kvquant(policy=Policy.load(policy), on_unsupported="ignore")
 
     def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -54,13 +50,13 @@ def explain(
     model = _with_own_buffers(model, memo)
     args, kwargs = copy.deepcopy((args, kwargs), memo)
     with collect_reports() as report, without_recompile_limit(), torch.no_grad():
-        torch.compile(with_new_code(run, "explain"), backend=kvquant)(model, *args, **kwargs)
+        torch.compile(with_new_code(run, "explain"), backend=backend)(model, *args, **kwargs)
     return report
 
 
 def _with_own_buffers(model: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
     """A copy of a module that shares its parameters; any other callable itself. ``memo`` is ``deepcopy``'s memo."""
-    model = getattr(model, "_orig_mod", model)
+    model = original_module(model)
     if not isinstance(model, nn.Module):
         return model
     memo.update((id(parameter), parameter) for parameter in model.parameters())

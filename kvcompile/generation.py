@@ -30,14 +30,21 @@ from kvcompile.backend import ConfiguredBackend
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
 from kvcompile.caches.static import attention_modules
 from kvcompile.call.key_outliers import examine
+from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
+from kvcompile.compat.transformers import COMPILES_FOR_ITSELF, PREPARE_CACHE, makes_dynamic_caches
+from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.report import report
 
 _ATTRIBUTE = "_kvcompile_generation"
 """The attribute of a model that holds its Generation."""
 
-_METHODS = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria")
-"""The methods of a model that a Generation replaces."""
+_METHODS = {
+    "generate": "generate",
+    PREPARE_CACHE: "prepare_cache",
+    COMPILES_FOR_ITSELF: "compiles_for_itself",
+}
+"""Maps each method of a model that a Generation replaces to the method of the Generation."""
 
 _COMPILED_CODE = threading.RLock()
 """Held while compiled code runs, because PyTorch refuses to run it while another thread traces a graph."""
@@ -92,11 +99,11 @@ class Generation:
         self._of_thread = threading.local()
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
-        self._compiled = torch.compile(model._call_impl, backend=backend, **how)
-        self._unrecorded = torch.compile(model._call_impl, backend=backend.with_mode("default"), **how)
-        self._recorded = torch.compile(model._call_impl, backend=backend.with_mode("reduce-overhead"), **how)
+        self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
+        self._unrecorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("default"), **how)
+        self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
-        replaced |= {"_compiled_call_impl": self._call_model, _ATTRIBUTE: self}
+        replaced |= {COMPILED_CALL: self._call_model, _ATTRIBUTE: self}
         self._before = {name: vars(model).get(name) for name in replaced}
         vars(model).update(replaced)
 
@@ -123,7 +130,7 @@ class Generation:
                 request.served = None  # the caller owns it from now on
         return result
 
-    def _prepare_cache_for_generation(
+    def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         request, cache = self._request, model_kwargs.get("past_key_values")
@@ -138,25 +145,25 @@ class Generation:
             if cache is not None:
                 model_kwargs["past_key_values"] = request.served = cache
         if request is None or request.served is None:
-            self._original("_prepare_cache_for_generation")(config, model_kwargs, mode, batch_size, max_cache_length)
+            self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
                 make_room(cache, max_cache_length, is_on_top=not _repeats_the_past(config, model_kwargs))
         if request is not None:
             request.decodes_with = None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)
 
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+    def compiles_for_itself(self, *args: Any, **kwargs: Any) -> bool:
         compiles = self._request is not None and self._request.decodes_with is not None
-        return not compiles and self._original("_valid_auto_compile_criteria")(*args, **kwargs)
+        return not compiles and self._original(COMPILES_FOR_ITSELF)(*args, **kwargs)
 
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._model._call_impl(*args, **kwargs)
+            return uncompiled_call(self._model)(*args, **kwargs)
         request, records = self._request, False
         if request is not None and not request.is_decode_step(kwargs):
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
             with _looking_at_keys(self._model, cache):
-                return self._model._call_impl(*args, **kwargs)
+                return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable
         compiled = self._compiled if request is None else self._recorded if records else self._unrecorded
@@ -196,7 +203,7 @@ class Generation:
             and config.use_cache is not False
             and not config.is_assistant  # an assistant passes the same cache to a series of growing requests
             and config.cache_implementation in (_GROWING if mode == _ASSISTED else _SERVED_CACHES)
-            and self._model._supports_default_dynamic_cache()
+            and makes_dynamic_caches(self._model)
             and "mamba" not in type(self._model).__name__.lower()
         )
 
@@ -228,7 +235,7 @@ class Generation:
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt repeats the tokens of the cache: the attention mask is then as long as the prompt."""
     mask = model_kwargs.get("attention_mask")
-    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
+    mask_length = mask.shape[1] if mask is not None else mask_length_of(config)
     return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
 
 
@@ -266,7 +273,7 @@ def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
         generation = Generation.of(self)
         if generation is None:
             return getattr(type(self), name)(self, *args, **kwargs)
-        return getattr(generation, name)(*args, **kwargs)
+        return getattr(generation, _METHODS[name])(*args, **kwargs)
 
     forward.__name__ = name  # pickle stores a method by name, so a copy gets the method of its class
     return MethodType(forward, model)

@@ -12,7 +12,7 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
 from kvcompile.passes.canonical.widen_rank_3 import Rank3Caches
 from kvcompile.passes.notes.sites import SiteNotes
-from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.formats import ChooseFormats
@@ -35,7 +35,7 @@ class Packing:
         widened: the inputs and outputs that were given a fourth dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
         notes: the role of each node, and its site.
-        views: the nodes around each site, before and after the rewrite.
+        surroundings: the nodes around each site, before and after the rewrite.
         rewriter: rewrites caches and attention; None until a site is accepted.
         layouts: each packed cache and its layout, by the node of the cache's last state.
         reduces_masks: whether the rewrite looks for rows of a mask that hide every key.
@@ -53,7 +53,7 @@ class Packing:
     widened: Rank3Caches = field(default_factory=Rank3Caches)
     candidates: list[Candidate] = field(default_factory=list)
     notes: SiteNotes | None = None
-    views: list[SiteView] = field(default_factory=list)
+    surroundings: list[SiteSurroundings] = field(default_factory=list)
     rewriter: CacheRewriter | None = None
     layouts: dict[Node, tuple[Cache, PackedLayout]] = field(default_factory=dict)
     reduces_masks: bool = False

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torch._dynamo.utils import dynamo_timed
-from torch._functorch.compile_utils import fx_graph_cse
-
+from kvcompile.compat.inductor import fx_graph_cse
+from kvcompile.compat.observing import dynamo_timed
 from kvcompile.kernels.layout.axes import RANK_3_AXES, rank_4_axes
 from kvcompile.passes.calling import GraphInput, with_parts_of_stacks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
@@ -23,7 +22,7 @@ from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
 from kvcompile.passes.notes.sites import SiteNotes
-from kvcompile.passes.notes.surroundings import SiteView, neighbourhoods
+from kvcompile.passes.notes.surroundings import SiteSurroundings, surroundings_of_sites
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
 from kvcompile.passes.prove.cache import AttentionOnLatents
@@ -119,7 +118,9 @@ def _find_caches(packing: Packing) -> None:
 def _note_sites(packing: Packing) -> None:
     packing.notes = SiteNotes(packing.sites, [candidate.attention for candidate in packing.candidates])
     packing.notes.note_logical(packing.gm)
-    packing.views = [SiteView(before) for before in neighbourhoods(packing.gm.graph, len(packing.sites))]
+    packing.surroundings = [
+        SiteSurroundings(before) for before in surroundings_of_sites(packing.gm.graph, len(packing.sites))
+    ]
 
 
 # The rewrite
@@ -177,10 +178,10 @@ def _lay_out_parts(packing: Packing) -> None:
 
 
 def _note_rewritten(packing: Packing) -> None:
-    after = neighbourhoods(packing.gm.graph, len(packing.sites))
-    packing.views = [
-        SiteView(view.before, packed if site.rewritten else None)
-        for site, view, packed in zip(packing.sites, packing.views, after, strict=True)
+    after = surroundings_of_sites(packing.gm.graph, len(packing.sites))
+    packing.surroundings = [
+        SiteSurroundings(around.before, packed if site.rewritten else None)
+        for site, around, packed in zip(packing.sites, packing.surroundings, after, strict=True)
     ]
 
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kvcompile.compat.gluon import reinterpreted
 from kvcompile.kernels.attention.prefill import softmax_step, visible_scores, visible_tiles
 from kvcompile.kernels.attention.softmax_tile import store_log_sum, tanh
 from kvcompile.kernels.formats import ds_mla_rows as spec
@@ -174,7 +175,7 @@ def _produce(
     batch, kv_head, _, _, _, _ = _rows(tiles[1], tiles[3], GROUP_SIZE, ROWS, ROW)
     bounds, _, kv_len, num_pairs = _tiles(tiles, GROUP_SIZE, MASK, IS_CAUSAL, ROWS, TOKENS, ROW)
     data_ptr += batch * data_strides[1] + kv_head * data_strides[2]
-    pairs = latents._reinterpret(gl.int32, [NUM_BUFFERS, TOKENS, HEAD_DIM // 2], PAIRS)
+    pairs = reinterpreted(latents, gl.int32, [NUM_BUFFERS, TOKENS, HEAD_DIM // 2], PAIRS)
     tile = bounds[0]
     tile_ptr = data_ptr + tile.to(gl.int64) * data_strides[0]
     copy_codes(copies, tile_ptr, tile, kv_len, TOKENS)

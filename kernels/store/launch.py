@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from torch import Tensor
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import ASSERTING, Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.lang.triton import triton
-from kvcompile.kernels.latent.launch import store_latents
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale
-from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.layout.references import is_reference, strides_of
 from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
 from kvcompile.kernels.store.blocks import copy_tags_kernel, place_tokens_kernel, store_blocks_kernel
@@ -30,7 +29,7 @@ launch_copy_tags = Launcher(copy_tags_kernel)
 launch_store_blocks = Launcher(store_blocks_kernel)
 
 
-class _Positions(NamedTuple):
+class Positions(NamedTuple):
     """Where tokens are written: positions [batch, num_tokens], and which of them are valid.
 
     ``written`` is uint8 [batch, num_tokens] if ``has_valid`` is set. Otherwise all are valid, and it is not read.
@@ -41,7 +40,7 @@ class _Positions(NamedTuple):
     has_valid: bool
 
     @classmethod
-    def of(cls, positions: Tensor, valid: Tensor | None, x: Tensor) -> _Positions:
+    def of(cls, positions: Tensor, valid: Tensor | None, x: Tensor) -> Positions:
         """The positions of the tokens ``x``, from arguments that may broadcast over the batch."""
         size = x.shape[0], x.shape[2]
         positions = positions.expand(size)
@@ -79,30 +78,9 @@ class _Write(NamedTuple):
         return store_tiles(capability, self.operand, num_tokens, batch * num_kv_heads, num_sms)
 
 
-def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
-    """:func:`kvcompile.kernels.spec.packing.write_tokens_` on a GPU.
-
-    A position outside of the cache fails an assertion on the device.
-
-    Args:
-        data: packed data, uint8 [num_blocks, batch, num_kv_heads, block_bytes], or a reference to it; changed in place.
-        x: [batch, num_kv_heads, num_tokens, head_dim], any float dtype, any strides.
-        positions: int64 [num_tokens] or [batch, num_tokens].
-        valid: bool of the shape of ``positions``, False for tokens that are not written; None writes all tokens.
-        spec: :attr:`PackedLayout.spec` of ``data``.
-        role: ``key`` or ``value``.
-
-    Raises:
-        ValueError: the format has scales per channel and the layout has no residual.
-    """
-    if x.numel() == 0:
-        return
-    layout = PackedLayout.parse(spec, cast(Role, role), x.shape[3])
-    where = _Positions.of(positions, valid, x)
-    if not layout.format.has_levels:
-        store_latents(data, x, *where, layout)
-        return
-    write = _Write.of(data, x, layout)
+def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, layout: PackedLayout) -> None:
+    """:func:`kvcompile.kernels.launch.store` for a format with levels and at least one element."""
+    write, where = _Write.of(data, x, layout), Positions.of(positions, valid, x)
     if layout.residual is None:
         _store_tokens(write, where)
     elif x.shape[2] <= MAX_FEW_TOKENS:
@@ -118,26 +96,20 @@ def store_pair(
     value: Tensor,
     positions: Tensor,
     valid: Tensor | None,
-    k_spec: str,
-    v_spec: str,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
 ) -> None:
-    """:func:`store` of keys and values at the same positions, by one launch if one kernel serves both.
-
-    Arguments are the same as in :func:`store`, for keys and for values.
-    """
-    k_layout = PackedLayout.parse(k_spec, "key", key.shape[3])
-    v_layout = PackedLayout.parse(v_spec, "value", value.shape[3])
-    if key.numel() > 0 and k_layout.format.has_levels and v_layout.format.has_levels:
-        writes = _Write.of(k_data, key, k_layout), _Write.of(v_data, value, v_layout)
-        launch = _pair_launch(*writes)
-        if launch is not None:
-            launch(*writes, _Positions.of(positions, valid, key))
-            return
-    store(k_data, key, positions, valid, k_spec, "key")
-    store(v_data, value, positions, valid, v_spec, "value")
+    """:func:`store` of keys and values at the same positions, by one launch if one kernel serves both."""
+    writes = _Write.of(k_data, key, k_layout), _Write.of(v_data, value, v_layout)
+    launch = _pair_launch(*writes)
+    if launch is not None:
+        launch(*writes, Positions.of(positions, valid, key))
+        return
+    store(k_data, key, positions, valid, k_layout)
+    store(v_data, value, positions, valid, v_layout)
 
 
-def _pair_launch(key: _Write, value: _Write) -> Callable[[_Write, _Write, _Positions], None] | None:
+def _pair_launch(key: _Write, value: _Write) -> Callable[[_Write, _Write, Positions], None] | None:
     """The launch that writes keys and values together; None if each needs its own."""
     if key.capacity != value.capacity:
         return None
@@ -146,7 +118,7 @@ def _pair_launch(key: _Write, value: _Write) -> Callable[[_Write, _Write, _Posit
     return _store_tokens_of_pair if key.tiles == value.tiles else None
 
 
-def _store_tokens(write: _Write, where: _Positions) -> None:
+def _store_tokens(write: _Write, where: Positions) -> None:
     batch, num_kv_heads, num_tokens, _ = write.x.shape
     tiles = write.tiles
     launch_store(
@@ -159,7 +131,7 @@ def _store_tokens(write: _Write, where: _Positions) -> None:
     )
 
 
-def _store_tokens_of_pair(key: _Write, value: _Write, where: _Positions) -> None:
+def _store_tokens_of_pair(key: _Write, value: _Write, where: Positions) -> None:
     batch, num_kv_heads, num_tokens, _ = key.x.shape
     tiles = key.tiles
     launch_store_pair(
@@ -174,14 +146,14 @@ def _store_tokens_of_pair(key: _Write, value: _Write, where: _Positions) -> None
     )  # fmt: skip
 
 
-def _strides_of_pair(key: _Write, value: _Write, where: _Positions) -> tuple[tuple[int, ...], ...]:
+def _strides_of_pair(key: _Write, value: _Write, where: Positions) -> tuple[tuple[int, ...], ...]:
     return (
         strides_of(key.data), strides_of(value.data), key.x.stride(), value.x.stride(), where.position.stride(),
         where.written.stride(),
     )  # fmt: skip
 
 
-def _store_few(write: _Write, where: _Positions) -> None:
+def _store_few(write: _Write, where: Positions) -> None:
     batch, num_kv_heads, num_tokens, _ = write.x.shape
     launch_store_few(
         (num_tokens, num_kv_heads, batch),
@@ -193,7 +165,7 @@ def _store_few(write: _Write, where: _Positions) -> None:
     )
 
 
-def _store_few_pair(key: _Write, value: _Write, where: _Positions) -> None:
+def _store_few_pair(key: _Write, value: _Write, where: Positions) -> None:
     batch, num_kv_heads, num_tokens, _ = key.x.shape
     launch_store_few_pair(
         (num_tokens, 2 * num_kv_heads, batch),
@@ -207,10 +179,10 @@ def _store_few_pair(key: _Write, value: _Write, where: _Positions) -> None:
 
 def _few_warps(write: _Write) -> int:
     """Warps of a program: with scales per channel it encodes a whole block, otherwise one token."""
-    return 8 if write.operand.granularity == "channel" else 1
+    return 16 if write.operand.granularity == "channel" else 1
 
 
-def _store_blocks(write: _Write, where: _Positions) -> None:
+def _store_blocks(write: _Write, where: Positions) -> None:
     data, operand = write.data, write.operand
     batch, num_kv_heads, num_tokens, _ = write.x.shape
     num_blocks = write.capacity // operand.block_tokens

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvcompile.compat.modules import original_module, uncompiled_call
+from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.packed.tensor import PackedTensor
@@ -73,8 +74,8 @@ def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) ->
         ids = torch.zeros((batch_size, 1), dtype=torch.int64, device=next(model.parameters()).device)
         try:
             # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.
-            model = getattr(model, "_orig_mod", model)
-            model._call_impl(input_ids=ids, past_key_values=cache, use_cache=True)
+            model = original_module(model)
+            uncompiled_call(model)(input_ids=ids, past_key_values=cache, use_cache=True)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KVCompileError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
@@ -83,7 +84,7 @@ def _swap(plain: Tensor, packed: Tensor) -> None:
 
 
 def _refusal(plain: Tensor, reason: str) -> AdoptionError:
-    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, stays as it is: {reason}")
+    return AdoptionError(f"cache of shape {tuple(plain.shape)}, {plain.dtype}, was not packed: {reason}")
 
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
@@ -104,7 +105,7 @@ def _why_not_plain(plain: Tensor) -> str | None:
         return "it requires grad, and a packed cache has no gradient"
     if not plain.is_contiguous():
         return "it is not contiguous"
-    if plain._is_view():
+    if is_autograd_view(plain):
         return "it is a view of another tensor"
     storage = plain.untyped_storage()
     if storage.nbytes() != plain.nbytes:
@@ -113,8 +114,7 @@ def _why_not_plain(plain: Tensor) -> str | None:
         return f"its memory is shared with other processes, which {_MISSED}"
     if not storage.resizable():  # it came from from_numpy or from_dlpack, or has been exported
         return f"its memory may be that of a NumPy array, a file or another library, which {_MISSED}"
-    storage_users = torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
-    if plain._use_count() > 1 or storage_users > 1:  # type: ignore[attr-defined]
+    if num_users(plain) > 1:
         return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"
     if weakref.getweakrefs(plain):
         return "something holds a weak reference to it"

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvcompile.compat.tensors import is_autograd_view, is_traceable_wrapper_subclass
+from kvcompile.compat.tracing import FakeTensor
 from kvcompile.kernels.layout.axes import BLOCK_AXES
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.stack import PackedStack
@@ -89,7 +89,7 @@ def _is_persistent(value: Any, source: str) -> bool:
     step and never written. Other tensors are packed only where the graph writes them. A tensor that is an argument
     itself may be new at every call, and a tensor of a module may be a weight.
     """
-    if type(value) is not torch.Tensor or value.requires_grad or value._is_view() or not value.is_contiguous():
+    if type(value) is not torch.Tensor or value.requires_grad or is_autograd_view(value) or not value.is_contiguous():
         return False
     holder, _, attribute = source.rpartition(".")
     return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
@@ -28,6 +27,7 @@ from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeReader
+from kvcompile.compat.tensors import copy_each
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.layout.references import References
@@ -107,7 +107,7 @@ class PackedCall:
         mutated = [args[index] for index in self._returned]
         outputs = list(self._compiled(args))
         if mutated:
-            torch._foreach_copy_(mutated, outputs[-len(mutated) :])
+            copy_each(mutated, outputs[-len(mutated) :])
             del outputs[-len(mutated) :]
         for tensor, new_values in changed:
             store_changes(tensor, new_values)

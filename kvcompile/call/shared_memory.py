@@ -11,6 +11,7 @@ from itertools import islice
 
 from torch import Tensor
 
+from kvcompile.compat.tensors import storage_id
 from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.packed.live_view import LiveView
@@ -75,7 +76,7 @@ def _meeting(ranges: Sequence[range]) -> Iterator[tuple[int, int]]:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two parts whose addresses meet may have an element in common."""
     data, other_data = _data_of(one), _data_of(other)
-    same_storage = data.untyped_storage()._cdata == other_data.untyped_storage()._cdata
+    same_storage = storage_id(data) == storage_id(other_data)
     if not (same_storage and data.stride() == other_data.stride() and _is_box(one) and _is_box(other)):
         return True
     return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(_box(one), _box(other), strict=True))

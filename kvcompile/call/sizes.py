@@ -9,7 +9,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.printers import PythonPrinter
+
+from kvcompile.compat.symbols import PythonPrinter
 
 Size = int | torch.SymInt
 

@@ -18,7 +18,7 @@ from kvcompile.tables import table
 
 _MEASURES: dict[Measure, str] = {
     "payload": "Payload, codes without scales",
-    "allocated": f"Allocated, with scales, zero points and blocks of {BLOCK_TOKENS} tokens",
+    "allocated": f"Allocated, with metadata, {BLOCK_TOKENS}-token blocks and repeated heads",
 }
 
 
@@ -111,7 +111,8 @@ def explanation(plan: Plan) -> str:
     parts = [
         f"users = floor(budget / bytes(context)); budget = {plan.budget.nbytes}\n"
         "bytes(context) = sum over layers of num_kv_heads * (bytes of a key + bytes of a value) * tokens kept\n"
-        "not counted: activations and everything else that the reserve is for; the spare room of growing caches"
+        "allocated users also need the workspace of attention: the repeated heads of one layer, if its cache is plain\n"
+        "not counted: other activations and everything else that the reserve is for; the spare room of growing caches"
     ]
     parts.extend(_policy_formulas(policy.caches) for policy in plan.policies)
     if plan.weights is not None and plan.weights.parameters is not None:
@@ -128,6 +129,7 @@ def _policy_formulas(caches: PolicyCaches) -> str:
         lines.extend(f"    {line}" for line in _half_formulas(stored))
     for measure in ("payload", "stored", "allocated"):
         lines.append(f"  {measure:<9} = {caches.nbytes(measure)}")
+    lines.append(f"  workspace = {caches.workspace}")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ def ensure_registered(backend: Callable[..., Any], name: str) -> None:
     """Register ``backend`` with Dynamo, unless a backend is registered as ``name``.
 
     Dynamo keeps weak references to the inputs of a graph. It drops them after the compilation only if the backend, or a
-    backend that equals it, is registered. A cache with a weak reference could not be adopted.
+    backend that equals it, is registered. Without that, no plain cache could be adopted, and the report would say so.
     """
     try:
         lookup_backend(name)  # also loads and registers the backend of an entry point

@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from torch._inductor.codecache import PyCodeCache
+import torch
 
+from kvcompile.compat.recompiling import code_loader, missing_names, recompiling
 from kvcompile.debugging import stages
 from kvcompile.debugging.depyf import check_depyf, dumping_with_depyf
 from kvcompile.debugging.folder import DEPYF, INDEX, DumpFolder
-from kvcompile.debugging.recompile import recompiling
 from kvcompile.errors import KVCompileError
 from kvcompile.report.report import Report, collect_reports
 
@@ -45,7 +45,7 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
     and packed.
 
     Functions that were compiled before are compiled again inside the block, with Inductor's and AOTAutograd's caches
-    off. Their earlier code is used again after the block (:mod:`kvcompile.debugging.recompile`). The results of the
+    off. Their earlier code is used again after the block (:mod:`kvcompile.compat.recompiling`). The results of the
     program are the same with and without the block.
 
     >>> with kvcompile.debug("out/"):
@@ -60,10 +60,16 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
         The report of the block.
 
     Raises:
-        KVCompileError: the folder cannot be written or holds something else; depyf is missing; another debug() is open.
+        KVCompileError: the folder cannot be written or holds something else; depyf is missing; another debug() is open;
+            PyTorch is so new that it lacks a private name which only debug() needs.
     """
     path = Path(folder).expanduser().absolute()
     with _only_one(path):
+        if missing := missing_names():
+            raise KVCompileError(
+                f"debug() needs {', '.join(missing)}, which PyTorch {torch.__version__} lacks; `python -m kvcompile "
+                "doctor` lists the tested releases. Nothing else needs these names"
+            )
         if depyf:
             check_depyf()
         dump = DumpFolder(path)
@@ -104,7 +110,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _keeping_output_code(dump: DumpFolder) -> Iterator[None]:
     """Load Inductor's code from the dump, so that tracebacks and profiles name the dumped files."""
-    load = PyCodeCache.load_by_key_path
+    load = code_loader().load_by_key_path
 
     def load_by_key_path(
         key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **kwargs: Any
@@ -113,5 +119,5 @@ def _keeping_output_code(dump: DumpFolder) -> Iterator[None]:
             path = str(dump.output_code(stages.current_graph(), Path(path).read_text(encoding="utf-8")))
         return load(key, path, linemap, attrs, **kwargs)
 
-    with mock.patch.object(PyCodeCache, "load_by_key_path", load_by_key_path):
+    with mock.patch.object(code_loader(), "load_by_key_path", load_by_key_path):
         yield

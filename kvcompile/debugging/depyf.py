@@ -15,8 +15,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from torch._inductor.codecache import PyCodeCache
-
+from kvcompile.compat.recompiling import code_loader
 from kvcompile.errors import KVCompileError
 
 PROBLEMS = "problems.txt"
@@ -82,7 +81,7 @@ def _tamed(problems: list[str]) -> Iterator[None]:
         mock.patch.object(enable_debugging, "warnings", SimpleNamespace(warn=warn, warn_explicit=warn)),
         mock.patch.object(enable_debugging, "traceback", SimpleNamespace(print_exc=print_exc)),
         # The dump has the output code already, and PyTorch 2.13 passes arguments that depyf does not accept.
-        mock.patch.object(enable_debugging, "patched_load_by_key_path", PyCodeCache.load_by_key_path),
+        mock.patch.object(enable_debugging, "patched_load_by_key_path", code_loader().load_by_key_path),
         mock.patch.object(depyf.explain, "dump_src", safe_dump_src),
         mock.patch.object(utils, "_debug_get_cache_entry_list", live_cache_entries),
     ):

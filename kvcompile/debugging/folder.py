@@ -174,7 +174,7 @@ def _summary(graph: DumpedGraph, report: Report) -> str:
         return "It has no attention: plain Inductor compiles it."
     place = next(place for place, other in enumerate(report.graphs, start=1) if other is graph.report)
     totals = Report([graph.report]).totals
-    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
+    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.skipped} skipped"
     return f"Graph {place} of the report. Attention sites: {counts}."
 
 

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Protocol
 
-from torch._dynamo.utils import lazy_format_graph_code
-from torch._guards import CompileContext
-from torch._logging import trace_structured
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.observing import compile_id, lazy_format_graph_code, trace_structured
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.mark_attention import is_attention
 from kvcompile.passes.marker import Marker, is_marker
@@ -91,7 +89,7 @@ class GraphStages:
             sources: the user's name of each input of Dynamo's graph, by position.
         """
         self._sources = dict.fromkeys(Stage, sources)
-        self._compile_id = str(CompileContext.current_compile_id() or "outside of Dynamo")
+        self._compile_id = compile_id()
         self._watcher = _watcher
         self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
 

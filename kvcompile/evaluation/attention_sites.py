@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.mark.mark_attention import mark_attention

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.call.key_outliers import KeyOutliers
-from kvcompile.debugging.recompile import with_new_code, without_recompile_limit
+from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
@@ -158,7 +158,7 @@ class _Run:
                 for step, exact in zip(steps, expected, strict=True):
                     compared.add(step, exact.to(window.device), _targets(window, step))
                     self._advance(name)
-        notes = [*_left_alone(report), *report.notes, *map(str, found)]
+        notes = [*_skipped(report), *report.notes, *map(str, found)]
         return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
 
     def _compiled(self, policy: Policy) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def _formats(report: Report) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pairs))
 
 
-def _left_alone(report: Report) -> list[str]:
+def _skipped(report: Report) -> list[str]:
     """A line for every reason for which caches are not packed."""
     left = modules_by_reason(site for site in report.sites if not site.rewritten)
     return [f"{enumerate_modules(modules)} not packed: {reason}" for reason, modules in left.items()]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcompile.compat.modules import is_compiled_in_place, original_module
 from kvcompile.errors import did_you_mean
 from kvcompile.evaluation.errors import EvaluationError
 
@@ -126,9 +127,9 @@ def find_device(device: str | None) -> torch.device:
 
 def uncompiled(model: Any) -> Any:
     """The model without its compilation: the model itself, or an uncompiled copy with the same submodules."""
-    model = getattr(model, "_orig_mod", model)
+    model = original_module(model)
     # A copy of a module shares everything with the module except the result of Module.compile().
-    return copy.copy(model) if getattr(model, "_compiled_call_impl", None) is not None else model
+    return copy.copy(model) if is_compiled_in_place(model) else model
 
 
 def running_eagerly() -> contextlib.AbstractContextManager[None]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.compat.tensors import schema_of
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.repeated_heads import RepeatedHeads, unrepeated
@@ -177,7 +178,7 @@ def handles_attention(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def _without_auxiliaries(func: Any, out: Tensor) -> tuple[Any, ...]:
     """The results of an operator of a backend: ``out``, and nothing that only a backward pass reads."""
-    others = func._schema.returns[1:]
+    others = schema_of(func).returns[1:]
     return out, *(0 if isinstance(result.type, torch.IntType) else None for result in others)
 
 

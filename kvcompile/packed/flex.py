@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import create_mask
-from torch.utils._pytree import tree_map_only
 
+from kvcompile.compat.operators import flex_attention
+from kvcompile.compat.pytree import tree_map_only
+from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.packed.attention import attend, packed_caches
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.repeated_heads import RepeatedHeads

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kvcompile.compat.pytree import tree_leaves, tree_map_only
+from kvcompile.compat.tensors import is_autograd_view, storage_id
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
@@ -71,7 +72,7 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _count_write(x: PackedSubclass) -> None:
     """Increments the version of a live view's source after a write, unless PyTorch shares the version between them."""
-    if isinstance(x, LiveView) and not x.data_is_traced and not x._is_view() and not x.source.is_inference():
+    if isinstance(x, LiveView) and not x.data_is_traced and not is_autograd_view(x) and not x.source.is_inference():
         torch.autograd.graph.increment_version(x.source)
 
 
@@ -99,7 +100,7 @@ def _storages(cache: Tensor) -> set[int]:
         return {storage for part in cache.parts for storage in _storages(part)}
     if isinstance(cache, PackedPool):
         return _storages(cache.slots)
-    return {(cache.packed if isinstance(cache, PackedTensor) else cache).untyped_storage()._cdata}
+    return {storage_id(cache.packed if isinstance(cache, PackedTensor) else cache)}
 
 
 def store_changes(cache: Tensor, values: Tensor) -> None:

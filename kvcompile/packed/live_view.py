@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from kvcompile.compat.tensors import new_wrapper, without_modes
+from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.packed.op_table import general_rule, handles, is_view_op
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.stack import PackedStack
@@ -42,9 +43,7 @@ class LiveView(PackedSubclass):
         cls, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
     ) -> LiveView:
         """The view has the shape, strides and dtype of ``like``."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=source.device
-        )
+        return new_wrapper(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=source.device)
 
     def __init__(
         self, source: PackedSubclass, steps: tuple[ViewStep, ...], like: Tensor, offset: int | None = None
@@ -78,7 +77,7 @@ class LiveView(PackedSubclass):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> LiveView:
         steps, dtype = context
-        with _disable_current_modes():
+        with without_modes():
             like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return LiveView(inner["source"], steps, like)
 
@@ -134,8 +133,8 @@ def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
     if _is_functionalized(source):
         return view(viewed.dequantize())
     has_symbols = any(isinstance(extent, torch.SymInt) for extent in (*viewed.shape, *viewed.stride()))
-    fake_mode = torch._guards.detect_fake_mode() if has_symbols else None
-    with _disable_current_modes(), fake_mode or nullcontext():
+    fake_mode = detect_fake_mode() if has_symbols else None
+    with without_modes(), fake_mode or nullcontext():
         return view(geometry_of(viewed))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvcompile.compat.tensors import is_traceable_wrapper_subclass, storage_id
 
 
 def cache_nbytes(*caches: Any) -> int:
@@ -26,7 +27,7 @@ def cache_nbytes(*caches: Any) -> int:
             if is_traceable_wrapper_subclass(value):
                 pending.extend(getattr(value, name) for name in value.__tensor_flatten__()[0])
             else:
-                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+                storages[storage_id(value)] = value.untyped_storage().nbytes()
         elif isinstance(value, dict):
             pending.extend(value.values())
         elif isinstance(value, (list, tuple, set, frozenset)):

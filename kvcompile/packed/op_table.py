@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvcompile.compat.tensors import schema_of
+
 Handler = Callable[..., Any]
 _H = TypeVar("_H", bound=Handler)
 
@@ -37,7 +39,7 @@ def general_rule(rule: _H) -> _H:
 
 def is_view_op(func: Any) -> bool:
     """Whether a result of the operator aliases an argument that the operator does not write."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in returns)
 
 
@@ -51,7 +53,7 @@ def views_of_normal_tensors(func: Any, args: tuple[Any, ...]) -> AbstractContext
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of this call that the operator mutates."""
     written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written.extend(value if isinstance(value, (list, tuple)) else [value])

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.compat.dimension_marks import pass_marks_on
+from kvcompile.compat.tensors import new_wrapper
 from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.packed.dimension_marks import pass_marks_on
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 
@@ -36,7 +37,7 @@ class PackedPool(PackedSubclass):
     @staticmethod
     def __new__(cls, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> PackedPool:
         """A pool of logical ``size`` that shares the storage of ``slots``."""
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=slots.dtype, device=slots.device)
+        return new_wrapper(cls, size, dtype=slots.dtype, device=slots.device)
 
     def __init__(self, slots: PackedTensor, size: Sequence[int], heads_first: bool = False) -> None:
         self.slots = slots

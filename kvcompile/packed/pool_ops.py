@@ -33,7 +33,7 @@ def _with_slots(pool: PackedPool, slots: Any) -> PackedPool:
 
 
 def _slots_of(x: Any) -> PackedTensor:
-    assert isinstance(x, PackedTensor), "what views or copies slots as they are keeps them packed"
+    assert isinstance(x, PackedTensor), "a view or copy of whole slots is packed"
     return x
 
 

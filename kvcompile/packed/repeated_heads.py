@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.compat.tensors import new_wrapper
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
@@ -36,7 +37,7 @@ class RepeatedHeads(PackedSubclass):
     @staticmethod
     def __new__(cls, data: Tensor, size: Sequence[int]) -> RepeatedHeads:
         """A copy of shape ``size`` from ``data``: a packed cache, or plain values of that shape."""
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=data.dtype, device=data.device)
+        return new_wrapper(cls, size, dtype=data.dtype, device=data.device)
 
     def __init__(self, data: Tensor, size: Sequence[int]) -> None:
         is_packed = isinstance(data, PackedTensor)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.compat.dimension_marks import mark_weakly_dynamic, pass_marks_on
+from kvcompile.compat.tensors import new_wrapper
 from kvcompile.kernels.layout.axes import CACHE_RANK, PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.packed.dimension_marks import mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.pool import PackedPool, packed_of, slots_of
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -44,7 +45,7 @@ class PackedStack(PackedSubclass):
         cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
     ) -> PackedStack:
         """A stack of logical ``size`` that shares ``parts``. The first dimensions are the stacked ones by default."""
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=parts[0].dtype, device=parts[0].device)
+        return new_wrapper(cls, size, dtype=parts[0].dtype, device=parts[0].device)
 
     def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:
         self.stacked_dims = tuple(range(len(size) - parts[0].dim()) if stacked_dims is None else stacked_dims)

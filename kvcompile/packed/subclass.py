@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_map_only
 
+from kvcompile.compat.pytree import tree_map_only
+from kvcompile.compat.tensors import no_torch_function, not_traced, without_view_tracking
 from kvcompile.packed.op_table import GENERAL_RULES, Handler, views_of_normal_tensors
-
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _untracked(take_slice: Callable[..., Tensor]) -> Any:
@@ -30,12 +28,12 @@ def _untracked(take_slice: Callable[..., Tensor]) -> Any:
     grow.
     """
 
-    @_disable_dynamo
+    @not_traced
     @functools.wraps(take_slice)
     def slice_untracked(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.is_grad_enabled():
             return take_slice(self, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+        with without_view_tracking():
             return take_slice(self, *args, **kwargs)
 
     return slice_untracked
@@ -54,7 +52,7 @@ class PackedSubclass(torch.Tensor):
         cls.handlers = {}
 
     @classmethod
-    @_disable_dynamo
+    @not_traced
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         with views_of_normal_tensors(func, args):
@@ -78,7 +76,7 @@ class PackedSubclass(torch.Tensor):
         """The values, as a plain tensor of the same shape and dtype."""
         raise NotImplementedError
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     __getitem__ = _untracked(torch.Tensor.__getitem__)
     narrow = _untracked(torch.Tensor.narrow)  # type: ignore[assignment]

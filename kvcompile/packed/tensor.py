@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
+from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.packing import pack_blocks
 from kvcompile.kernels.spec.residual import header_of
-from kvcompile.packed.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
@@ -127,9 +128,7 @@ class PackedTensor(PackedSubclass):
         position of this tensor in its cache.
         """
         # No storage offset: fake tensors of a subclass cannot have one.
-        return torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device
-        )
+        return new_wrapper(cls, size, strides=stride, dtype=cache_meta.dtype, device=packed.device)
 
     def __init__(
         self,
@@ -305,7 +304,7 @@ class PackedTensor(PackedSubclass):
         The write increments the version of the cache behind this view, as for a plain tensor.
         """
         root = self.place.root
-        if root is not None and not self.data_is_traced and not self._is_view() and not root.is_inference():
+        if root is not None and not self.data_is_traced and not is_autograd_view(self) and not root.is_inference():
             torch.autograd.graph.increment_version(root)
         if self._lineage is not None:
             self._lineage.make_exclusive()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from kvcompile.compat.tensors import storage_id
+from kvcompile.compat.tracing import FunctionalTensor, converted_tensors, detect_fake_mode, functional_mode
 
 
 def is_traced(data: Tensor) -> bool:
@@ -25,8 +26,7 @@ def ends_functional_graph(data: Tensor) -> bool:
     During this copy the input is no functional tensor, although the functional mode is still on. The new contents were
     computed from the old ones, and ``copy_`` is the only write that the graph may contain.
     """
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    return mode is not None and not is_functionalized(data)
+    return functional_mode() is not None and not is_functionalized(data)
 
 
 def refuse_aliased_inputs(cache_type: type) -> None:
@@ -36,12 +36,11 @@ def refuse_aliased_inputs(cache_type: type) -> None:
     The check covers all tensors that the fake mode has converted. The fake mode also converts the base of a view, so
     the check may refuse a valid graph, but it accepts no invalid one.
     """
-    fake_mode = torch._guards.detect_fake_mode()
+    fake_mode = detect_fake_mode()
     if fake_mode is None:
         return
-    memo = fake_mode.fake_tensor_converter.meta_converter.tensor_memo
-    caches: list[Any] = [tensor for tensor in list(memo.values()) if isinstance(tensor, cache_type)]
-    storages = [cache.packed.untyped_storage()._cdata for cache in caches]
+    caches: list[Any] = [tensor for tensor in converted_tensors(fake_mode) if isinstance(tensor, cache_type)]
+    storages = [storage_id(cache.packed) for cache in caches]
     if len(set(storages)) < len(storages):
         raise NotImplementedError(
             "a compiled graph writes to a packed cache and takes two views of one packed cache as inputs; pass the "

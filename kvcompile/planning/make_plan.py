@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sympy
+
 from kvcompile.planning.capacity import bytes_at, longest_context, users_in
 from kvcompile.planning.config_file import Fields, read_config
 from kvcompile.planning.decode_time import ALL, WEIGHTS, DecodeModel, payoff
@@ -92,10 +94,12 @@ def _plan_policy(
 
 def _capacity(policy: PolicyCaches, measure: Measure, contexts: tuple[int, ...], budget: int) -> Capacity:
     nbytes = policy.nbytes(measure)
+    workspace = policy.workspace if measure == "allocated" else sympy.Integer(0)
     return Capacity(
-        longest_context=longest_context(budget, nbytes),
+        longest_context=longest_context(budget, nbytes + workspace),
         bytes_per_user={context: bytes_at(nbytes, context) for context in contexts},
-        users={context: users_in(budget, nbytes, context) for context in contexts},
+        workspace_per_user={context: bytes_at(workspace, context) for context in contexts},
+        users={context: users_in(budget, nbytes + workspace, context) for context in contexts},
     )
 
 

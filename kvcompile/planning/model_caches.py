@@ -55,6 +55,7 @@ class LayerCache:
         key_dim: channels of a key.
         value_dim: channels of a value; 0 if the values are read from the keys' vectors, as in latent attention.
         limit: the number of tokens, see ``kind``; None if all tokens are kept.
+        num_heads: query heads; 0 if the config does not name them, or if they read latents.
     """
 
     module: str
@@ -64,6 +65,7 @@ class LayerCache:
     key_dim: int
     value_dim: int
     limit: int | None = None
+    num_heads: int = 0
 
     @property
     def tokens(self) -> sympy.Expr:
@@ -174,7 +176,8 @@ class _Reader:
             return LayerCache(module, layer, "latent" if kind == "full" else kind, 1, width, 0, limit)
         key_dim = _head_dim(fields, _NUM_HEADS)
         value_dim = fields.integer("v_head_dim") or key_dim
-        return LayerCache(module, layer, kind, self._num_kv_heads(fields), key_dim, value_dim, limit)
+        num_heads = fields.integer(*_NUM_HEADS) or 0
+        return LayerCache(module, layer, kind, self._num_kv_heads(fields), key_dim, value_dim, limit, num_heads)
 
     def _num_kv_heads(self, fields: Fields) -> int:
         if fields.get("multi_query") is True:

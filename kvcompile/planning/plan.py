@@ -68,11 +68,13 @@ class Capacity:
     Attributes:
         longest_context: tokens of one user with the whole budget; None if the cache stops growing before that.
         bytes_per_user: bytes of one user's caches, by context.
+        workspace_per_user: further bytes that attention needs for one user, by context.
         users: number of users, by context.
     """
 
     longest_context: int | None
     bytes_per_user: Mapping[int, int]
+    workspace_per_user: Mapping[int, int]
     users: Mapping[int, int]
 
 
@@ -175,7 +177,12 @@ def _capacity_data(policy: PolicyPlan, measure: Measure) -> dict[str, Any]:
         "formula": str(policy.caches.nbytes(measure)),
         "longest_context": capacity.longest_context,
         "contexts": [
-            {"context": context, "bytes_per_user": nbytes, "users": capacity.users[context]}
+            {
+                "context": context,
+                "bytes_per_user": nbytes,
+                "workspace_per_user": capacity.workspace_per_user[context],
+                "users": capacity.users[context],
+            }
             for context, nbytes in capacity.bytes_per_user.items()
         ],
     }

@@ -45,6 +45,18 @@ class StoredCache:
             parts[storage.name] = parts.get(storage.name, sympy.Integer(0)) + nbytes
         return parts
 
+    @property
+    def workspace(self) -> sympy.Expr:
+        """Bytes for one user, in ``CONTEXT``, that attention of this layer needs beside the cache.
+
+        Models repeat the heads of a plain cache with fewer KV heads than query heads, for keys and values at once.
+        Attention on packed caches repeats none.
+        """
+        if self.key.format is not None or self.cache.num_heads <= self.cache.num_kv_heads:
+            return sympy.Integer(0)
+        widths = [storage.nbytes(width, self.cache.tokens, "allocated") for _, storage, width in self.halves]
+        return self.cache.num_heads * sympy.Add(*widths)
+
     def bytes_per_token(self, measure: Measure) -> int:
         """Bytes that one more token adds, without the padding of blocks."""
         vectors = [storage.bytes_per_token(width, measure) for _, storage, width in self.halves]
@@ -73,6 +85,11 @@ class PolicyCaches:
     def nbytes(self, measure: Measure) -> sympy.Expr:
         """Bytes of one user's cache, in ``CONTEXT``."""
         return sympy.Add(*(count * stored.nbytes(measure) for stored, count in self.groups.items()))
+
+    @property
+    def workspace(self) -> sympy.Expr:
+        """Bytes for one user, in ``CONTEXT``, that attention needs beside the caches. One layer runs at a time."""
+        return sympy.Max(*(stored.workspace for stored in self.groups), 0)
 
     def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
         """:meth:`nbytes` by the name of the storage."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvcompile.errors import UnsupportedSiteError
-from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.policy.policy import OnUnsupported
@@ -19,17 +19,17 @@ from kvcompile.report.weight_bytes import WeightBytes
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["rewritten", "refused", "left alone"]
+Outcome = Literal["rewritten", "refused", "skipped"]
 
 NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
 """Reasons without a fault: the policy leaves the cache alone, or the site has no cache."""
 
 
 def outcome(site: Site) -> Outcome:
-    """``rewritten``; ``left alone`` if the policy says so or there is no cache; otherwise ``refused``."""
+    """``rewritten``; ``skipped`` if the policy says so or there is no cache; otherwise ``refused``."""
     if site.rewritten:
         return "rewritten"
-    return "left alone" if site.reason_code in NOT_REFUSED else "refused"
+    return "skipped" if site.reason_code in NOT_REFUSED else "refused"
 
 
 def modules_by_reason(sites: Iterable[Site]) -> dict[str, list[str]]:
@@ -52,13 +52,13 @@ class GraphReport:
 
     Attributes:
         sites: the attention sites and their outcomes.
-        views: the graph around each site, for a drawing; empty if the graph was not analysed.
+        surroundings: the graph around each site, for a drawing; empty if the graph was not analysed.
         weights: the parameters among the inputs of the graph.
         passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order.
     """
 
     sites: tuple[Site, ...]
-    views: tuple[SiteView, ...] = ()
+    surroundings: tuple[SiteSurroundings, ...] = ()
     weights: tuple[WeightBytes, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Totals:
     """Sums over a report.
 
     Attributes:
-        graphs, sites, rewritten, refused, left_alone: counts.
+        graphs, sites, rewritten, refused, skipped: counts.
         calls: how often graphs with packed caches were called.
         plain_calls: how many of these calls ran as plain Inductor would.
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
@@ -124,7 +124,7 @@ class Totals:
     sites: int
     rewritten: int
     refused: int
-    left_alone: int
+    skipped: int
     calls: int
     plain_calls: int
     bytes_per_token_before: int
@@ -201,7 +201,7 @@ class ReportData:
             sites=len(self.sites),
             rewritten=outcomes["rewritten"],
             refused=outcomes["refused"],
-            left_alone=outcomes["left alone"],
+            skipped=outcomes["skipped"],
             calls=self.calls,
             plain_calls=sum(runs.num_plain for runs in self.runs.values()),
             bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),

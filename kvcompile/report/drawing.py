@@ -1,10 +1,10 @@
-"""Draw the neighbourhood of an attention site as SVG; colours come from the page's style sheet."""
+"""Draw the surroundings of an attention site as SVG; colours come from the page's style sheet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcompile.passes.notes.surroundings import Box, Neighbourhood
+from kvcompile.passes.notes.surroundings import Box, Surroundings
 from kvcompile.report.layout import Cell, lay_out
 from kvcompile.report.markup import Markup, element
 
@@ -17,21 +17,21 @@ _CHARACTER = 6.9
 _MAX_CHARACTERS = 34
 
 
-def draw(neighbourhood: Neighbourhood) -> tuple[Markup, float, float]:
+def draw(surroundings: Surroundings) -> tuple[Markup, float, float]:
     """The drawing for an ``svg`` or ``symbol`` element, its width and its height."""
-    boxes = neighbourhood.boxes
-    layout = lay_out([_size(box) for box in boxes], neighbourhood.edges)
+    boxes = surroundings.boxes
+    layout = lay_out([_size(box) for box in boxes], surroundings.edges)
     edges = (element("path", d=_curve(path), class_="edge", marker_end="url(#arrow)") for path in layout.edges)
     drawn = (_draw_box(box, cell) for box, cell in zip(boxes, layout.boxes, strict=True))
     moved = element("g", *edges, *drawn, transform=f"translate({_MARGIN:g} {_MARGIN:g})")
     return moved, layout.width + 2 * _MARGIN, layout.height + 2 * _MARGIN
 
 
-def describe(neighbourhood: Neighbourhood) -> str:
+def describe(surroundings: Surroundings) -> str:
     """The drawing in words, for screen readers."""
     sentences = []
-    for place, box in enumerate(neighbourhood.boxes):
-        used = [neighbourhood.boxes[source].label for source, target in neighbourhood.edges if target == place]
+    for place, box in enumerate(surroundings.boxes):
+        used = [surroundings.boxes[source].label for source, target in surroundings.edges if target == place]
         what = f"{box.label} ({'; '.join(box.detail)})" if box.detail else box.label
         sentences.append(f"{what} uses {', '.join(used)}." if used else f"{what}.")
     return " ".join(sentences)

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
-from kvcompile.passes.notes.surroundings import Neighbourhood, SiteView
+from kvcompile.passes.notes.surroundings import SiteSurroundings, Surroundings
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.report.data import Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
 from kvcompile.report.drawing import arrow_head, describe, draw
 from kvcompile.report.markup import Markup, element, join
 
 _TITLE = "KV caches under kvquant"
-_OUTCOMES: dict[Outcome, str] = {"rewritten": "✓", "refused": "✕", "left alone": "○"}
+_OUTCOMES: dict[Outcome, str] = {"rewritten": "✓", "refused": "✕", "skipped": "○"}
 _REASONS_IN_SIGHT = 6
 _COLUMNS = ("Layer", "Module", "Outcome", "Attention", "Keys", "Values", "Written by", "Bytes", "")
 
@@ -72,7 +72,7 @@ def _summary(report: ReportData) -> Markup:
     counts: dict[Outcome, int] = {
         "rewritten": totals.rewritten,
         "refused": totals.refused,
-        "left alone": totals.left_alone,
+        "skipped": totals.skipped,
     }
     shares = [(kind.replace(" ", "-"), count) for kind, count in counts.items()]
     legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
@@ -141,7 +141,7 @@ def _plural(count: int, noun: str) -> str:
 def _reasons(report: ReportData) -> Markup:
     """Every reason once, with its modules; the first few are unfolded."""
     items = []
-    for kind in ("refused", "left alone"):
+    for kind in ("refused", "skipped"):
         sites = [site for site in report.sites if outcome(site) == kind]
         for reason, modules in modules_by_reason(sites).items():
             items.append(element("li", _badge(kind), " ", _name(enumerate_modules(modules)), ": ", reason))
@@ -205,10 +205,10 @@ def _graph_rows(report: ReportData, number: int, drawings: _Drawings) -> Iterato
         yield element("tr", title, role="row", class_="graph")
     for place, site in enumerate(graph.sites):
         key = f"site-{number}-{place}"
-        view = graph.views[place] if graph.views else SiteView()
+        around = graph.surroundings[place] if graph.surroundings else SiteSurroundings()
         data = {"data_layer": site.layer, "data_graph": number, "data_outcome": outcome(site)}
         yield element("tr", *_cells(site, key), role="row", class_="site", **data)
-        details = element("td", *_details(site, view, drawings), colspan=len(_COLUMNS), role="cell")
+        details = element("td", *_details(site, around, drawings), colspan=len(_COLUMNS), role="cell")
         yield element("tr", details, role="row", class_="details", id=key)
 
 
@@ -240,7 +240,7 @@ def _once(texts: Iterator[str]) -> str:
     return ", ".join(dict.fromkeys(texts))
 
 
-def _details(site: Site, view: SiteView, drawings: _Drawings) -> Iterator[Markup]:
+def _details(site: Site, around: SiteSurroundings, drawings: _Drawings) -> Iterator[Markup]:
     if site.reason is not None:
         code = element("code", site.reason_code or "")
         yield element("p", f"Left to plain Inductor: {site.reason} (", code, ").")
@@ -248,9 +248,9 @@ def _details(site: Site, view: SiteView, drawings: _Drawings) -> Iterator[Markup
             yield element("p", f"To do: {site.remedy}.")
     for cache in site.caches:
         yield _cache(cache)
-    for name, neighbourhood in (("Before the rewrite", view.before), ("After the rewrite", view.after)):
-        if neighbourhood is not None:
-            yield drawings.figure(name, neighbourhood)
+    for name, surroundings in (("Before the rewrite", around.before), ("After the rewrite", around.after)):
+        if surroundings is not None:
+            yield drawings.figure(name, surroundings)
 
 
 def _cache(cache: CacheSummary) -> Markup:
@@ -272,13 +272,13 @@ class _Drawings:
     """All drawings of a page. Equal drawings are stored once, because most layers of a model look the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Neighbourhood, tuple[str, float, float]] = {}
+        self._known: dict[Surroundings, tuple[str, float, float]] = {}
         self._symbols: list[Markup] = []
         self._texts: list[Markup] = []
 
-    def figure(self, name: str, neighbourhood: Neighbourhood) -> Markup:
-        """A figure with the drawing of ``neighbourhood``."""
-        key, width, height = self._drawn(neighbourhood)
+    def figure(self, name: str, surroundings: Surroundings) -> Markup:
+        """A figure with the drawing of ``surroundings``."""
+        key, width, height = self._drawn(surroundings)
         picture = element(
             "svg",
             element("use", href=f"#{key}"),
@@ -299,11 +299,11 @@ class _Drawings:
         symbols = element("svg", element("defs", arrow_head()), *self._symbols, class_="unseen", aria_hidden="true")
         return join([symbols, element("div", *self._texts, hidden=True)])
 
-    def _drawn(self, neighbourhood: Neighbourhood) -> tuple[str, float, float]:
-        if neighbourhood not in self._known:
+    def _drawn(self, surroundings: Surroundings) -> tuple[str, float, float]:
+        if surroundings not in self._known:
             key = f"drawing-{len(self._known) + 1}"
-            content, width, height = draw(neighbourhood)
-            self._known[neighbourhood] = (key, width, height)
+            content, width, height = draw(surroundings)
+            self._known[surroundings] = (key, width, height)
             self._symbols.append(element("symbol", content, id=key))
-            self._texts.append(element("p", describe(neighbourhood), id=f"{key}-text"))
-        return self._known[neighbourhood]
+            self._texts.append(element("p", describe(surroundings), id=f"{key}-text"))
+        return self._known[surroundings]

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._dynamo.utils import counters
-
-from kvcompile.passes.notes.surroundings import SiteView
+from kvcompile.compat.observing import counters
+from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.site import Site
 from kvcompile.report.data import GraphReport, ReportData, outcome
 from kvcompile.report.html import page
@@ -58,13 +57,13 @@ _collecting: list[Report] = []
 
 def record(
     sites: Iterable[Site],
-    views: Iterable[SiteView] = (),
+    surroundings: Iterable[SiteSurroundings] = (),
     weights: Iterable[WeightBytes] = (),
     passes: Mapping[str, float] | None = None,
 ) -> GraphReport:
     """Count, log and keep the outcome of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(views), tuple(weights), passes or {})
+    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {})
     with _lock:
         _last = Report([graph])
         for report in _collecting:

@@ -30,7 +30,7 @@ def render(report: ReportData) -> str:
         console.print(title if twin == number else f"{title}, as in graph {twin}")
         if rows and twin == number:
             console.print(_table(rows))
-    for kind in ("refused", "left alone"):
+    for kind in ("refused", "skipped"):
         sites = [site for site in report.sites if outcome(site) == kind]
         remedies = {site.reason: site.remedy for site in sites}
         for reason, modules in modules_by_reason(sites).items():
@@ -72,7 +72,7 @@ def _joined(halves: Iterable[str], separator: str = " / ") -> str:
 
 
 def _totals(totals: Totals) -> str:
-    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.left_alone} left alone"
+    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.skipped} skipped"
     text = f"{totals.sites} attention sites: {counts}"
     if totals.plain_calls:
         text += f"\n{totals.plain_calls} of {totals.calls} calls ran as plain Inductor would"

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvcompile.compat.tensors import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)

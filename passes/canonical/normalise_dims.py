@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from kvcompile.compat.tensors import schema_of
 from kvcompile.passes.graph.aten import LIST_OPS, VIEW_OPS, WRITE_OPS
 
 _OPS = VIEW_OPS | WRITE_OPS | LIST_OPS | {torch.ops.aten.select.int, torch.ops.aten.sym_size.int}
@@ -21,7 +22,7 @@ def normalise_dims(graph: Graph) -> None:
     """Add the rank to negative dimensions of views, writes and selections."""
     for node in graph.nodes:
         if node.target in _OPS:
-            names = [argument.name for argument in node.target._schema.arguments]
+            names = [argument.name for argument in schema_of(node.target).arguments]
             node.args = tuple(_counted(node, name, value) for name, value in zip(names, node.args, strict=False))
             node.kwargs = {name: _counted(node, name, value) for name, value in node.kwargs.items()}
 

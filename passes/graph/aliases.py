@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 
@@ -57,7 +58,7 @@ def _views_to(node: Node) -> Path:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return node.args[0].target in LIST_OPS
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _reached(path: Path) -> IndexMap:

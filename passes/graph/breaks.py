@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._dynamo.utils import graph_break_reasons
 from torch.fx import Graph, Node
+
+from kvcompile.compat.observing import graph_break_reasons
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S*)(?:\n\s*(?P<code>.*))?')
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)$")

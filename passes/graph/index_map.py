@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
+from kvcompile.compat.pytree import tree_leaves
+from kvcompile.compat.tensors import schema_of
 from kvcompile.passes.graph.aten import CASTS, LIST_OPS, RESHAPES, SAME_OPS, SQUEEZES, Size, known_size, shape_of
 
 aten = torch.ops.aten
@@ -261,7 +262,7 @@ def _range(index_map: IndexMap, whole: Node, dim: int, start: Size, size: Size, 
 
 def arguments(node: Node) -> list[Any]:
     """The positional arguments of an operator, however they are passed."""
-    given, places = node.args, enumerate(node.target._schema.arguments)
+    given, places = node.args, enumerate(schema_of(node.target).arguments)
     return [
         given[place] if place < len(given) else node.kwargs.get(known.name, known.default_value)
         for place, known in places

@@ -8,21 +8,21 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from kvcompile.compat.inductor import select_decomp_table
+from kvcompile.compat.pytree import tree_map_only
+from kvcompile.compat.symbols import PythonReferenceAnalysis, sympy_interp
+from kvcompile.compat.tracing import FakeTensor, FakeTensorMode
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
     """The fake mode of the values of ``graph``."""
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch._subclasses.FakeTensor):
+        if isinstance(value, FakeTensor):
             return value.fake_mode
     raise ValueError("the graph has no fake tensor")
 
@@ -43,7 +43,7 @@ def insert_call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def _compute_value(node: Node) -> None:
-    args, kwargs = pytree.tree_map_only(Node, lambda operand: operand.meta["val"], (node.args, node.kwargs))
+    args, kwargs = tree_map_only(Node, lambda operand: operand.meta["val"], (node.args, node.kwargs))
     with fake_mode_of(node.graph):
         node.meta["val"] = node.target(*args, **kwargs)
 
@@ -76,7 +76,7 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
         if node.op == "placeholder":
             env[node] = next(arguments)
         elif node.op == "output":
-            return pytree.tree_map_only(Node, env.__getitem__, node.args[0])
+            return tree_map_only(Node, env.__getitem__, node.args[0])
         elif node.op == "get_attr":
             raise ValueError(f"{fn} captures the tensor constant {node.target}; inlined code must make its own tensors")
         else:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch.fx import Graph, Node
 
+from kvcompile.compat.graphs import source_of
+from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.graph.breaks import graph_break_before, innermost_place, reads_a_number
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.graph.states import first_state
@@ -33,9 +34,7 @@ def name_inputs(names: Mapping[Node, str]) -> None:
 
 def source_name(placeholder: Node) -> str:
     """Dynamo's name of an input of its graph: ``L['cache'].layers[0].keys``."""
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", None)
-    return (name() if callable(name) else name) or placeholder.name
+    return source_of(placeholder)
 
 
 def input_name(placeholder: Node) -> str:
@@ -120,4 +119,4 @@ def _operator(node: Node) -> str:
     if node.target is GATHER_SLOTS:
         return "an index that gathers tokens"
     called = node.meta.get("original_aten", node.target)
-    return str(called.overloadpacket) if isinstance(called, torch._ops.OpOverload) else node.name
+    return str(called.overloadpacket) if isinstance(called, OpOverload) else node.name

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from kvcompile.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from kvcompile.compat.pytree import tree_leaves
+from kvcompile.compat.tensors import is_traceable_wrapper_subclass, schema_of, storage_id
 from kvcompile.passes.graph.aten import same_sizes
 from kvcompile.passes.graph.names import input_name, with_line
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _NAMESPACES = (operator, torch, F, torch.special, torch.Tensor)
 
 _IN_PLACE_OPERATORS = {
@@ -287,11 +288,11 @@ def mutated_by(node: Node) -> list[Node]:
 def _written_by_operator(node: Node) -> list[Node]:
     """The arguments that an operator changes. A packet chooses one of its overloads when it runs: here all count."""
     op = node.target
-    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     written = [
         node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         for overload in overloads
-        for place, argument in enumerate(overload._schema.arguments)
+        for place, argument in enumerate(schema_of(overload).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
     ]
     return list(dict.fromkeys(_nodes(written)))
@@ -321,7 +322,7 @@ def _is_of_torch(target: Any) -> bool:
     """Whether ``target`` is a function of PyTorch or Python, whose name tells whether it changes an argument."""
     module = getattr(target, "__module__", None) or ""
     of_torch = module.split(".")[0] in ("torch", "_operator", "builtins", "math") or bool(_name_of_function(target))
-    return of_torch and not isinstance(target, torch._ops.HigherOrderOperator)
+    return of_torch and not isinstance(target, HigherOrderOperator)
 
 
 def may_overlap(first: Node, second: Node) -> bool:
@@ -335,7 +336,7 @@ def may_overlap(first: Node, second: Node) -> bool:
     one, other = value_of(first), value_of(second)
     if not (one.layout is other.layout is torch.strided):
         return one.layout is other.layout
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+    if storage_id(one) != storage_id(other):
         return False
     (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
     return not (statically_known_true(end <= other_begin) or statically_known_true(other_end <= begin))

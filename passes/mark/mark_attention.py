@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.operators import scaled_dot_product_attention
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.match import match_attention
@@ -27,7 +28,7 @@ from kvcompile.passes.marker import Marker, is_marker
 
 _SDPA = (
     F.scaled_dot_product_attention,
-    torch._C._nn.scaled_dot_product_attention,
+    scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
 _PARAMETERS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")

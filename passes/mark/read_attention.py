@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
+from kvcompile.compat.pytree import tree_leaves
 from kvcompile.passes.mark.axes import Axis, Layout, axes_of, regroup
 from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
 from kvcompile.passes.mark.products import Product

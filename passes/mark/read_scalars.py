@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 
+from kvcompile.compat.pytree import tree_leaves, tree_map
 from kvcompile.passes.mark.calls import CASTS, SAME_VALUE, called, mutated_by, read_call, value_of
 from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.mark.writer import GraphWriter

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
+from kvcompile.compat.pytree import tree_map_only
+from kvcompile.compat.tracing import FakeTensor, FakeTensorMode
 from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.marker import Marker

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.graphs import calling_for_new_nodes
+
 _KEY = "kvcompile_role"
 
 
@@ -53,10 +55,7 @@ def noting_new_nodes(gm: GraphModule, role: Callable[[Node], NodeRole]) -> Itera
     def remember(node: Node) -> None:
         made.append(node)
 
-    gm._register_create_node_hook(remember)
-    try:
+    with calling_for_new_nodes(gm, remember):
         yield
-    finally:
-        gm._unregister_create_node_hook(remember)
     for node in made:  # at the end, because node_copy overwrites the metadata of the node that it makes
         note_role(node, role(node))

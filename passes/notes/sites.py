@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.tensors import schema_of
 from kvcompile.passes.graph.aten import view_chain
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.notes.roles import NodeRole, note_role, noting_new_nodes
@@ -81,5 +82,5 @@ def _operands(marker: Node) -> Iterator[tuple[str, Node, Sequence[Node]]]:
 def _packed_name(node: Node, cache: Cache) -> str:
     if node.op == "placeholder":
         return f"packed {cache.role} cache"
-    mutates = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
+    mutates = (schema := schema_of(node.target)) is not None and schema.is_mutable
     return f"{cache.role} write back" if mutates else f"{cache.role} store"

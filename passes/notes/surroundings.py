@@ -1,4 +1,4 @@
-"""The neighbourhood of an attention site in a graph, small enough to keep and to draw.
+"""The surroundings of an attention site in a graph, small enough to keep and to draw.
 
 All nodes with the same role for the site (:mod:`kvcompile.passes.notes.roles`) become one box. Each other node that
 they use, or that uses them, becomes a box of its own. Boxes hold text only, so that they do not keep the graph alive.
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.passes.notes.roles import role_of
 
 BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
@@ -40,7 +41,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Neighbourhood:
+class Surroundings:
     """Boxes in the order of the graph, and edges ``(from, to)`` between their positions."""
 
     boxes: tuple[Box, ...]
@@ -48,15 +49,15 @@ class Neighbourhood:
 
 
 @dataclass(frozen=True)
-class SiteView:
-    """The neighbourhood of one site in the ATen graph and in the rewritten graph; None where it has none."""
+class SiteSurroundings:
+    """The surroundings of one site in the ATen graph and in the rewritten graph; None where it has none."""
 
-    before: Neighbourhood | None = None
-    after: Neighbourhood | None = None
+    before: Surroundings | None = None
+    after: Surroundings | None = None
 
 
-def neighbourhoods(graph: Graph, num_sites: int) -> list[Neighbourhood | None]:
-    """The neighbourhood of every site; None for a site without any node that has a role for it."""
+def surroundings_of_sites(graph: Graph, num_sites: int) -> list[Surroundings | None]:
+    """The surroundings of every site; None for a site without any node that has a role for it."""
     members: list[dict[Node, str]] = [{} for _ in range(num_sites)]
     order: dict[Node, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -64,10 +65,10 @@ def neighbourhoods(graph: Graph, num_sites: int) -> list[Neighbourhood | None]:
         role = role_of(node)
         for site in role.sites if role is not None else ():
             members[site][node] = role.name if role is not None else ""
-    return [_neighbourhood(names, order) if names else None for names in members]
+    return [_surroundings(names, order) if names else None for names in members]
 
 
-def _neighbourhood(names: dict[Node, str], order: dict[Node, int]) -> Neighbourhood:
+def _surroundings(names: dict[Node, str], order: dict[Node, int]) -> Surroundings:
     groups: dict[Hashable, list[Node]] = {}
     for node, name in names.items():
         groups.setdefault(name, []).append(node)
@@ -89,7 +90,7 @@ def _neighbourhood(names: dict[Node, str], order: dict[Node, int]) -> Neighbourh
         if source in places and places[source] != place and (source in names or node in names)
     }
     boxes = (_role_box(key, nodes) if isinstance(key, str) else _node_box(nodes[0]) for key, nodes in ordered)
-    return Neighbourhood(tuple(boxes), tuple(sorted(edges)))
+    return Surroundings(tuple(boxes), tuple(sorted(edges)))
 
 
 def _role_box(name: str, nodes: list[Node]) -> Box:
@@ -126,7 +127,7 @@ def operation_name(node: Node) -> str:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return f"{operation_name(node.args[0])}[{node.args[1]}]"
     target = node.args[0] if str(node.target) == "auto_functionalized_v2" else node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket).removeprefix("aten.").removeprefix("prims.")
     return str(getattr(target, "__name__", target))
 

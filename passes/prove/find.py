@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
+from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
@@ -41,20 +41,20 @@ class CacheFinder:
     """Finds caches by the value that attention reads, and remembers them, so that sites can share a cache."""
 
     def __init__(
-        self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], held_inputs: Collection[Node] = ()
+        self, graph: Graph, packed_inputs: Mapping[Node, PackedInput], read_only_caches: Collection[Node] = ()
     ) -> None:
         """
         Args:
             graph: functional ATen graph with markers.
             packed_inputs: placeholders that arrive as packed caches.
-            held_inputs: placeholders of plain tensors that may be packed although the graph only reads them.
+            read_only_caches: placeholders of plain tensors that may be packed although the graph only reads them.
         """
         self.output = graph.output_node()
         self.outputs = frozenset(node for node in self.output.args[0] if isinstance(node, Node))
         self.windows = windows_of(self.output)
         self.dropping = frozenset(window.slice for window in self.windows.values() if window.drops_appended)
         self.packed_inputs = packed_inputs
-        self.held_inputs = held_inputs
+        self.read_only_caches = read_only_caches
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
 
@@ -202,7 +202,7 @@ class CacheFinder:
             if not writes:
                 if _is_overwritten(base):
                     raise Refusal(Reason.read_before_write, role=role, source=cache_name(base))
-                if base in self.packed_inputs or (base in self.held_inputs and not read.gathers):
+                if base in self.packed_inputs or (base in self.read_only_caches and not read.gathers):
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
             write_back = _find_write_back(root, base, read.axes, axes)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.operators import OpOverload
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aliases import lead_apart
 from kvcompile.passes.graph.aten import SELECTIONS, VIEW_OPS, WRITE_OPS, shape_of
@@ -76,7 +77,7 @@ def _values_of(node: Node) -> list[Node]:
     operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
     if len(operands) < 2 or node.target in _ARRANGING:
         return operands
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return []
     size = node.meta["val"].numel()
     return [operand for operand in operands if statically_known_true(operand.meta["val"].numel() == size)]

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.operators import auto_functionalized_v2
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.references import reference_strides
 from kvcompile.passes.calling import Rewritten

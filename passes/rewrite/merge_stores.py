@@ -9,9 +9,9 @@ import operator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
+from kvcompile.compat.operators import auto_functionalized_v2
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 
 STORE = torch.ops.kvcompile.store.default

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from kvcompile.compat.pytree import tree_map_only
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.passes.calling import JoinedOutput, Rewritten, SplitStack
 from kvcompile.passes.graph.inline import insert_call, size_node
@@ -166,6 +166,6 @@ class _Splitter:
         return self._made[value]
 
     def _make(self, value: Made) -> Node:
-        args = pytree.tree_map_only((Initial, Made, Node), self._node_of, value.args)
+        args = tree_map_only((Initial, Made, Node), self._node_of, value.args)
         with self._graph.inserting_before(value.at):
             return insert_call(self._graph, value.target, *args, **value.kwargs)

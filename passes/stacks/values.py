@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
 
+from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.passes.graph.aten import same_sizes, shape_of
 from kvcompile.passes.graph.index_map import Factor, IndexMap
@@ -42,7 +42,7 @@ class Made:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def operands(self) -> Iterator[Value]:
-        return (leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, (Initial, Made, Node)))
+        return (leaf for leaf in tree_leaves(self.args) if isinstance(leaf, (Initial, Made, Node)))
 
 
 Value: TypeAlias = Initial | Made | Node

@@ -203,7 +203,7 @@ def test_caches_that_cannot_serve_as_both_are_refused(policy: str, width: int, r
 
 
 @pytest.mark.usefixtures("without_code_generation")
-def test_a_tensor_that_another_attention_reads_as_values_is_left_alone() -> None:
+def test_a_tensor_that_another_attention_reads_as_values_is_skipped() -> None:
     def both(q: Tensor, latents: Tensor, mask: Tensor) -> Tensor:
         other = F.scaled_dot_product_attention(q, self_keys, latents, attn_mask=mask, enable_gqa=True)
         return other + grouped(q, latents, mask)

@@ -129,7 +129,7 @@ def one_head_for_all(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
 
 def one_growing_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
     """Multi-query attention whose keys and values grow by concatenation."""
-    for name, x in (("keys", k[:, :, 0] * 1), ("values", v[:, :, 0] * 1)):
+    for name, x in (("keys", k[:, :, 0] + 1), ("values", v[:, :, 0] + 1)):
         caches[name] = torch.cat([caches[name], x], 1) if caches.get(name) is not None else x
     keys, values = caches["keys"].unsqueeze(1), caches["values"].unsqueeze(1)
     visible = causal(q.shape[1], keys.shape[2], start)
@@ -155,7 +155,7 @@ def deepseek(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Ten
 def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
     """[S, B * H, D], as in ``nn.MultiheadAttention``: sequences and heads form one batch of matrices."""
     n = q.shape[1]
-    q, k, v = (x.transpose(0, 1).reshape(n, -1, HEAD_DIM) * 1 for x in (q, k, v))
+    q, k, v = (x.transpose(0, 1).reshape(n, -1, HEAD_DIM) + 1 for x in (q, k, v))
     for name, x in (("keys", k), ("values", v)):
         caches[name] = torch.cat([caches[name], x]) if caches.get(name) is not None else x
     scores = torch.bmm(q.transpose(0, 1) * HEAD_DIM**-0.5, caches["keys"].permute(1, 2, 0))
@@ -167,7 +167,7 @@ def torch_multi_head(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int
 def merged_heads(q: Tensor, k: Tensor, v: Tensor, caches: Caches, start: int) -> Tensor:
     """[B * H, S, D], as in sequence-to-sequence toolkits: each head of each sequence is an entry of the batch."""
     n = q.shape[1]
-    q, k, v = (x.transpose(1, 2).reshape(-1, n, HEAD_DIM) * 1 for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).reshape(-1, n, HEAD_DIM) + 1 for x in (q, k, v))
     for name, x in (("keys", k), ("values", v)):
         caches[name] = torch.cat([caches[name], x], 1) if caches.get(name) is not None else x
     kv_len = caches["keys"].shape[1]

@@ -252,6 +252,12 @@ REFUSED: dict[Step, tuple[str, str]] = {
     a_part_is_returned: ("used_elsewhere", "the caller"),
 }
 
+REFUSED_BY_ANOTHER_CHECK: dict[Step, tuple[str, str]] = {
+    hidden_by_a_mask_of_both: ("unknown_write", "aten.where"),
+    keys_become_those_of_the_other_layer: ("unknown_write", "aten.copy"),
+}
+"""What refuses the same code since PyTorch 2.15, which writes it in other operators."""
+
 
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
@@ -264,9 +270,12 @@ def test_other_uses_of_a_stack_are_refused_with_a_reason(fn: Step) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert type(cache) is Tensor
     assert torch.equal(cache, expected_cache)
-    code, words = REFUSED[fn]
+    reasons = [REFUSED[fn], REFUSED_BY_ANOTHER_CHECK.get(fn, REFUSED[fn])]
     sites = last_report().sites
-    assert any(site.reason_code == code and words in str(site.reason) for site in sites), sites
+    found = [
+        site for site in sites for code, words in reasons if site.reason_code == code and words in str(site.reason)
+    ]
+    assert found, sites
     assert all(site.reason_code for site in sites)
 
 

@@ -74,6 +74,8 @@ def test_an_offloaded_cache_stays_as_it_is(kind: str, device: str, monkeypatch: 
     if device == "cpu":  # Transformers offloads from GPUs only
         if kind == "static":
             pytest.skip("one kind is enough on a CPU")
+        if torch.__version__ >= "2.15":
+            pytest.skip("Dynamo traces the stand-in of a stream, so no graph break separates the cache's operations")
         monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
     cache = offloaded()
     report = run(model, cache, offloaded())

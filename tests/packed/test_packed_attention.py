@@ -302,11 +302,38 @@ def test_gradients_are_those_of_dequantized_values(wants: str, device: str) -> N
     torch.testing.assert_close(*gradients)
 
 
-def test_the_operator_of_a_backend_gives_the_output_and_no_auxiliary_results():
-    q, (k, v) = query(1), caches()
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    assert out.shape == q.shape
-    assert lse is None
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Any]] = {
+    "flash_attention_for_cpu": lambda q, k, v, causal: _of("flash_attention_for_cpu")(q, k, v, 0.0, causal),
+    "flash_attention": lambda q, k, v, causal: _of("flash_attention")(q, k, v, 0.0, causal),
+    "efficient_attention": lambda q, k, v, causal: _of("efficient_attention")(q, k, v, None, False, 0.0, causal),
+    "cudnn_attention": lambda q, k, v, causal: _of("cudnn_attention")(q, k, v, None, False, 0.0, causal),
+}
+
+
+def _of(backend: str) -> Any:
+    return getattr(torch.ops.aten, f"_scaled_dot_product_{backend}")
+
+
+@on_devices
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operator_of_a_backend_gives_the_output_and_no_auxiliary_results(backend, is_causal, device, request):
+    """PyTorch never calls the operator of another device; the handler reads the same bytes there."""
+    q, (k, v) = query(LENGTH, device), caches(device)
+    expected = F.scaled_dot_product_attention(q, of_values(k), of_values(v), is_causal=is_causal, enable_gqa=True)
+    k, v = repeat_kv(k, 2), repeat_kv(v, 2)
+    request.getfixturevalue("only_bytes")
+    out, *others = BACKENDS[backend](q, k, v, is_causal)
+    tolerance = 1e-5 if device == "cpu" else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    assert all(other is None or other == 0 for other in others)
+
+
+@pytest.mark.parametrize("backend", ["flash_attention", "cudnn_attention"])
+def test_causal_attention_of_a_backend_that_is_not_square_is_left_to_it(backend):
+    q, (k, v) = query(3), caches()
+    with pytest.raises((RuntimeError, NotImplementedError)):  # a CPU does not have it
+        BACKENDS[backend](q, k, v, True)
 
 
 # A CPU chooses the faster way

@@ -177,6 +177,12 @@ def a_write(program: Program, pair: Pair) -> Operation:
     )
 
 
+def repeat_kv(c: Tensor) -> Tensor:
+    """A copy in which each index of the second dimension follows itself, as Transformers repeats heads."""
+    repeated = c[:, :, None].expand(*c.shape[:2], 2, *c.shape[2:]).reshape(c.shape[0], -1, *c.shape[2:])
+    return repeated.contiguous()  # the copy of a single head would be a view
+
+
 def a_copy(program: Program, pair: Pair) -> Operation:
     """An operator whose result shares nothing with its argument."""
     x = pair.plain
@@ -197,7 +203,7 @@ def a_copy(program: Program, pair: Pair) -> Operation:
                 lambda c: torch.cat([c, new], dim),
                 lambda c: torch.cat([c, c], dim),
                 lambda c: c.repeat_interleave(2, dim),
-                lambda c: c[:, :, None].expand(*c.shape[:2], 2, *c.shape[2:]).reshape(c.shape[0], -1, *c.shape[2:]),
+                repeat_kv,
                 lambda c: c.roll(1, dim),
                 lambda c: torch.where(mask, 1.0, c),
             ]
@@ -282,9 +288,17 @@ def run_read(program: Program) -> None:
 
 
 def run_attention(program: Program) -> None:
-    """Attention of random queries to two of the tensors; the order of its sums is free."""
-    keys, values = program.pick(), program.pick()
-    if keys.plain.dim() != 4 or not all(pair.plain.isfinite().all() for pair in (keys, values)):
+    """Attention of random queries to two of the tensors; the order of its sums is free.
+
+    PyTorch does not check that keys and values have the same shape, and reads beyond their memory.
+    """
+    keys = program.pick()
+    values = program.draw(st.sampled_from([pair for pair in program.pairs if pair.plain.shape == keys.plain.shape]))
+    if (
+        keys.plain.dim() != 4
+        or keys.plain.numel() == 0
+        or not all(pair.plain.isfinite().all() for pair in (keys, values))
+    ):
         return
     batch, heads, tokens, head_dim = keys.plain.shape
     grouped, q_len = program.number(1, 2), program.number(1, 3)
@@ -314,8 +328,10 @@ def run(data: Any, num_steps: int) -> None:
     axes = program.draw(st.sampled_from([*CACHE_AXES, *RANK_3_AXES]))
     sizes = {"b": program.number(0, 2), "h": program.number(1, 3), "d": HEAD_DIM}
     growing = "t" in axes and program.draw(st.booleans())
-    for layout in of_keys_and_values:
-        shape = [sizes[axis] if axis != "t" else program.draw(st.sampled_from(LENGTHS)) for axis in axes]
+    lengths = [program.draw(st.sampled_from(LENGTHS)), program.draw(st.sampled_from(LENGTHS))]
+    lengths[1] = lengths[program.number(0, 1)]
+    for layout, length in zip(of_keys_and_values, lengths, strict=True):
+        shape = [sizes[axis] if axis != "t" else length for axis in axes]
         plain = random_values(program, shape, dtype)
         packed = PackedTensor.from_dense(plain, layout, axes, growing=growing)
         pair = Pair(packed, plain.clone())

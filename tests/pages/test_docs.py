@@ -43,7 +43,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.parametrize("page", make_pages.pages(), ids=lambda page: page.name)
 def test_what_is_made_from_the_code_is_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    version = re.search(r"are from PyTorch (\S+)\.\n", text)
+    version = re.search(r"come from PyTorch (\S+)\.\n", text)
     if version and version[1] != walk_parts.torch_version():
         pytest.skip(f"the page shows graphs of PyTorch {version[1]}")
     assert make_pages.made(text) == text, "run: python docs/make_pages.py"

@@ -328,7 +328,7 @@ def test_graphs_that_only_resemble_latents_are_refused_with_a_reason(fn: Callabl
 
 
 @interpreted
-def test_latents_too_wide_for_a_format_are_left_alone_and_the_reason_says_how_wide() -> None:
+def test_latents_too_wide_for_a_format_are_skipped_and_the_reason_says_how_wide() -> None:
     weight = torch.randn(64, 512)
     q, x = torch.randn(1, 1, 1, 32), torch.randn(1, 1, 1, 512)
 

@@ -1,4 +1,4 @@
-"""Roles say what nodes do for a site. A neighbourhood is the graph around a site, small enough to draw."""
+"""Roles say what nodes do for a site. A surroundings is the graph around a site, small enough to draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.notes.roles import NodeRole, note_role, noting_new_nodes, role_of
-from kvcompile.passes.notes.surroundings import MAX_CONSUMERS, Box, neighbourhoods
+from kvcompile.passes.notes.surroundings import MAX_CONSUMERS, Box, surroundings_of_sites
 
 
 def traced() -> tuple[GraphModule, dict[str, Node]]:
@@ -50,7 +50,7 @@ def test_a_part_is_one_box_and_what_it_touches_is_beside_it() -> None:
     for name in ("exp", "neg"):
         note_role(nodes[name], NodeRole("key store", (1,), ("m",)))
     note_role(nodes["cache_1"], NodeRole("key cache", (0, 1), ("l", "m")))
-    first, second = neighbourhoods(gm.graph, 2)
+    first, second = surroundings_of_sites(gm.graph, 2)
     assert first is not None
     assert second is not None
     assert second.boxes[0] == Box("key cache", ("float32 [2, 3]",), "cache")
@@ -60,9 +60,9 @@ def test_a_part_is_one_box_and_what_it_touches_is_beside_it() -> None:
     assert [box.label for box in first.boxes] == ["key cache", "exp"], "the cache is in both"
 
 
-def test_a_site_without_nodes_has_no_neighbourhood() -> None:
+def test_a_site_without_nodes_has_no_surroundings() -> None:
     gm, _ = traced()
-    assert neighbourhoods(gm.graph, 1) == [None]
+    assert surroundings_of_sites(gm.graph, 1) == [None]
 
 
 def test_many_operations_are_counted_and_a_neighbourhood_is_plain_data() -> None:
@@ -72,7 +72,7 @@ def test_many_operations_are_counted_and_a_neighbourhood_is_plain_data() -> None
     with gm.graph.inserting_before(nodes["neg"]):
         for op in (torch.ops.aten.cos, torch.ops.aten.sin, torch.ops.aten.tan):
             note_role(gm.graph.call_function(op.default, (nodes["exp"],)), NodeRole("packed attention", (0,), ("m",)))
-    (view,) = neighbourhoods(gm.graph, 1)
+    (view,) = surroundings_of_sites(gm.graph, 1)
     assert view is not None
     assert [box for box in view.boxes if box.kind == "attention"] == [
         Box("packed attention", ("16 operations", "float32 [2, 3]"), "attention")

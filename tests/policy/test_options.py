@@ -31,7 +31,7 @@ def test_our_options_are_taken_out_and_the_others_go_to_inductor() -> None:
     assert parsed.policy == Policy.load("fp8_e4m3")
     assert parsed.on_unsupported == "error"
     assert parsed.inductor_config == {"max_autotune": True, "triton.cudagraphs": False}
-    assert len(options) == 4, "the caller's dict is left alone"
+    assert len(options) == 4, "the dict of the caller is unchanged"
 
 
 def test_on_unsupported_in_the_options_wins_over_the_policy() -> None:

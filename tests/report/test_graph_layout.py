@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.passes.notes.surroundings import Box, Neighbourhood
+from kvcompile.passes.notes.surroundings import Box, Surroundings
 from kvcompile.report.drawing import describe, draw
 from kvcompile.report.layout import GAP_X, GAP_Y, lay_out
 from kvcompile.report.markup import Markup, element, join
@@ -73,7 +73,7 @@ def test_what_uses_nothing_stands_right_before_its_first_user() -> None:
 
 def test_a_drawing_is_well_formed_whatever_the_names() -> None:
     boxes = (Box("<script>", ("a & b", 'x"y' * 30), "cache"), Box("]]>", (), "output"))
-    drawing, width, height = draw(Neighbourhood(boxes, ((0, 1),)))
+    drawing, width, height = draw(Surroundings(boxes, ((0, 1),)))
     root = ElementTree.fromstring(str(drawing))
     assert [text.text for text in root.iter("text")] == ["<script>", "a & b", 'x"y' * 11 + "…", "]]>"]
     assert next(title.text for title in root.iter("title")) == f"<script>\na & b\n{boxes[0].detail[1]}"
@@ -83,7 +83,7 @@ def test_a_drawing_is_well_formed_whatever_the_names() -> None:
 
 def test_a_drawing_in_words_says_what_uses_what() -> None:
     boxes = (Box("key cache", ("uint8 [4]",), "cache"), Box("attention", (), "attention"))
-    assert describe(Neighbourhood(boxes, ((0, 1),))) == "key cache (uint8 [4]). attention uses key cache."
+    assert describe(Surroundings(boxes, ((0, 1),))) == "key cache (uint8 [4]). attention uses key cache."
 
 
 def test_text_and_attributes_are_escaped_and_markup_is_not() -> None:

@@ -80,7 +80,7 @@ def test_counters_count_sites_by_what_became_of_them() -> None:
         "rewritten": 2,
         "refused": 2,
         "refused_used_elsewhere": 2,
-        "left_alone": 2,
+        "skipped": 2,
     }
 
 
@@ -152,7 +152,7 @@ def test_bytes_of_a_graph_count_unless_all_its_calls_ran_plain() -> None:
     assert report.totals.ratio is None
     assert str(report).splitlines()[-3:] == [
         "note: graph 1: 1 of 1 calls ran as plain Inductor would: a view is alive",
-        "1 attention sites: 1 rewritten, 0 refused, 0 left alone",
+        "1 attention sites: 1 rewritten, 0 refused, 0 skipped",
         "1 of 1 calls ran as plain Inductor would",
     ]
 
@@ -204,7 +204,7 @@ def test_on_unsupported_ignore_is_silent(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("reason", [Reason.policy_auto, Reason.no_cache])
-def test_a_site_left_alone_on_request_or_without_cache_is_no_refusal(reason: Reason) -> None:
+def test_a_site_skipped_on_request_or_without_cache_is_no_refusal(reason: Reason) -> None:
     GraphReport((refused(0, reason),)).enforce("error")
 
 
@@ -213,7 +213,7 @@ def test_a_site_left_alone_on_request_or_without_cache_is_no_refusal(reason: Rea
 
 def test_totals_add_up() -> None:
     totals = Report([GraphReport((rewritten(0), rewritten(1), refused(2)))]).totals
-    assert (totals.graphs, totals.sites, totals.rewritten, totals.refused, totals.left_alone) == (1, 3, 2, 1, 0)
+    assert (totals.graphs, totals.sites, totals.rewritten, totals.refused, totals.skipped) == (1, 3, 2, 1, 0)
     assert (totals.bytes_per_token_before, totals.bytes_per_token_after) == (4 * 256, 2 * (132 + 68))
     assert totals.ratio == 1024 / 400
 
@@ -249,7 +249,7 @@ def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
         "  to do: drop the other use, or move it out of the compiled function: eager code may read a packed",
         "cache in any way",
         "note: a remark",
-        "2 attention sites: 1 rewritten, 1 refused, 0 left alone",
+        "2 attention sites: 1 rewritten, 1 refused, 0 skipped",
         "512 -> 200 bytes per token and KV head over all packed caches: 2.56 times smaller",
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from headless_chromium import Chromium, chromium, find_chromium
 
-from kvcompile.passes.notes.surroundings import Box, Neighbourhood, SiteView
+from kvcompile.passes.notes.surroundings import Box, SiteSurroundings, Surroundings
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.report.data import GraphReport
@@ -24,7 +24,7 @@ NUM_LAYERS = 32
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>\"'&"
 
 
-def neighbourhood(cache: str, write: str, attention: str) -> Neighbourhood:
+def surroundings(cache: str, write: str, attention: str) -> Surroundings:
     boxes = (
         Box(f"{cache} key cache".strip(), ("bfloat16 [1, 8, 4096, 128]",), "cache"),
         Box("input", ("int64 [1]",), "input"),
@@ -35,10 +35,10 @@ def neighbourhood(cache: str, write: str, attention: str) -> Neighbourhood:
         Box("key write back", ("copy_",), "write"),
         Box("returned", (), "output"),
     )
-    return Neighbourhood(boxes, ((0, 3), (1, 3), (2, 3), (3, 4), (4, 5), (3, 6), (0, 6), (5, 7)))
+    return Surroundings(boxes, ((0, 3), (1, 3), (2, 3), (3, 4), (4, 5), (3, 6), (0, 6), (5, 7)))
 
 
-BEFORE, AFTER = neighbourhood("", "write", "attention"), neighbourhood("packed", "store", "packed attention")
+BEFORE, AFTER = surroundings("", "write", "attention"), surroundings("packed", "store", "packed attention")
 
 
 def cache(role: str, layer: int, format: str, after: int) -> CacheSummary:
@@ -62,7 +62,7 @@ def site(layer: int) -> Site:
 
 def graph() -> GraphReport:
     sites = tuple(site(layer) for layer in range(NUM_LAYERS))
-    return GraphReport(sites, tuple(SiteView(BEFORE, AFTER if each.rewritten else None) for each in sites))
+    return GraphReport(sites, tuple(SiteSurroundings(BEFORE, AFTER if each.rewritten else None) for each in sites))
 
 
 REPORT = Report([graph(), graph()], ["a call ran as plain Inductor would: a view of its cache is alive"])
@@ -110,7 +110,7 @@ def test_the_details_of_a_refused_site_say_what_to_do(page: Path) -> None:
 def test_text_from_a_model_stays_text(tmp_path: Path) -> None:
     evil_cache = CacheSummary("key", EVIL, EVIL, EVIL, (EVIL,), EVIL, EVIL, 256, 132)
     box = Box(EVIL, (EVIL,), "operation")
-    views = (SiteView(Neighbourhood((box,), ()), None), SiteView())
+    views = (SiteSurroundings(Surroundings((box,), ()), None), SiteSurroundings())
     sites = (Site(EVIL, 0, EVIL, (evil_cache,)), Site(EVIL, 1, EVIL, reason=EVIL, reason_code=EVIL))
     Report([GraphReport(sites, views)], [EVIL]).to_html(tmp_path / "evil.html")
     elements = Elements(tmp_path / "evil.html")
@@ -213,7 +213,7 @@ def test_filters_by_layer_graph_outcome_and_text(browser: Chromium, page: Path) 
     choose(browser, "graph", "2")
     assert shown(browser) == [(2, 3)]
     choose(browser, "layer", "")
-    for kind in ("rewritten", "left alone"):
+    for kind in ("rewritten", "skipped"):
         browser.run(f"document.querySelector('input[value=\"{kind}\"]').focus()")
         browser.press(" ", " ")
     assert shown(browser) == [(2, 3), (2, 17)]
@@ -321,7 +321,7 @@ def test_it_is_readable_at_every_width_and_in_light_and_dark(
 
 def test_names_from_a_model_do_not_run(browser: Chromium, tmp_path: Path) -> None:
     sites = (Site(EVIL, 0, EVIL, reason=EVIL, reason_code=EVIL),)
-    view = SiteView(Neighbourhood((Box(EVIL, (EVIL,), "operation"),), ()))
+    view = SiteSurroundings(Surroundings((Box(EVIL, (EVIL,), "operation"),), ()))
     Report([GraphReport(sites, (view,))], [EVIL]).to_html(tmp_path / "evil.html")
     browser.open(tmp_path / "evil.html")
     assert browser.run("document.querySelector('td .name').textContent") == EVIL

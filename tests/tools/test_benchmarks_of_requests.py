@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import generate
+import generating
 import pytest
+import throughput
 import torch
 from recording import COLUMNS, Results, Row
 
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generati
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "DEVICE", torch.device("cpu"))
+    for module in (generate, generating, throughput):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, *arguments: object, status: int = 0) -> Any:
@@ -70,7 +73,7 @@ def test_the_caches_of_transformers_get_the_settings_of_their_backend(monkeypatc
         def generate(self, **settings: Any) -> None:
             seen.append(settings.pop("cache_config").pop("backend"))  # as Transformers does
 
-    requests = generate.Requests(Model(), torch.zeros(1, 1), 4, generate.CASES["hqq"].settings)
+    requests = generating.Requests(Model(), torch.zeros(1, 1), 4, generate.CASES["hqq"].settings)
     requests.run()
     requests.run()
     assert seen == ["hqq", "hqq"]
@@ -88,13 +91,50 @@ def test_wrong_answers_and_rows_without_time_left_fail_and_the_others_are_kept(m
 def test_the_last_logits_of_a_request_are_compared_with_a_plain_model():
     shape = Shape.parse(SHAPE)
     model = generate.random_model(generate.config(shape, 1, 50, room=4), torch.float32, torch.device("cpu"))
-    requests = generate.Requests(model, torch.randint(50, (2, 70)), 4, {"cache_implementation": "static"})
-    assert requests.error() < 1e-5
+    requests = generating.Requests(model, torch.randint(50, (2, 70)), 4, {"cache_implementation": "static"})
+    assert generate.error_of_last_token(requests) < 1e-5
     assert requests.run().shape == (2, 74)
 
 
 def test_the_clock_separates_the_prompt_from_the_steps():
-    clock = generate.Clock()
+    clock = generating.Clock()
     clock.times = [0.0, 1.0, 3.0, 3.5, 4.25]
     assert clock.to_first_token == 3.0
     assert clock.steps == [0.5, 0.75]
+
+
+def test_as_many_users_as_planned_decode_with_full_caches(monkeypatch, tmp_path):
+    sizes = ("--heads", "4/2", "--head-dim", 64, "--contexts", 140, "--new-tokens", 5, "--reserve", "0GiB")
+    policies = ("--policies", "bf16", "bfloat16", "int4_per_token_head")
+    rows = rows_of(monkeypatch, tmp_path, "throughput", *sizes, *policies, "--memory", "2MiB")
+    plain, same, packed = rows
+    weights = sum(
+        x.nbytes
+        for x in generate.random_model(
+            generate.config(Shape.parse("1,4/2,64,140"), 1, 50), torch.bfloat16, torch.device("cpu")
+        ).parameters()
+    )
+    room = (2 << 20) - weights
+    assert plain["users"] == room // (140 * 2 * 64 * (2 * 2 + 2 * 4))  # the heads of one layer are repeated
+    assert same["users"] == room // (192 * 2 * 64 * 2 * 2)
+    assert packed["users"] == room // (192 * 2 * 36 * 2)
+    for row in rows:
+        assert row["relative_error"] < throughput.MAX_ERROR
+        assert row["tokens_per_second"] == pytest.approx(row["users"] * 1e3 / row["token_milliseconds"])
+        assert row["packed_layers"] == (row is not plain)
+    assert packed["throughput"] == pytest.approx(packed["tokens_per_second"] / plain["tokens_per_second"])
+
+
+def test_a_plan_without_room_and_a_plan_that_does_not_fit_fail_the_run(monkeypatch, tmp_path):
+    sizes = ("--heads", "4/2", "--head-dim", 64, "--contexts", 140, "--new-tokens", 5, "--policies", "bf16")
+    (row,) = rows_of(monkeypatch, tmp_path, "throughput", *sizes, "--memory", "2MiB", status=1)
+    assert "no room for a cache in" in row["error"]
+
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("allocated too much")
+
+    monkeypatch.setattr(throughput, "filled_cache", run_out)
+    sizes += ("--reserve", "0GiB")
+    (row,) = rows_of(monkeypatch, tmp_path, "throughput", *sizes, "--memory", "2MiB", status=1)
+    assert row["error"] == "OutOfMemoryError: allocated too much"
+    assert row["users"] > 0

@@ -43,7 +43,7 @@ def test_a_step_of_a_model_is_explained_site_by_site(folder: Path) -> None:
     assert err == ""
     assert max(map(len, out.splitlines())) <= WIDTH
     assert all(module in out for module in MODULES)
-    assert "1 rewritten, 0 refused, 1 left alone" in out
+    assert "1 rewritten, 0 refused, 1 skipped" in out
     assert MODULES[1] in (folder / "report.html").read_text()
 
 

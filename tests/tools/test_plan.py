@@ -40,9 +40,10 @@ from kvcompile.planning.model_caches import CONTEXT, read_model_caches
 from kvcompile.planning.parameters import count_parameters
 from kvcompile.planning.plan import Plan
 from kvcompile.planning.storage import Measure, compressed
-from kvcompile.planning.stored_caches import apply_policy
+from kvcompile.planning.stored_caches import apply_policy, store_caches
 from kvcompile.planning.units import format_context, format_size, parse_context, parse_rate, parse_size
 from kvcompile.planning.weights import WEIGHT_FORMATS, read_weights
+from kvcompile.policy.policy import Policy
 
 
 def users(plan: Plan, measure: str = "payload") -> list[list[int]]:
@@ -192,6 +193,7 @@ def test_an_unknown_policy_is_an_error_that_lists_presets_and_baselines() -> Non
 def test_the_longest_context_fits_and_one_more_token_does_not(config: dict[str, Any], measure: str) -> None:
     for policy in plan_of(config, "bf16", "int4_per_token_head").policies:
         nbytes = policy.caches.nbytes(measure)  # type: ignore[arg-type]
+        nbytes += policy.caches.workspace if measure == "allocated" else 0
         longest = policy.capacity[measure].longest_context  # type: ignore[index]
         assert bytes_at(nbytes, longest) <= 74 * GIB < bytes_at(nbytes, longest + 1)
 
@@ -201,8 +203,26 @@ def test_so_many_users_fit_and_one_more_does_not(config: dict[str, Any]) -> None
     for policy in plan_of(config, "bf16", "turboquant_4bit_nc").policies:
         for capacity in policy.capacity.values():
             for context, count in capacity.users.items():
-                assert count * capacity.bytes_per_user[context] <= 74 * GIB
-                assert (count + 1) * capacity.bytes_per_user[context] > 74 * GIB
+                nbytes = capacity.bytes_per_user[context] + capacity.workspace_per_user[context]
+                assert count * nbytes <= 74 * GIB < (count + 1) * nbytes
+
+
+def test_plain_caches_with_fewer_kv_heads_need_room_for_repeated_heads() -> None:
+    """Llama 3 8B in 80 GiB at 8192 tokens: measured, 52 users fit and 63 do not."""
+    plan = plan_of(LLAMA_3_1_8B, "bf16", "bfloat16", "int4_per_token_head")
+    plain, *packed = plan.policies
+    assert plain.caches.workspace == 32 * (128 + 128) * 2 * CONTEXT
+    assert plain.capacity["payload"].workspace_per_user[8192] == 0
+    assert plain.capacity["allocated"].workspace_per_user[8192] == 32 * 256 * 2 * 8192
+    assert plain.capacity["allocated"].users[8192] < plain.capacity["payload"].users[8192]
+    for policy in packed:
+        assert policy.caches.workspace == 0
+    unpacked = {"version": 1, "default": {"dtype": "auto"}}
+    caches = store_caches("auto", Policy.load(unpacked), model_of(LLAMA_3_1_8B))
+    assert caches.workspace == plain.caches.workspace
+    windows = apply_policy("bf16", model_of(MISTRAL_7B_V0_1)).workspace
+    assert windows == 32 * 256 * 2 * sympy.Min(CONTEXT, 4096)
+    assert apply_policy("bf16", model_of(LLAMA_3_1_8B | {"num_key_value_heads": 32})).workspace == 0
 
 
 def test_sliding_windows_bound_the_cache() -> None:

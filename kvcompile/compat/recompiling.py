@@ -20,11 +20,28 @@ from unittest import mock
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
-from torch._dynamo import eval_frame
-from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo import convert_frame, eval_frame, guards
+from torch._inductor import codecache
+
+_NEEDED = {
+    eval_frame: ("_callback_from_stance", "_debug_get_cache_entry_list", "innermost_backend"),
+    convert_frame: ("register_bytecode_hook",),
+    guards: ("DeletedGuardManagerWrapper",),
+    codecache: ("PyCodeCache",),
+}
+"""The names that only ``debug()`` needs: callbacks, cache entries, hooks, and the loader of generated code."""
 
 _NO_LIMIT = 1 << 30
+
+
+def missing_names() -> list[str]:
+    """The names that ``debug()`` needs, and this release of PyTorch lacks."""
+    return [f"{module.__name__}.{name}" for module in _NEEDED for name in _NEEDED[module] if not hasattr(module, name)]
+
+
+def code_loader() -> Any:
+    """Inductor's class with ``load_by_key_path``, which loads a file of generated code."""
+    return codecache.PyCodeCache
 
 
 @contextlib.contextmanager
@@ -45,7 +62,7 @@ def recompiling() -> Iterator[None]:
             return callback
         return _Recompile(callback, block)
 
-    handle = register_bytecode_hook(remember)
+    handle = convert_frame.register_bytecode_hook(remember)
     try:
         with mock.patch.object(eval_frame, "_callback_from_stance", callback_from_stance):
             yield
@@ -111,7 +128,7 @@ def _drop_code_of(block: object, code: CodeType) -> None:
         backend = entry.backend
         if not isinstance(backend, _BackendOfBlock) or backend.block is not block:
             continue
-        dropped = DeletedGuardManagerWrapper("it was compiled inside kvcompile.debug")
+        dropped = guards.DeletedGuardManagerWrapper("it was compiled inside kvcompile.debug")
         # The empty entry stays in the list. It does not count to recompile_limit: no frame has the object it matches.
         dropped.id_matched_objs = {"": weakref.ref(_BackendOfBlock)}
         owner = entry.guard_manager.extra_state

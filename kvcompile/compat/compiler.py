@@ -1,0 +1,8 @@
+"""Inductor's choice of a C++ compiler. Without this name, ``doctor`` reports that it cannot test the compiler."""
+
+from torch._inductor import cpp_builder
+
+
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that Inductor runs; raises if there is none."""
+    return cpp_builder.get_cpp_compiler()

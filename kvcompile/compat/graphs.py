@@ -1,0 +1,56 @@
+"""Private attributes of FX graphs and of the graphs that Dynamo makes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+_SOURCE = "_dynamo_source"
+_PARAMETERS = "_param_name_to_source"
+
+
+@contextlib.contextmanager
+def calling_for_new_nodes(gm: GraphModule, call: Callable[[Node], None]) -> Iterator[None]:
+    """Call a function for each node that is made in the block. Nothing takes over: roles of nodes would be missing."""
+    gm._register_create_node_hook(call)
+    try:
+        yield
+    finally:
+        gm._unregister_create_node_hook(call)
+
+
+def copy_codegen(graph: Graph, original: Graph) -> None:
+    """Let ``graph`` take its arguments and return its results in the form of ``original``. Nothing takes over."""
+    graph.set_codegen(original._codegen)
+
+
+def copy_source(node: Node, original: Node) -> None:
+    """Copy Dynamo's source of an input to a copy of its node. Releases without this attribute have no use for it."""
+    if hasattr(original, _SOURCE):
+        setattr(node, _SOURCE, getattr(original, _SOURCE))
+
+
+def copy_parameter_sources(gm: GraphModule, original: GraphModule) -> None:
+    """Copy Dynamo's sources of parameters to a copy of its graph.
+
+    Without this attribute AOTAutograd treats the graph as exported: no input is a parameter with a fixed address.
+    """
+    setattr(gm, _PARAMETERS, getattr(original, _PARAMETERS, {}))
+
+
+def source_of(placeholder: Node) -> str:
+    """Dynamo's name of an input of its graph, such as ``L['cache'].layers[0].keys``; the node's name takes over.
+
+    The name is a method of the source in some releases of PyTorch, and an attribute in others.
+    """
+    source: Any = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return (name() if callable(name) else name) or placeholder.name
+
+
+def forget_example(node: Node) -> None:
+    """Drop a node's reference to its example input. Any reference, even a weak one, would prevent adoption."""
+    node.meta.pop("grapharg", None)

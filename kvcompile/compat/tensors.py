@@ -1,0 +1,62 @@
+"""Private names of tensors, their storages and the dispatcher. Without one of them this file cannot be imported.
+
+Nothing takes over: adoption would be unsafe without the counts of users, and packed tensors need the wrapper tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+# Makes a tensor of a subclass that has sizes and a dtype, but no memory of its own.
+new_wrapper = torch.Tensor._make_wrapper_subclass
+
+# The value of ``__torch_function__`` for subclasses that handle operators in ``__torch_dispatch__`` only.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+# A decorator: Dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import Dynamo at once.
+not_traced = _disable_dynamo
+
+# A context in which no fake, functional or other mode sees the operators.
+without_modes = _disable_current_modes
+
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def without_view_tracking() -> AbstractContextManager[None]:
+    """Views that are made in this context are no autograd views, as under ``inference_mode``."""
+    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that only tensors on the same storage share. Unlike an address it also tells fake storages apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_autograd_view(tensor: Tensor) -> bool:
+    """Whether PyTorch records ``tensor`` as a view of another tensor."""
+    return tensor._is_view()
+
+
+def num_users(tensor: Tensor) -> int:
+    """The number of tensors and views that use the storage of ``tensor``, or ``tensor`` itself; 1 if it is alone."""
+    storage = tensor.untyped_storage()
+    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # without ``storage`` itself
+    return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in one kernel on a GPU."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator overload; None for anything else."""
+    return getattr(op, "_schema", None)
