@@ -326,7 +326,7 @@ def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
     residual = layout.residual
     assert residual is not None
     batch, heads, n, _ = x.shape
-    if n == 0:
+    if x.numel() == 0:
         return x.new_zeros((layout.header_blocks, batch, heads, layout.block_bytes), dtype=torch.uint8)
     block = torch.arange(n, device=x.device) // BLOCK_TOKENS
     is_zero = (x.amax(-1) == 0) & (x.amin(-1) == 0)  # without a temporary of the size of x

@@ -62,6 +62,10 @@ class RepeatedHeads(PackedSubclass):
     def dequantize(self) -> Tensor:
         return self.plain
 
+    def data_ptr(self) -> int:
+        """The address of the plain values, for kernels that take addresses."""
+        return self.plain.data_ptr()
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["plain"], None
 

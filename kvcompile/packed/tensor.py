@@ -3,8 +3,9 @@
 ``PackedTensor`` is a tensor subclass with the shape and dtype of a plain cache and one uint8 tensor inside (see
 :mod:`kvcompile.kernels.layout.packed_layout`). Eager and traced code follow one rule: **quantize on write, dequantize
 on read**. Writes of whole token vectors quantize them. Slices of tokens, sequences or heads and transposes are views of
-the same bytes. Copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes. All other
-operators read dequantized values. :mod:`kvcompile.packed` imports the modules that define the operators.
+the same bytes. Copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes. Attention reads
+bytes (:mod:`kvcompile.packed.attention`). All other operators read dequantized values. :mod:`kvcompile.packed` imports
+the modules that define the operators.
 
 A write that cannot be carried out raises. Code that uses the address of the tensor (``data_ptr()`` is 0) does not see
 the cache, and no tensor subclass can detect this. Gradients pass straight through the quantization outside ``no_grad``.
@@ -370,7 +371,8 @@ class PackedTensor(PackedSubclass):
             x = self.from_stored_axes(x.contiguous())
             return x.contiguous() if self.is_contiguous() else x
         x, stride = self.from_stored_axes(x), stride_of_clone(self)
-        return x if x.stride() == tuple(stride) else x.new_empty_strided(self.shape, stride).copy_(x)
+        is_clone = x.stride() == tuple(stride) and x.storage_offset() == 0  # `as_strided` counts from the storage
+        return x if is_clone else x.new_empty_strided(self.shape, stride).copy_(x)
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""

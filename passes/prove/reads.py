@@ -116,6 +116,7 @@ def _view_of_gathered(index_map: IndexMap, node: Node) -> IndexMap | None:
 
 
 def _numbered_anew(index_map: IndexMap) -> IndexMap:
+    """The map into gathered tokens that lie in the order of the view."""
     count: Size = 1
     dims: list[tuple[Factor, ...]] = []
     for dim in reversed(index_map.dims):

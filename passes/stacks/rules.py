@@ -58,7 +58,7 @@ def _cast(reader: Reader, user: Node) -> State:
 
 def _take(reader: Reader, user: Node) -> State:
     """``select`` and ``slice``."""
-    operand, dim, *where = with_defaults(user, None, 0)
+    operand, dim, *where = arguments(user)
     state = reader.state(operand, user)
     if dim in state.dims:
         return _view(reader, user)

@@ -441,3 +441,12 @@ def test_keys_with_an_outlier_channel_lose_less_with_scales_per_channel():
     per_channel = error_of_scores(PackedLayout("int4_per_channel", "key", 64, Residual(0, 1, FP32)))
     for name in ("int4_per_token_head", "int4_unrotated", "turboquant_4bit"):
         assert per_channel < error_of_scores(PackedLayout(name, "key", 64)) / 2
+
+
+def test_a_cache_without_sequences_is_packed():
+    for axes in ("bhtd", "tbhd"):
+        shape = tuple({"b": 0, "h": 1, "t": 130, "d": 16}[axis] for axis in axes)
+        cache = PackedTensor.from_dense(
+            torch.zeros(shape), PackedLayout.parse("float32[recent=0,sinks=1,float32]", "key", 16), axes
+        )
+        assert cache.dequantize().shape == shape

@@ -387,6 +387,14 @@ def test_any_other_operator_reads_dequantized_values(read, mode):
         torch.testing.assert_close(result, expected)
 
 
+def test_as_strided_of_a_copy_counts_from_the_first_token_of_the_copy():
+    plain = quantized(values(1, 1, 70, HEAD_DIM), INT8)
+    copied = PackedTensor.from_dense(plain, INT8)[:, :, 5:].clone()
+    assert copied.dequantize().storage_offset() == 0
+    strided = copied.as_strided((3, HEAD_DIM), (HEAD_DIM, 1))
+    torch.testing.assert_close(strided + 0, plain[0, 0, 5:8])
+
+
 def test_a_clone_of_a_live_view_is_an_ordinary_tensor():
     cache, plain = pair(INT8)
     copied = cache[..., :8].clone()
