@@ -131,6 +131,7 @@ def test_mode_and_policy_go_together(parsed: list[Any]) -> None:
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("backend", [kvquant(on_unsupported="error"), kvquant], ids=["configured", "function"])
 def test_a_plain_cache_is_adopted_without_an_entry_point(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.list_backends()  # finds entry points once in a process
     for table in ("_BACKENDS", "_COMPILER_FNS", "_BACKEND_TAGS"):  # the last exists since PyTorch 2.15
         known = getattr(registry, table, {})
         others = {name: value for name, value in known.items() if not name.startswith("kvquant")}
