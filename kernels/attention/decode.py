@@ -133,9 +133,6 @@ def attention_kernel(
         )
     query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
     if EXACT_ITEMS > 0:
-        # A tile with a block that may be exact counts as one that some row does not see entirely.
-        packed_begin, packed_end = packed_range(recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE), KEY, VALUE)
-        all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
         if split < EXACT_ITEMS:
             state = attend_to_exact_blocks(
                 query_ptrs, in_query, query_strides[3], score_scale, key_ptr, value_ptr, key_strides[0],
@@ -145,6 +142,9 @@ def attention_kernel(
             )  # fmt: skip
             out_row = _out_row(batch, head, position, num_splits + split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
             _store_output(state, out_ptr, lse_ptr, out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
+        # A tile with a block that may be exact counts as one that some row does not see entirely.
+        packed_begin, packed_end = packed_range(recent_tags(key_ptr, KEY), recent_tags(value_ptr, VALUE), KEY, VALUE)
+        all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
     # In a long static cache with few tokens most splits have no tile.
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
         out_row = _out_row(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)

@@ -87,8 +87,8 @@ def attend_to_exact_blocks(
 ):  # fmt: skip
     """The state of attention after the items ``split``, ``split + num_splits``, ... of the ITEMS items.
 
-    An item has rows of the block that its entry holds for keys. If the entry holds another block for values, and no
-    entry holds that block for keys, the item has rows of that block, too.
+    An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
+    entry holds that block for keys, the item has its rows, too.
 
     EXACT_KEY and EXACT_VALUE describe vectors as float32; the state is that of EXACT_VALUE. Products of tf32 are exact
     for the rows and queries of a half-precision model, and round softmax weights as fp16 does.
@@ -98,67 +98,65 @@ def attend_to_exact_blocks(
     query = load_query(query_ptrs, in_query, stride_channel, score_scale, EXACT_KEY)
     state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
     for item in range(split, ITEMS, num_splits):
-        entry, first_row = item // RUNS, item % RUNS * TOKENS
-        key_block, value_block = _held_block(key_ptr, entry, KEY), _held_block(value_ptr, entry, VALUE)
-        # Rows are loaded before it is known which blocks the entry holds, so that the loads overlap.
-        keys = _entry_rows(key_ptr, stride_key_block, entry, first_row, KEY, EXACT_KEY, TOKENS)
-        values = _entry_rows(value_ptr, stride_value_block, entry, first_row, VALUE, EXACT_VALUE, TOKENS)
-        if (key_block >= 0) & (key_block * KEY.block_tokens < visible_len):
-            if value_block != key_block:
-                values = _rows_of(
-                    key_block, value_ptr, stride_value_block, first_row, value_scale, VALUE, EXACT_VALUE, TOKENS
-                )
-            state = _attend_to_rows(
-                state, query, keys, values, key_block * KEY.block_tokens + first_row, visible_len, softcap, visibility,
-                EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, NUM_WARPS,
-            )  # fmt: skip
-        if (value_block >= 0) & (value_block != key_block) & (value_block * KEY.block_tokens < visible_len):
-            key_is_exact = is_exact(key_ptr, value_block, KEY)
-            if key_is_exact == 0:
-                keys = _rows_of(value_block, key_ptr, stride_key_block, first_row, key_scale, KEY, EXACT_KEY, TOKENS)
-                values = _entry_rows(value_ptr, stride_value_block, entry, first_row, VALUE, EXACT_VALUE, TOKENS)
-                state = _attend_to_rows(
-                    state, query, keys, values, value_block * KEY.block_tokens + first_row, visible_len, softcap,
-                    visibility, EXACT_KEY, EXACT_VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION,
-                    NUM_WARPS,
+        entry = item // RUNS
+        for holder in range(2):
+            block, key_exact, value_exact = _block_of(entry, holder, key_ptr, value_ptr, KEY, VALUE)
+            if (block >= 0) & (block * KEY.block_tokens < visible_len):
+                first_row = item % RUNS * TOKENS
+                keys = _rows(key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS)
+                values = _rows(
+                    value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
+                    TOKENS,
                 )  # fmt: skip
+                token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
+                in_cache = token < visible_len
+                scores = products_of((keys,), query[0], EXACT_KEY, PRECISION)
+                scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
+                if HAS_SOFTCAP:
+                    scores = capped(scores, softcap)
+                scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
+                unused = tl.full([TOKENS], 1.0, tl.float32)
+                maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
+                    state, scores, unused, unused, EXACT_KEY, EXACT_VALUE, MASK == "float", NUM_WARPS
+                )
+                levels = (tl.trans(values),)
+                accs = accumulate(state[4], levels, weight, decay, in_cache, EXACT_VALUE, True, PRECISION)
+                state = (maximum, scale_maximum, p_sum, zero_sum, accs)
     return state
 
 
 @jit
-def _held_block(header_ptr, entry, OPERAND: tl.constexpr):
+def _block_of(entry, holder, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """The block that ``entry`` holds for keys (``holder`` 0) or for values only (1), or -1 if there is no such block.
+
+    Returns:
+        The block, and whether it is exact for keys and for values.
+    """
+    block = tl.where(holder == 0, _held(key_ptr, entry, KEY), _held(value_ptr, entry, VALUE))
+    key_exact = is_exact(key_ptr, tl.maximum(block, 0), KEY)
+    value_exact = is_exact(value_ptr, tl.maximum(block, 0), VALUE)
+    is_own = tl.where(holder == 0, key_exact, value_exact & (key_exact == 0))
+    return tl.where(is_own, block, -1), key_exact, value_exact
+
+
+@jit
+def _held(header_ptr, entry, OPERAND: tl.constexpr):
     """The block that ``entry`` holds, or -1."""
     block = entry * 0 - 1
     if OPERAND.num_entries > 0:
-        tag = tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
-        block = tl.where((tag > 0) & (entry_of(tl.maximum(tag - 1, 0), OPERAND) == entry), tag - 1, -1)
+        block += tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
     return block
 
 
 @jit
-def _entry_rows(
-    header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """TOKENS rows of ``entry`` from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype.
-
-    They are arbitrary if there is no such entry.
-    """
-    x = tl.full([TOKENS, EXACT.padded_head_dim], 0.0, EXACT.dtype)
-    if OPERAND.num_entries > 0:
-        existing = tl.minimum(entry, OPERAND.num_entries - 1)
-        x = load_rows(header_ptr, stride_block, existing, first_row, OPERAND, TOKENS).to(EXACT.dtype)
-    return x
-
-
-@jit
-def _rows_of(
-    block, header_ptr, stride_block, first_row, static_scale,
+def _rows(
+    header_ptr, stride_block, block, first_row, exact, static_scale,
     OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS vectors of ``block`` from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype, exact or decoded."""
+    """The vectors of TOKENS tokens of a block from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype."""
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
     if OPERAND.num_entries > 0:
-        if is_exact(header_ptr, block, OPERAND):
+        if exact:
             x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), first_row, OPERAND, TOKENS)
             x = x.to(EXACT.dtype)
         else:
@@ -166,26 +164,3 @@ def _rows_of(
     else:
         x = decode_rows(packed_ptr, first_row, static_scale, OPERAND, TOKENS).to(EXACT.dtype)
     return x
-
-
-@jit
-def _attend_to_rows(
-    state, query, keys, values, first_token, visible_len, softcap, visibility,
-    KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
-):  # fmt: skip
-    """The state after the tokens from ``first_token`` on, whose vectors are [tokens, padded_head_dim]."""
-    TOKENS: tl.constexpr = keys.shape[0]
-    token = first_token + tl.arange(0, TOKENS)
-    in_cache = token < visible_len
-    scores = products_of((keys,), query[0], KEY, PRECISION)
-    scores = first_columns(scores, query[1].shape[0]) * query[1][None, :]
-    if HAS_SOFTCAP:
-        scores = capped(scores, softcap)
-    scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
-    unused = tl.full([TOKENS], 1.0, tl.float32)
-    maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
-        state, scores, unused, unused, KEY, VALUE, MASK == "float", NUM_WARPS
-    )
-    accs = accumulate(state[4], (tl.trans(values),), weight, decay, in_cache, VALUE, True, PRECISION)
-    return maximum, scale_maximum, p_sum, zero_sum, accs

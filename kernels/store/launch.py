@@ -179,7 +179,7 @@ def _store_few_pair(key: _Write, value: _Write, where: Positions) -> None:
 
 def _few_warps(write: _Write) -> int:
     """Warps of a program: with scales per channel it encodes a whole block, otherwise one token."""
-    return 16 if write.operand.granularity == "channel" else 1
+    return 8 if write.operand.granularity == "channel" else 1
 
 
 def _store_blocks(write: _Write, where: Positions) -> None:
