@@ -8,7 +8,8 @@ import io
 import pytest
 import torch
 from packed_caches import HEAD_DIM, assert_same, every_order, shape_of, values
-from test_packed_tensor import COPIES, IN_PLACE, READS, WRITES, random_step
+from test_packed_tensor import COPIES, IN_PLACE, WRITES, random_step
+from test_packed_views import READS
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt
