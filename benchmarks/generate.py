@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from generating import LastLogits, Requests, empty_compiler_caches, forget_compiled, reset_peak, synchronize
+from generating import (
+    LastLogits,
+    Requests,
+    add_request_arguments,
+    empty_compiler_caches,
+    forget_compiled,
+    reset_peak,
+    synchronize,
+)
 from llama import config, random_model
 from recording import Chart, Recorder, Row, argument, parse_arguments
 
@@ -148,13 +156,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES), help="default: %(default)s")
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="presets or files (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=128256, help="of the model (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a request, at least 4 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed requests, at least 2 (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=540, help="rows that begin later are left out (default: %(default)s)"
-    )
+    add_request_arguments(parser, layers=8, new_tokens=64)
     args = parse_arguments(parser, needs_cuda=False)
     for policy in args.policies:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import os
@@ -122,3 +123,15 @@ def forget_compiled() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def add_request_arguments(parser: argparse.ArgumentParser, *, layers: int, new_tokens: int) -> None:
+    """Add the options of the model, of a request and of the whole run, with these defaults."""
+    parser.add_argument("--layers", type=int, default=layers, help="of the model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=128256, help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=new_tokens, help="of a request, at least 4 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="rows that begin later are left out (default: %(default)s)"
+    )

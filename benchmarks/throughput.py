@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 import transformers
-from generating import LastLogits, Requests, empty_compiler_caches, forget_compiled, reset_peak, synchronize
+from generating import (
+    LastLogits,
+    Requests,
+    add_request_arguments,
+    empty_compiler_caches,
+    forget_compiled,
+    reset_peak,
+    synchronize,
+)
 from llama import MAX_ERROR, config, packed_layers, random_model
 from recording import Chart, Recorder, Row, argument, parse_arguments
 
@@ -179,13 +187,8 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--heads", type=argument(heads), default="32/8", help="default: %(default)s")
     parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=32, help="of the model (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=128256, help="of the model (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a request, at least 4 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="timed requests (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=540, help="rows that begin later are left out (default: %(default)s)"
-    )
+    add_request_arguments(parser, layers=32, new_tokens=24)
     args = parse_arguments(parser, needs_cuda=False)
     chart = Chart("context", ("format",), ("tokens_per_second", "throughput"))
     recorder = Recorder(args, chart, DEVICE.type)

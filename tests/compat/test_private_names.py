@@ -91,6 +91,14 @@ def private_names(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
 
 
+def found_in(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The private names in a file of ``folder`` with this code."""
+    monkeypatch.setattr(f"{__name__}.ROOT", folder)
+    file = folder / "file.py"
+    file.write_text(code)
+    return list(private_names(file))
+
+
 def test_no_other_room_uses_a_private_name() -> None:
     assert [name for path in FILES if path.parent != ROOM and path != DEPYF for name in private_names(path)] == []
 
@@ -110,10 +118,7 @@ def test_no_other_room_uses_a_private_name() -> None:
     ],
 )
 def test_a_private_name_is_found(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    file = tmp_path / "file.py"
-    file.write_text(code)
-    assert list(private_names(file))
+    assert found_in(code, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +132,7 @@ def test_a_private_name_is_found(code: str, tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_a_public_name_is_not(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    file = tmp_path / "file.py"
-    file.write_text(code)
-    assert list(private_names(file)) == []
+    assert found_in(code, tmp_path, monkeypatch) == []
 
 
 def test_the_room_says_for_each_file_what_takes_over() -> None:
