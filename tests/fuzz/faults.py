@@ -1,0 +1,9 @@
+"""All faults, in the order of the table in docs/fuzzing.md."""
+
+from __future__ import annotations
+
+from fuzz.fault import Fault
+from fuzz.faults_of_analysis import ANALYSIS
+from fuzz.faults_of_rewrite import REWRITE
+
+FAULTS: tuple[Fault, ...] = (*ANALYSIS, *REWRITE)

@@ -1,0 +1,98 @@
+"""The programs that every run of the tests looks at: the same ones each time, in groups of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis.strategies import SearchStrategy
+
+from fuzz.draw import programs
+from fuzz.drive_text import ALIASED, MEMORY
+from fuzz.program import (
+    EXTENDED,
+    GROWING,
+    PAGES,
+    POOLS,
+    SHIFTING,
+    SLOTS,
+    STATIC,
+    WINDOW,
+    Attention,
+    Layer,
+    Program,
+    Sizes,
+    Step,
+    Write,
+)
+from fuzz.step_text import MASKS, SCORES
+from fuzz.twists import TWISTS
+from fuzz.write_text import FORMS
+
+SHARE_REWRITTEN = 0.8
+"""The share of programs without a twist that must be packed: the fuzzer tests nothing of programs that stay plain."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Programs of one kind.
+
+    Attributes:
+        name: a word for the test.
+        strategy: draws them.
+        count: how many are drawn.
+        is_safe: whether they have no twist.
+    """
+
+    name: str
+    strategy: SearchStrategy[Program]
+    count: int
+    is_safe: bool = True
+
+
+GROUPS = (
+    Group("static", programs((STATIC,), twisted=False), 24),
+    Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 20),
+    Group("pools", programs(POOLS, twisted=False), 12),
+    Group("twisted", programs((STATIC,), twisted=True), 36, is_safe=False),
+    Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 20, is_safe=False),
+    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 16),
+)
+
+SEED = 1
+
+_WRITES = ("index_copy_", "slice", "per_sequence", "scatter_", "where", "sequence_by_sequence", "narrow", "select")
+
+
+def corner_programs() -> list[Program]:
+    """Small programs that are drawn rarely: each twist, each form of memory, and each way to write and to attend."""
+    write = Write("index_copy_")
+    layer = Layer(STATIC, "bthd", write, write, False, Attention())
+    sizes, steps = Sizes(2, 2, 2, 9, 16), (Step(1), Step(1))
+    first = Program(sizes, (layer,), steps)
+    programs = [replace(first, layers=(replace(layer, twist=twist),)) for twist in TWISTS]
+    programs += [replace(first, memory=memory) for memory in (*MEMORY, *ALIASED) if memory != "own"]
+    for form in _WRITES:
+        other = Write(form, "ring" if form in ("per_sequence", "scatter_") else "given")
+        programs += [replace(first, layers=(replace(layer, axes="bhtd", key=other, value=other),))]
+    negative = Write("assignment", "negative", values="one_head")
+    programs += [replace(first, layers=(replace(layer, key=negative),))]
+    attentions = [Attention(repeat=repeat) for repeat in ("expand", "interleave", "tile")]
+    attentions += [Attention(mask=mask, scale=0.3) for mask in MASKS]
+    attentions += [
+        Attention(form="written", repeat="interleave", mask=mask, scale=0.3) for mask in MASKS if mask != "causal"
+    ]
+    attentions += [Attention(form="written", repeat="tile", scores=scores, softcap=True) for scores in SCORES]
+    programs += [replace(first, layers=(replace(layer, attention=attention),)) for attention in attentions]
+    moving = ((kind, "bhtd") for kind in (SHIFTING, *EXTENDED))
+    for kind, axes in (*moving, (SLOTS, "thd"), (PAGES, "pthd"), (PAGES, "phtd")):
+        for form in FORMS[kind]:
+            other = replace(layer, kind=kind, axes=axes, key=Write(form), value=Write(form))
+            programs += [replace(first, layers=(other,))]
+    growing = replace(layer, kind=GROWING, axes="bhtd", key=Write("cat"), value=Write("cat"))
+    window = replace(growing, kind=WINDOW, key=Write("read_the_last"), value=Write("read_the_last"))
+    programs += [
+        replace(first, layers=(growing, window)),
+        replace(first, stack="first"),
+        replace(first, stack="unbind"),
+    ]
+    return programs

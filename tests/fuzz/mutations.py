@@ -1,0 +1,132 @@
+"""Plant each fault, and run the programs of the fixed seeds until one of them shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuzz.fault import Event, noting_calls
+from fuzz.faults import FAULTS
+from fuzz.fixed_seeds import GROUPS, SEED, corner_programs
+from fuzz.program import Program
+from fuzz.search import run, search
+
+SURVIVORS: dict[str, str] = {}
+"""The faults that no program shows, by title, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the fixed seeds.
+
+    Attributes:
+        number: its place among them, from 1 on.
+        program: the program.
+        calls: its calls of functions that have faults.
+    """
+
+    number: int
+    program: Program
+    calls: frozenset[Event]
+
+
+@dataclass(frozen=True)
+class Catch:
+    """The search for a fault.
+
+    Attributes:
+        title: the title of the fault.
+        reaching: the number of programs that call its function.
+        tries: how many of them ran.
+        number: the program that shows the fault; 0 if no program does.
+        verdict: the difference that it makes: ``wrong`` or ``crash``.
+    """
+
+    title: str
+    reaching: int
+    tries: int
+    number: int = 0
+    verdict: str = "not caught"
+
+
+def mutation_table(pool: Any, most_tries: int, with_seeds: bool) -> int:
+    """Print a table of all faults; returns 1 if one without an explanation is not caught.
+
+    Args:
+        pool: runs programs in processes.
+        most_tries: how many programs run for one fault at most.
+        with_seeds: whether the programs of the fixed seeds follow the corner programs.
+    """
+    cases = fixed_cases(pool, with_seeds)
+    print(f"{len(cases)} programs, {len(FAULTS)} faults\n")
+    print("| fault | function | programs that call it | tries | caught by program | as |")
+    print("|---|---|---|---|---|---|", flush=True)
+    missed = 0
+    tasks = [(fault.title, in_order(fault.title, cases), most_tries) for fault in FAULTS]
+    for fault, catch in zip(FAULTS, pool.imap(_first_catch, tasks), strict=True):
+        counts = f"{catch.reaching} | {catch.tries} | {catch.number or '-'} | {catch.verdict}"
+        print(f"| {fault.title} | `{fault.place}` | {counts} |", flush=True)
+        missed += not catch.number and catch.title not in SURVIVORS
+    for title, why in SURVIVORS.items():
+        print(f"\n{title}: {why}")
+    return int(missed > 0)
+
+
+def fixed_cases(pool: Any, with_seeds: bool) -> list[Case]:
+    """The corner programs that run without a fault, then the programs of the fixed seeds, those of the groups in turn.
+
+    Programs with lossy formats are left out: they are compared in fewer cases.
+    """
+    corners = [case for case in pool.map(_case_of, corner_programs(), 4) if case is not None]
+    lossless = [number for number, group in enumerate(GROUPS) if group.name != "lossy"] if with_seeds else []
+    groups = pool.map(_cases_of, lossless, 1)
+    longest = max(map(len, groups), default=0)
+    mixed = [group[place] for place in range(longest) for group in groups if place < len(group)]
+    return [Case(number, *case) for number, case in enumerate([*corners, *mixed], start=1)]
+
+
+def _case_of(program: Program) -> tuple[Program, frozenset[Event]] | None:
+    with noting_calls(FAULTS) as called:
+        result = run(program)
+    return (program, frozenset(called)) if result.verdict in ("equal", "loud") else None
+
+
+def _cases_of(number: int) -> list[tuple[Program, frozenset[Event]]]:
+    cases: list[tuple[Program, frozenset[Event]]] = []
+    with noting_calls(FAULTS) as called:
+
+        def note(program: Program, result: Any) -> None:
+            if result.verdict in ("equal", "loud"):
+                cases.append((program, frozenset(called)))
+            called.clear()
+
+        search(GROUPS[number].strategy, SEED, GROUPS[number].count, shrinks=False, stops=False, on_result=note)
+    return cases
+
+
+def in_order(title: str, cases: list[Case]) -> list[Case]:
+    """The programs that call the function of a fault; those with the rarest outcomes of these calls come first.
+
+    A check that is dropped matters only where the check raises, which it does in few programs.
+    """
+    outcomes = {case.number: [call for call in case.calls if call[0] == title] for case in cases}
+    counts = Counter(call for calls in outcomes.values() for call in calls)
+    reaching = [case for case in cases if outcomes[case.number]]
+    return sorted(reaching, key=lambda case: min(counts[call] for call in outcomes[case.number]))
+
+
+def _first_catch(task: tuple[str, list[Case], int]) -> Catch:
+    title, cases, most_tries = task
+    fault = next(fault for fault in FAULTS if fault.title == title)
+    tries = 0
+    for case in cases[:most_tries]:
+        tries += 1
+        with fault.planted():
+            result = run(case.program)
+        if result.failed:
+            return Catch(title, len(cases), tries, case.number, result.verdict)
+    torch._dynamo.reset()
+    return Catch(title, len(cases), tries)

@@ -1,0 +1,237 @@
+"""Run a program plain and packed, and compare everything that it yields."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import linecache
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from node_by_node import running_node_by_node
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kvcompile
+from kvcompile.errors import KVCompileError
+from kvcompile.packed.subclass import PackedSubclass
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.policy.policy import Policy
+from kvcompile.report.data import outcome
+
+Drive = Callable[[Callable[..., Any], Any], Iterator[Any]]
+
+LOSSLESS = ("float32", "bfloat16", "float16")
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""Of attention, relative and absolute: the sums of packed attention have another order, and more bits."""
+
+
+@dataclass
+class New:
+    """Makes the tensors of a program; two of them with the same seed make the same tensors.
+
+    Attributes:
+        policy: the format of :meth:`cache`; None for plain caches.
+    """
+
+    dtype: torch.dtype
+    device: str
+    seed: int = 0
+    policy: str | None = None
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Normally distributed numbers."""
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def cache(self, role: str, axes: str, *shape: int, growing: bool = False) -> Tensor:
+        """A cache of normally distributed numbers."""
+        plain = self(*shape)
+        if self.policy is None:
+            return plain
+        formats = Policy.load(self.policy).formats_for("", 0, 1)
+        assert formats is not None
+        layout = formats.layout(role, shape[-1], self.dtype)
+        return PackedTensor.from_dense(plain, layout, axes, growing=growing)
+
+    def range(self, first: int, end: int) -> Tensor:
+        return torch.arange(first, end, device=self.device)
+
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator).to(self.device)
+
+    def table(self, batch: int, blocks: int) -> Tensor:
+        """A block table in which every sequence has blocks of its own, and block 0 belongs to none."""
+        return 1 + self.order(batch * blocks).view(batch, blocks)
+
+
+@dataclass
+class Outcome:
+    """The result of a comparison.
+
+    Attributes:
+        verdict: ``equal``; ``wrong``; ``crash``: only the packed program raises, and not on purpose; ``loud``: it
+            raises an error that tells the remedy; ``invalid``: the plain program raises, too.
+        detail: the difference or the error.
+        outcomes: the outcome of every site of every graph; its reason, if it was not rewritten.
+        plain_calls: why calls of rewritten graphs ran as plain Inductor would.
+        packed_calls: the number of calls that ran on packed caches.
+    """
+
+    verdict: str
+    detail: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    plain_calls: Counter[str] = field(default_factory=Counter)
+    packed_calls: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in ("wrong", "crash")
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether every site was rewritten and every call ran on packed caches."""
+        return set(self.outcomes) == {"rewritten"} and not self.plain_calls and self.packed_calls > 0
+
+
+class Difference(AssertionError):
+    """The packed program yields something else than the plain one."""
+
+
+def compiled_text(text: str) -> Drive:
+    """``drive`` of a program's text. Dynamo and tracebacks find the text under its own name."""
+    name = f"<program {abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    names = {"torch": torch, "F": F, "nn": nn, "copy": copy, "math": math}
+    exec(compile(text, name, "exec"), names)
+    drive: Drive = names["drive"]
+    return drive
+
+
+@dataclass(frozen=True)
+class How:
+    """How a program is compiled and run.
+
+    Attributes:
+        policy: the format of all caches.
+        dtype: the dtype of all tensors.
+        device: where everything runs.
+        operators: without generated code, whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
+        dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
+        generate_code: whether Inductor generates code; otherwise graphs run node by node.
+    """
+
+    policy: str = "float32"
+    dtype: str = "float32"
+    device: str = "cpu"
+    operators: bool = False
+    dynamic: bool = True
+    generate_code: bool = False
+
+    @property
+    def loses_nothing(self) -> bool:
+        return self.policy in LOSSLESS
+
+    def new(self, packed: bool = False) -> New:
+        """What a program makes its tensors with."""
+        return New(getattr(torch, self.dtype), self.device, policy=self.policy if packed else None)
+
+    def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        backend = kvcompile.kvquant(policy=self.policy, on_unsupported="ignore")
+        result: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=None if self.dynamic else False)
+        return result
+
+    def attending(self) -> contextlib.AbstractContextManager[None]:
+        """On a GPU, only some backends of attention give zeros for rows that see no key, as on a CPU."""
+        return contextlib.nullcontext() if self.device == "cpu" else sdpa_kernel(SDPBackend.MATH)
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.generate_code else running_node_by_node(self.operators)
+
+
+def compare(drive: Drive, how: How) -> Outcome:
+    """Run ``drive`` with plain and with packed caches, and compare what it yields.
+
+    Formats that lose nothing are compared with plain caches. The other formats are compared with eager code on packed
+    caches, and only if kvcompile packs everything.
+
+    Args:
+        drive: takes ``compile`` and ``new``; yields what must be equal.
+        how: how it runs.
+    """
+    with torch.no_grad(), how.attending():
+        try:
+            plain = drive(lambda step: step, how.new(packed=not how.loses_nothing))
+            expected = [_values(item) for item in plain]
+        except Exception as error:
+            return Outcome("invalid", f"{type(error).__name__}: {error}")
+        with kvcompile.collect_reports() as report, how.running():
+            try:
+                result = _compared(drive(how.compiled, how.new()), expected, how)
+            except Exception as error:
+                result = Outcome("loud" if _is_on_purpose(error) else "crash", f"{type(error).__name__}: {error}")
+    result.outcomes.update(site.reason_code or outcome(site) for site in report.sites)
+    for runs in report.runs.values():
+        result.plain_calls.update(runs.plain)
+        result.packed_calls += runs.packed
+    if not how.loses_nothing and result.verdict == "wrong" and not result.rewritten:
+        result.verdict = "equal"  # plain caches lose nothing, so there is nothing to compare with
+    return result
+
+
+def check(drive: Drive, policy: str = "float32", dtype: str = "float32", **how: Any) -> None:
+    """Raise AssertionError if the packed program differs from the plain one; ``how`` as for :class:`How`."""
+    result = compare(drive, How(policy, dtype, **how))
+    assert result.verdict in ("equal", "loud"), f"{result.verdict}: {result.detail}"
+
+
+def _compared(got: Iterator[Any], expected: Sequence[list[Any]], how: How) -> Outcome:
+    tolerance = TOLERANCES[getattr(torch, how.dtype)]
+    for number, (item, values) in enumerate(zip(got, expected, strict=True)):
+        packed = [isinstance(leaf, PackedSubclass) for leaf in _leaves(item)]
+        for place, (value, other, is_packed) in enumerate(zip(_values(item), values, packed, strict=True)):
+            difference = _difference(value, other, 0.0 if is_packed and how.loses_nothing else tolerance)
+            if difference:
+                return Outcome("wrong", f"yield {number}, value {place}: {difference}")
+    return Outcome("equal")
+
+
+def _leaves(item: Any) -> list[Any]:
+    return list(item) if isinstance(item, tuple) else [item]
+
+
+def _values(item: Any) -> list[Tensor]:
+    """Copies of the plain values of everything that was yielded."""
+    return [
+        leaf.dequantize().clone() if isinstance(leaf, PackedSubclass) else leaf.clone().as_subclass(Tensor)
+        for leaf in _leaves(item)
+    ]
+
+
+def _difference(value: Tensor, expected: Tensor, tolerance: float) -> str:
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        return f"{tuple(value.shape)} {value.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    close = torch.isclose(value.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    if bool(close.all()):
+        return ""
+    first = tuple((~close).nonzero()[0].tolist())
+    count = f"{int((~close).sum())} of {close.numel()} numbers differ"
+    return f"{count}, first at {list(first)}: {value[first]}, expected {expected[first]}"
+
+
+def _is_on_purpose(error: BaseException) -> bool:
+    """Whether an error, or an error that caused it, is one that kvcompile raises with a remedy."""
+    known = (KVCompileError, NotImplementedError)
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return any(isinstance(cause, known) and str(cause) for cause in causes)

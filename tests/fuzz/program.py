@@ -1,0 +1,135 @@
+"""A decode program as a small tree: what it keeps, how it writes and attends, and what happens between its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuzz.twists import TWISTS
+
+STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES = "static", "shifting", "growing", "window", "slots", "pages"
+KINDS = (STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES)
+POOLS = (SLOTS, PAGES)
+EXTENDED = (GROWING, WINDOW)
+
+RANK_3 = ("htd", "thd", "btd")
+"""Orders of caches of one sequence, or of one head."""
+
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Write:
+    """How new tokens get into a cache.
+
+    Attributes:
+        form: a key of ``step_text.WRITES``, or a form of a cache that shifts or grows.
+        positions: a key of ``step_text.POSITIONS``.
+        through_view: whether the write goes through a view [batch, heads, tokens, head_dim] of the stored tensor.
+        values: how the new vectors are computed, a key of ``step_text.VALUES``.
+    """
+
+    form: str
+    positions: str = "given"
+    through_view: bool = False
+    values: str = "plain"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How queries attend.
+
+    Attributes:
+        form: ``sdpa``, ``rank_3``, ``written`` or ``grouped``.
+        read: a key of ``step_text.READS``.
+        repeat: how KV heads serve several query heads, a key of ``step_text.REPEATS``.
+        mask: a key of ``step_text.MASKS``.
+        mask_is_argument: whether the caller computes the mask.
+        scale: None for the default.
+        scores, softcap, softmax: the parts of written-out attention.
+    """
+
+    form: str = "sdpa"
+    read: str = "whole"
+    repeat: str = "gqa"
+    mask: str = "bool"
+    mask_is_argument: bool = False
+    scale: float | None = None
+    scores: str = "matmul"
+    softcap: bool = False
+    softmax: str = "softmax"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention with its caches.
+
+    Attributes:
+        kind: one of KINDS.
+        axes: the order of the dimensions of its caches.
+        key, value: the writes.
+        value_first: whether values are written before keys.
+        attention: how its queries attend.
+        twist: a key of ``twists.TWISTS``: something that a proof must see. ``none`` for none.
+    """
+
+    kind: str
+    axes: str
+    key: Write
+    value: Write
+    value_first: bool
+    attention: Attention
+    twist: str = "none"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of all layers; ``tokens`` is the capacity of a cache of fixed size."""
+
+    batch: int
+    kv_heads: int
+    groups: int
+    tokens: int
+    head_dim: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.groups
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of the compiled function with ``tokens`` new tokens, after eager code, a key of ``drive_text.BETWEEN``."""
+
+    tokens: int
+    before: str = "nothing"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole program.
+
+    Attributes:
+        operators: whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
+        dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
+        policy: the format of all caches.
+        dtype: the dtype of queries and caches.
+        holder: ``arguments``, ``dict`` or ``module``: who holds the caches.
+        stack: how keys and values share a tensor, a key of ``step_text.STACKS``; ``none`` for tensors of their own.
+        memory: how the caches lie in memory, a key of ``drive_text.MEMORY``.
+    """
+
+    sizes: Sizes
+    layers: tuple[Layer, ...]
+    steps: tuple[Step, ...]
+    holder: str = "dict"
+    stack: str = "none"
+    memory: str = "own"
+    dtype: str = "float32"
+    policy: str = "float32"
+    operators: bool = True
+    dynamic: bool = False
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether kvcompile should pack all its caches: nothing in it hinders a proof."""
+        return self.memory == "own" and all(TWISTS[layer.twist].is_safe for layer in self.layers)

@@ -1,0 +1,48 @@
+"""Programs that the fuzzer has found: each of them differed once. Most are smaller than the fuzzer made them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuzz.oracle import check
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def test_a_growing_cache_and_a_window_that_drops_tokens_keep_apart() -> None:
+    def step(q, k, v, k0, v0, k1, v1):
+        k0, v0 = torch.cat([k0, k], 2), torch.cat([v0, v], 2)
+        out = F.scaled_dot_product_attention(q, k0, v0)
+        k1, v1 = torch.cat([k1, k], 2)[:, :, -6:], torch.cat([v1, v], 2)[:, :, -6:]
+        return out + F.scaled_dot_product_attention(q, k1, v1), k0, v0, k1, v1
+
+    def drive(compile, new):
+        run = compile(step)
+        caches = [new(2, 2, tokens, 16) for tokens in (4, 4, 6, 6)]
+        for _ in range(2):
+            q, k, v = new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16)
+            out, *caches = run(q, k, v, *caches)
+            yield out, *caches
+
+    check(drive, policy="float32", dtype="float32", operators=True, dynamic=False)
+
+
+@pytest.mark.xfail(strict=True, reason="values that two cat in a step extend are dequantized and quantized again")
+def test_two_appends_in_a_step_quantize_new_tokens_only() -> None:
+    def step(q, k, v, k0, v0):
+        k0 = torch.cat([k0, k], 2)
+        v0 = torch.cat([torch.cat([v0, v[:, :, :1]], 2), v[:, :, 1:]], 2)
+        return F.scaled_dot_product_attention(q, k0, v0), k0, v0
+
+    def drive(compile, new):
+        run = compile(step)
+        k0 = new.cache("key", "bhtd", 2, 2, 3, 16, growing=True)
+        v0 = new.cache("value", "bhtd", 2, 2, 3, 16, growing=True)
+        for _ in range(2):
+            q, k, v = new(2, 2, 2, 16), new(2, 2, 2, 16), new(2, 2, 2, 16)
+            out, k0, v0 = run(q, k, v, k0, v0)
+            yield out, k0, v0
+
+    check(drive, policy="int4", dtype="float32", operators=True, dynamic=False)

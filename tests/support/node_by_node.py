@@ -1,0 +1,38 @@
+"""Run graphs node by node: what the passes make of a graph is tested, not the code that Inductor generates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextlib.contextmanager
+def running_node_by_node(operators: bool = False) -> Iterator[None]:
+    """Inside the block, the backend compiles no graph to code; graphs that were compiled inside run so afterwards.
+
+    Args:
+        operators: whether a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU. Otherwise
+            their meaning in plain PyTorch is traced into a graph for a CPU, which takes longer.
+    """
+    from functorch.compile import make_boxed_func
+
+    import kvcompile.backend  # not above: some tests look at a fresh import
+    from kvcompile.passes.rewrite import insert
+
+    def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default  # Inductor makes a view a copy where strides ask for it
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    uses_kernels = (lambda data: True) if operators else insert._uses_kernels
+    with (
+        mock.patch.object(insert, "_uses_kernels", uses_kernels),
+        mock.patch.object(kvcompile.backend, "compile_fx_inner", interpret),
+        mock.patch.object(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward),
+    ):
+        yield
