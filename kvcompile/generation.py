@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -34,6 +34,7 @@ from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
 from kvcompile.compat.transformers import COMPILES_FOR_ITSELF, PREPARE_CACHE, makes_dynamic_caches
 from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
+from kvcompile.launch_hint import no_launch_hint
 from kvcompile.report import report
 
 _ATTRIBUTE = "_kvcompile_generation"
@@ -100,7 +101,6 @@ class Generation:
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
         self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
-        self._unrecorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("default"), **how)
         self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
         replaced |= {COMPILED_CALL: self._call_model, _ATTRIBUTE: self}
@@ -166,9 +166,8 @@ class Generation:
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable
-        compiled = self._compiled if request is None else self._recorded if records else self._unrecorded
-        with _COMPILED_CODE:
-            return compiled(*args, **kwargs)
+        with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint():
+            return (self._recorded if records else self._compiled)(*args, **kwargs)
 
     # Their implementation
 

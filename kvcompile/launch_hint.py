@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 from kvcompile.options import BackendOptions
 from kvcompile.passes.packing import Packing
@@ -15,9 +18,27 @@ HINT = (
 )
 
 
+_IS_QUIET = ContextVar("launch_hint_is_quiet", default=False)
+
+
+@contextlib.contextmanager
+def no_launch_hint() -> Iterator[None]:
+    """In the block, the hint is not given: somebody else has decided about CUDA graphs."""
+    token = _IS_QUIET.set(True)
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)
+
+
 def hint_at_cuda_graphs(packing: Packing, options: BackendOptions) -> None:
     """Give the hint if ``packing`` is a decode step that a CUDA graph could replay, and nobody has decided about it."""
-    is_decided = options.mode is not None or "triton.cudagraphs" in options.inductor_config or packing.cudagraphs
+    is_decided = (
+        _IS_QUIET.get()
+        or options.mode is not None
+        or "triton.cudagraphs" in options.inductor_config
+        or packing.cudagraphs
+    )
     if not is_decided and _is_decode_step(packing) and could_be_recorded(packing):
         _give()
 

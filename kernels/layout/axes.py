@@ -36,7 +36,14 @@ def heads_first(x: Tensor, axes: str) -> Tensor:
 
 def in_order(x: Tensor, axes: str) -> Tensor:
     """Inverse of :func:`heads_first`."""
+    if len(axes) == 3:
+        return in_order(x, rank_4_axes(axes)).squeeze(-2)
     return x if axes == "bhtd" else x.permute(["bhtd".index(axis) for axis in axes])
+
+
+def size_along(shape: Sequence[Any], axes: str, axis: str) -> Any:
+    """The size along ``axis`` of a tensor in the order ``axes``; 1 if the tensor lacks that dimension."""
+    return shape[axes.index(axis)] if axis in axes else 1
 
 
 def rank_4_axes(axes: str) -> str:

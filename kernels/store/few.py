@@ -109,22 +109,31 @@ def _write_token(
         packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
         in_head = tl.arange(0, OPERAND.padded_head_dim)[None, :] < OPERAND.head_dim
         is_written = row >= 0
-        if OPERAND.residual is None:
-            encoded = encode_tile(x, 0, in_head, static_scale, OPERAND, 1, PRECISION)
-            store_sections(packed_ptr, row, is_written, encoded, OPERAND)
-        else:
+        if OPERAND.residual is not None:
             x = x.to(OPERAND.residual.dtype)
-            encoded = encode_tile(x, 0, in_head, static_scale, OPERAND, 1, PRECISION)
-            store_sections(packed_ptr, row, is_written, encoded, OPERAND)
-            blocks = tl.where(position >= 0, position // OPERAND.block_tokens, -1)
-            entry = entry_of(block, OPERAND)
-            rivals = (blocks >= 0) & has_entry(blocks, OPERAND) & (entry_of(tl.maximum(blocks, 0), OPERAND) == entry)
-            if has_entry(block, OPERAND) & (tl.max(tl.where(rivals, blocks, -1), 0) == block):
-                ptrs = row_ptrs(header_ptr, stride_block, entry, row, OPERAND, 1)[:, None]
-                tl.store(ptrs + tl.arange(0, OPERAND.padded_head_dim)[None, :], x, mask=in_head)
-                is_first = tl.max(((blocks == block) & (token < own)).to(tl.int32), 0) == 0
-                if is_first & (tl.load(tag_ptrs(header_ptr, entry)) != block + 1):
-                    _fill_entry(header_ptr, stride_block, packed_ptr, block, entry, position, static_scale, OPERAND)
+        encoded = encode_tile(x, 0, in_head, static_scale, OPERAND, 1, PRECISION)
+        store_sections(packed_ptr, row, is_written, encoded, OPERAND)
+        if OPERAND.residual is not None:
+            _write_exact(
+                header_ptr, stride_block, packed_ptr, x, own, token, position, block, row, static_scale, OPERAND
+            )
+
+
+@jit
+def _write_exact(
+    header_ptr, stride_block, packed_ptr, x, own, token, position, block, row, static_scale, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Write the token ``own`` to the entry of its block as well, if the block has the entry after this write."""
+    blocks = tl.where(position >= 0, position // OPERAND.block_tokens, -1)
+    entry = entry_of(block, OPERAND)
+    rivals = (blocks >= 0) & has_entry(blocks, OPERAND) & (entry_of(tl.maximum(blocks, 0), OPERAND) == entry)
+    if has_entry(block, OPERAND) & (tl.max(tl.where(rivals, blocks, -1), 0) == block):
+        channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
+        ptrs = row_ptrs(header_ptr, stride_block, entry, row, OPERAND, 1)[:, None]
+        tl.store(ptrs + channel, x, mask=channel < OPERAND.head_dim)
+        is_first = tl.max(((blocks == block) & (token < own)).to(tl.int32), 0) == 0
+        if is_first & (tl.load(tag_ptrs(header_ptr, entry)) != block + 1):
+            _fill_entry(header_ptr, stride_block, packed_ptr, block, entry, position, static_scale, OPERAND)
 
 
 @jit

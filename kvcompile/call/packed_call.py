@@ -15,7 +15,6 @@ in eager code. Within the graph, changed vectors are not yet rounded.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
+from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.shared_memory import check_distinct
@@ -30,7 +30,6 @@ from kvcompile.call.sizes import SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.layout.references import References
 from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.stack import PackedParts, PackedStack, stacked
@@ -70,8 +69,9 @@ class PackedCall:
         sizes = SizeReader(example_inputs)
         self._compiled = compiled
         self._conceals = conceals
-        self._references = ReferencesOfThread() if rewritten.by_reference else None
-        self._returned = rewritten.returned_inputs
+        self._known = KnownCaches()
+        self._fixed = FixedInputs() if rewritten.by_reference else None
+        self._buffered = rewritten.buffered_inputs
         self._stacks = rewritten.stacks
         self._growing = [(a, sizes.reader(a.new_tokens)) for a in rewritten.inputs if a.kind == "growing"]
         self._places = [action.index for action in rewritten.inputs]
@@ -89,26 +89,23 @@ class PackedCall:
         new_tokens = [(action, read(args)) for action, read in self._growing]
         if self._stacks:
             args[:] = with_parts(args, self._stacks)
-        check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
         grown: list[tuple[int, PackedTensor]] = []
-        for action, count in new_tokens:
-            args[action.index] = cache = _growing(args[action.index], action).extended(count)
-            grown.extend((output, cache) for output in action.outputs)
-        for place in self._places:
-            args[place] = _data_of(args[place])
         changed: list[tuple[Tensor, Tensor]] = []
-        for plain in self._dequantized:
-            tensor = args[plain.index]
-            args[plain.index] = tensor.dequantize().contiguous()
-            if plain.mutated:
-                changed.append((tensor, args[plain.index]))
-        if self._references is not None:
-            self._refer(args, self._references)
-        mutated = [args[index] for index in self._returned]
+        if not self._replace_known(args):
+            check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
+            for action, count in new_tokens:
+                args[action.index] = cache = _growing(args[action.index], action).extended(count)
+                grown.extend((output, cache) for output in action.outputs)
+            self._replace_caches(args)
+            for plain in self._dequantized:
+                tensor = args[plain.index]
+                args[plain.index] = tensor.dequantize().contiguous()
+                if plain.mutated:
+                    changed.append((tensor, args[plain.index]))
+        buffered, buffers = self._buffer(args)
         outputs = list(self._compiled(args))
-        if mutated:
-            copy_each(mutated, outputs[-len(mutated) :])
-            del outputs[-len(mutated) :]
+        if buffered:
+            copy_each(buffered, buffers)
         for tensor, new_values in changed:
             store_changes(tensor, new_values)
         for index, cache in grown:
@@ -117,15 +114,36 @@ class PackedCall:
             outputs[made.index] = _wrap(outputs[made.index], made, shape)
         return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
-    def _refer(self, args: list[Any], references: ReferencesOfThread) -> None:
-        """Replace the packed data in ``args`` by references, which do not keep the data alive.
+    def _replace_known(self, args: list[Any]) -> bool:
+        """Replace caches as :meth:`_replace_caches` if they are those of the last call, which has checked them."""
+        if self._dequantized:
+            return False
+        data = self._known.data_of([args[place] for place in self._places])
+        if data is None:
+            return False
+        self._put(args, data if self._fixed is None else self._fixed.referred)
+        return True
 
-        The caller's packed tensors keep the data alive during this call. Kernels may still run after it. If the data
-        is freed by then, the allocator reuses its memory in stream order.
-        """
-        data = [args[place] for place in self._places]
-        for place, reference in zip(self._places, references.refer(data), strict=True):
-            args[place] = reference
+    def _replace_caches(self, args: list[Any]) -> None:
+        """Replace caches by their packed data, or by references to it."""
+        caches = [args[place] for place in self._places]
+        data = [_data_of(cache) for cache in caches]
+        self._put(args, data if self._fixed is None else self._fixed.refer(data))
+        self._known.remember(caches, data)
+
+    def _put(self, args: list[Any], data: list[Tensor]) -> None:
+        for place, own in zip(self._places, data, strict=True):
+            args[place] = own
+
+    def _buffer(self, args: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Replace the inputs that need a fixed address by buffers. Returns these inputs and their buffers."""
+        if self._fixed is None or not self._buffered:
+            return [], []
+        inputs = [args[place] for place in self._buffered]
+        buffers = self._fixed.buffers_of(inputs)
+        for place, buffer in zip(self._buffered, buffers, strict=True):
+            args[place] = buffer
+        return inputs, buffers
 
 
 def with_parts(args: Sequence[Any], stacks: Sequence[SplitStack]) -> list[Any]:
@@ -152,21 +170,6 @@ def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
         else:
             result[stack.index] = stacked(parts, shape, stack.dims)
     return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
-
-
-class ReferencesOfThread(threading.local):
-    """The references of one compiled graph, separate for each thread.
-
-    Threads may call the same graph with different caches at the same time. CUDA graphs are recorded for each thread.
-    """
-
-    def __init__(self) -> None:
-        self._references: References | None = None
-
-    def refer(self, data: list[Tensor]) -> list[Tensor]:
-        if self._references is None:
-            self._references = References(len(data), data[0].device)
-        return self._references.refer(data)
 
 
 _Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]

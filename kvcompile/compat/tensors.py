@@ -5,7 +5,7 @@ Nothing takes over: adoption would be unsafe without the counts of users, and pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,10 +53,20 @@ def num_users(tensor: Tensor) -> int:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """``target.copy_(source)`` for each pair, in one kernel on a GPU."""
-    torch._foreach_copy_(list(targets), list(sources))
+    """``target.copy_(source)`` for each pair, in one kernel for each dtype on a GPU."""
+    dtypes = [target.dtype for target in targets]
+    for dtype in set(dtypes):  # PyTorch copies one by one if dtypes differ within a list
+        of_dtype = [index for index, other in enumerate(dtypes) if other == dtype]
+        torch._foreach_copy_([targets[index] for index in of_dtype], [sources[index] for index in of_dtype])
 
 
 def schema_of(op: Any) -> Any:
     """The schema of an operator overload; None for anything else."""
     return getattr(op, "_schema", None)
+
+
+def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the operator overload ``op``, by name, defaults included."""
+    known = op._schema.arguments
+    given = {argument.name: value for argument, value in zip(known, args, strict=False)}
+    return {argument.name: argument.default_value for argument in known} | given | dict(kwargs)

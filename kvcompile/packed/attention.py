@@ -7,6 +7,7 @@ before the dispatch, which then gets the operator of the backend. There is a han
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.compat.tensors import schema_of
+from kvcompile.compat.tensors import arguments_of, schema_of
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.repeated_heads import RepeatedHeads, unrepeated
@@ -201,101 +202,35 @@ def _attention(
 
 
 _CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@handles_attention(_CPU)
-def _attention_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    caches = packed_caches(query, key, value, attn_mask, is_causal=is_causal)
-    if caches is None or dropout_p > 0.0:
-        return NotImplemented
-    if prefers_bytes(query, caches[0]):
-        return _without_auxiliaries(_CPU, attend_to_bytes(query, caches, attn_mask, is_causal=is_causal, scale=scale))
-    keys, values = (cache.dequantize() for cache in caches)
-    return _CPU(query, keys, values, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
-
-
-_FLASH = aten._scaled_dot_product_flash_attention.default
-
-
-@handles_attention(_FLASH)
-def _flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    # For other sizes, PyTorch does not call this operator, and its causal mask is another one.
-    if return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
-        return NotImplemented
-    return _of_backend(_FLASH, query, key, value, None, dropout_p, is_causal, scale)
-
-
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
+_SQUARE_IF_CAUSAL = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+"""PyTorch calls these operators with a causal mask for as many queries as keys; their mask for other sizes differs."""
 
-@handles_attention(_EFFICIENT)
-def _efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    if compute_log_sumexp:
+
+def _attention_of_backend(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The results of the operator of a backend, computed on packed bytes, or on dequantized values on a CPU."""
+    given = arguments_of(func, args, kwargs)
+    query, key, value, is_causal = given["query"], given["key"], given["value"], given["is_causal"]
+    mask = given.get("attn_bias", given.get("attn_mask"))
+    if given["dropout_p"] > 0.0 or given.get("compute_log_sumexp") or given.get("return_debug_mask"):
         return NotImplemented
-    return _of_backend(_EFFICIENT, query, key, value, attn_bias, dropout_p, is_causal, scale)
-
-
-_CUDNN = aten._scaled_dot_product_cudnn_attention.default
-
-
-@handles_attention(_CUDNN)
-def _cudnn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    if compute_log_sumexp or return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
+    if is_causal and func in _SQUARE_IF_CAUSAL and query.shape[2] != key.shape[2]:
         return NotImplemented
-    return _of_backend(_CUDNN, query, key, value, attn_bias, dropout_p, is_causal, scale)
-
-
-def _of_backend(
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Any:
-    """The results of a GPU backend's operator, computed on packed bytes."""
     caches = packed_caches(query, key, value, mask, is_causal=is_causal)
-    if caches is None or dropout_p > 0.0 or not prefers_bytes(query, caches[0]):
+    if caches is None:
         return NotImplemented
-    return _without_auxiliaries(func, attend_to_bytes(query, caches, mask, is_causal=is_causal, scale=scale))
+    if prefers_bytes(query, caches[0]):
+        out = attend_to_bytes(query, caches, mask, is_causal=is_causal, scale=given["scale"])
+        return _without_auxiliaries(func, out)
+    if func is not _CPU:
+        return NotImplemented
+    keys, values = (cache.dequantize() for cache in caches)  # without repeated heads, which this operator allows
+    return func(query, keys, values, 0.0, is_causal, attn_mask=mask, scale=given["scale"])
+
+
+for _operator in (_CPU, _EFFICIENT, *_SQUARE_IF_CAUSAL):
+    handles_attention(_operator)(functools.partial(_attention_of_backend, _operator))

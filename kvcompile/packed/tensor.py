@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
-from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES
+from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.packing import pack_blocks
 from kvcompile.kernels.spec.residual import header_of
@@ -89,6 +89,10 @@ class CacheMeta:
     axes: str
     start: int = 0
     growing: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
+        """Guards compare a deep copy with the meaning of a cache at every call; the same object is compared fastest."""
+        return self
 
 
 def _pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
@@ -211,7 +215,7 @@ class PackedTensor(PackedSubclass):
             )
         if (reason := layout.unsupported(dtype)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
-        batch, heads, tokens = (shape[axes.index(axis)] if axis in axes else 1 for axis in "bht")
+        batch, heads, tokens = (size_along(shape, axes, axis) for axis in "bht")
         blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
         data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
@@ -288,11 +292,18 @@ class PackedTensor(PackedSubclass):
         return self._packed
 
     @property
+    def fixed_data(self) -> Tensor | None:
+        """``packed`` if it is the same tensor for as long as this cache lives; None for a cache that may move."""
+        return self._packed if self._lineage is None else None
+
+    @property
     def inner_packed(self) -> Tensor:
         """The inner tensor for PyTorch: ``packed``, with the marks that follow from marks of this tensor.
 
         ``mark_dynamic`` also marks the same dimensions of an inner tensor with equally many dimensions. These marks are
         wrong and are dropped, because tokens lie in different dimensions of a cache and of its blocks.
+
+        Guards read this property of every cache at every call.
         """
         packed = self.packed
         drop_marks(packed)

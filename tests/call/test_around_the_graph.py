@@ -114,7 +114,13 @@ def test_a_cache_is_packed_wherever_it_is_held(hold: Any, held: Any) -> None:
         assert torch.equal(packed.dequantize(), plain)
 
 
-def test_caches_that_cannot_be_packed_serve_calls_of_any_size_and_number() -> None:
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_caches_that_cannot_be_packed_serve_calls_of_any_size_and_number(
+    generated: bool, request: pytest.FixtureRequest
+) -> None:
+    if not generated:
+        request.getfixturevalue("without_code_generation")
+
     class Scale:
         factor = 0.5
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import launch_hint
-from kvcompile.launch_hint import HINT
+from kvcompile.launch_hint import HINT, no_launch_hint
 
 pytestmark = pytest.mark.usefixtures("seed_without_grad", "without_code_generation")
 
@@ -52,6 +52,12 @@ def test_a_decode_step_is_noted_once_in_a_process():
 )
 def test_a_decision_of_the_user_is_respected(decision: dict[str, Any]) -> None:
     assert notes(**decision) == []
+
+
+def test_a_request_of_generate_gives_no_hint():
+    with no_launch_hint():
+        assert notes() == []
+    assert notes() == [HINT]
 
 
 def test_a_step_of_several_tokens_is_no_decode_step():

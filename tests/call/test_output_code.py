@@ -81,7 +81,7 @@ def test_packed_bytes_are_those_of_the_formats_arithmetic(
     torch._dynamo.reset()
     if device == "cpu":
         request.getfixturevalue("without_code_generation")
-    model = tiny_llama(torch.bfloat16, device, num_layers=2)
+    model = tiny_llama(torch.bfloat16, device, num_layers=1)
     cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LEN)
     ids = torch.randint(0, 97, (2, 30), device=device)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from torch._inductor.codecache import PyCodeCache
 
 import kvcompile
 from kvcompile import KVCompileError, compat
-from kvcompile.compat import inductor, modules, observing, recompiling, tensors, tracing
+from kvcompile.compat import attention, inductor, modules, observing, recompiling, tensors, tracing
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
 from kvcompile.kernels.lang.triton import triton
@@ -33,6 +33,16 @@ def test_every_name_exists(name: str) -> None:
         pytest.skip("needs Triton")
     importlib.import_module(f"kvcompile.compat.{name}")
     assert recompiling.missing_names() == []
+
+
+def test_attention_by_cudnn_has_the_parameters_that_are_passed() -> None:
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
+    assert [argument.name for argument in schema.arguments] == [
+        *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal"),
+        *("return_debug_mask", "scale"),
+    ]
+    query, cache = torch.zeros(1, 4, 3, 64), torch.zeros(1, 2, 3, 64)
+    assert not attention.cudnn_serves(query, cache, cache, is_causal=True)  # there is no cuDNN on a CPU
 
 
 @pytest.mark.parametrize(

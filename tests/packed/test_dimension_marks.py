@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from formats_of_every_kind import in_turn
 from torch import Tensor
 from torch._dynamo import mark_dynamic, mark_static, maybe_mark_dynamic
 from torch._dynamo.utils import counters
@@ -142,8 +143,7 @@ def test_sequences_and_tokens_that_are_marked_as_dynamic_are_compiled_once(step:
     assert graphs(step, mark_dynamic, is_packed=True) == [1] * 4
 
 
-@pytest.mark.parametrize("mark", [maybe_mark_dynamic, mark_static])
-@pytest.mark.parametrize("step", [growing, stack], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(("step", "mark"), in_turn([growing, stack], [maybe_mark_dynamic, mark_static]))
 def test_a_mark_costs_no_more_graphs_than_on_plain_caches(step: Step, mark: Callable[[Tensor, int], None]) -> None:
     plain = graphs(step, mark, is_packed=False)
     assert all(ours <= theirs for ours, theirs in zip(graphs(step, mark, is_packed=True), plain, strict=True))

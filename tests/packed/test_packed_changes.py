@@ -75,6 +75,7 @@ def test_after_many_steps_a_cache_is_what_eager_code_makes_of_it(name: str, grow
     assert torch.equal(cache.packed, expected.packed)
 
 
+@pytest.mark.slow
 def test_generated_code_leaves_tokens_alone_that_nobody_writes() -> None:
     cache = packed("int4_per_token_head")
     expected = copy.deepcopy(cache)

@@ -96,16 +96,16 @@ def test_a_program_means_the_same_compiled_without_graph_breaks(program, make_ca
     compare(program, make_cache, backend="aot_eager")
 
 
-@pytest.mark.parametrize(("step", "dynamic"), [(decode_step, False), (repeat_kv_step, True)])
+@pytest.mark.parametrize(
+    ("step", "dynamic"), [(repeat_kv_step, True), pytest.param(decode_step, False, marks=pytest.mark.slow)]
+)
 def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
     compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic)
 
 
-# One format with a scale; one with a rotation, a zero point and two codes a byte; one with two planes of codes; one
-# without a scale. kernels/test_formats.py traces the code of every format.
-@pytest.mark.parametrize(
-    "name", ["int8_per_token_head", "int4_per_token_head", "turboquant_2.5bit", "fp8_e5m2_scale0.37"]
-)
+# One format with a rotation, a scale, a zero point and two codes a byte; one with two planes of codes; one without a
+# scale. kernels/test_formats.py traces the code of every format.
+@pytest.mark.parametrize("name", ["int4_per_token_head", "turboquant_2.5bit", "fp8_e5m2_scale0.37"])
 def test_formats_of_every_structure_are_traceable_with_symbolic_sizes(name):
     layout = PackedLayout(name, "value", HEAD_DIM)
     compare(decode_step, lambda: pair(layout)[0], torch.tensor([63, 64]), backend="aot_eager", dynamic=True)
