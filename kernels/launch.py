@@ -91,7 +91,8 @@ def attention(
             mask_kind, mask_data = "bool", mask_data.view(torch.uint8)
             if ranges is None:
                 ranges = visible_range(with_four_dimensions(mask, q_len, kv_len))
-            ranges = ranges.expand(batch, q_len, 3).contiguous()
+            if ranges.shape[0] != batch or not ranges.is_contiguous():
+                ranges = ranges.expand(batch, q_len, 3).contiguous()
     call = AttentionCall(
         query, k_data, v_data, mask_data, mask_strides, mask_kind, ranges, min(kv_len, q_len) if is_causal else kv_len,
         is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value, key_scale,
@@ -244,13 +245,15 @@ def visible_range(mask: Tensor) -> Tensor:
     batch, num_heads, q_len, kv_len = mask.shape
     out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
     if out.numel():
+        # Rows that fill the device run best in small programs; a few long rows take as long as one of them takes.
+        few_and_long = batch * q_len < 4 * launcher.num_sms_of(mask.device) and kv_len > 4096
         launch_visible_range(
             (batch * q_len, 1, 1),
             (mask.view(torch.uint8), out),
             (mask.stride(),),
             (q_len, kv_len, num_heads),
-            (2048 if kv_len <= 2048 else 8192,),
-            {"num_warps": 8},
+            (16384 if few_and_long else 2048,),
+            {"num_warps": 32 if few_and_long else 4},
         )
     return out
 

@@ -14,7 +14,8 @@ Importing this module needs neither Triton nor a GPU.
 from __future__ import annotations
 
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -275,14 +276,19 @@ def _visible_range_fake(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     return mask.new_empty((mask.shape[0] if mask.dim() == 4 else 1, q_len, 3), dtype=torch.int32)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("store", _store, _device)
-    _library.impl("store_pair", _store_pair, _device)
-    _library.impl("attention", _attention, _device)
-    _library.impl("dequantize", _dequantize, _device)
-    _library.impl("visible_range", _visible_range, _device)
-torch.library.register_fake("kvcompile::store", _store_fake, lib=_library)
-torch.library.register_fake("kvcompile::store_pair", _store_pair_fake, lib=_library)
-torch.library.register_fake("kvcompile::attention", _attention_fake, lib=_library)
-torch.library.register_fake("kvcompile::dequantize", _dequantize_fake, lib=_library)
-torch.library.register_fake("kvcompile::visible_range", _visible_range_fake, lib=_library)
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "store": (_store, _store_fake),
+    "store_pair": (_store_pair, _store_pair_fake),
+    "attention": (_attention, _attention_fake),
+    "dequantize": (_dequantize, _dequantize_fake),
+    "visible_range": (_visible_range, _visible_range_fake),
+}
+for _name, (_implementation, _fake) in _OPERATORS.items():
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _device)
+    torch.library.register_fake(f"kvcompile::{_name}", _fake, lib=_library)
+
+IMPLEMENTATIONS = {
+    getattr(torch.ops.kvcompile, name).default: implementation for name, (implementation, _) in _OPERATORS.items()
+}
+"""Maps each operator of this file to the function that runs it."""

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
@@ -20,6 +21,8 @@ from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
+from kvcompile.kernels.ops import IMPLEMENTATIONS
+from kvcompile.kernels.precompile import precompile
 from kvcompile.launch_hint import hint_at_cuda_graphs
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
@@ -237,10 +240,10 @@ class _GraphCompiler:
         if packing.rewritten is None:
             raise _NothingRewritten
         hint_at_cuda_graphs(packing, self.options)
+        _precompile_kernels(gm.graph)
         static = {index for index, known in enumerate(packing.inputs) if known.is_static}
         if packing.rewritten.by_reference:
-            static |= {action.index for action in packing.rewritten.inputs}
-            static -= set(packing.rewritten.returned_inputs)
+            static |= {action.index for action in packing.rewritten.inputs} | set(packing.rewritten.buffered_inputs)
         kwargs["static_input_idxs"] = sorted(static)
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
@@ -284,6 +287,14 @@ class _GraphCompiler:
         self.stages.reported(self.graph)
         self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
+
+
+def _precompile_kernels(graph: Graph) -> None:
+    """Compile the Triton kernels of a rewritten graph while Inductor generates its code."""
+    for op in IMPLEMENTATIONS:
+        for node in graph.find_nodes(op="call_function", target=op):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+            precompile(op, tuple(args), dict(kwargs))
 
 
 def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,12 +18,37 @@ from kvcompile.kernels.lang.triton import INTERPRETED
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 
+_COMPILING_ONLY = ContextVar("compiling_only", default=False)
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """In the block, launches of this thread only compile their kernels. Their tensors may be fake tensors."""
+    token = _COMPILING_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILING_ONLY.reset(token)
+
+
+class _Argument:
+    """What Triton compiles for in place of a fake tensor: its dtype, and an aligned address."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 class Launcher:
     """Launches one Triton kernel, and remembers its compiled versions.
 
     Triton looks up the compiled version at every launch, in about 15 us of Python. The key here is shorter. Kernels
     list every integer argument except strides in ``do_not_specialize``; then a version depends only on the constants,
     the dtypes and alignment of the tensors, and which strides are 1, divisible by 16 or wider than int32.
+
+    Threads that need the same version at the same time compile it once.
 
     Args:
         kernel: a function made by :func:`kvcompile.kernels.lang.triton.jit`.
@@ -29,6 +57,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.compiled: dict[tuple, Any] = {}
+        self._locks: dict[tuple, threading.Lock] = {}
 
     def __call__(
         self,
@@ -49,21 +78,35 @@ class Launcher:
             constants: compile-time arguments, hashable.
             options: Triton's launch options, such as ``num_warps``; equal for equal ``constants``.
         """
-        device = tensors[0].device
+        device, compiles_only = tensors[0].device, _COMPILING_ONLY.get()
         key = (
             device,
-            *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+            *[(tensor.dtype, compiles_only or tensor.data_ptr() % 16 == 0) for tensor in tensors],
             *[_stride_classes(stride) for stride in strides],
             constants,
         )
-        arguments = (*tensors, *strides, *numbers, *constants)
-        # Triton launches on the current device: make it the device of the tensors.
-        with contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device):
+        others = (*strides, *numbers, *constants)
+        with _current(device):
             compiled = self.compiled.get(key)
-            if compiled is None:
-                self.compiled[key] = self.kernel[grid](*arguments, **options)
-            else:
-                compiled[grid](*arguments)
+            if compiled is not None:
+                if not compiles_only:
+                    compiled[grid](*tensors, *others)
+                return
+            with self._locks.setdefault(key, threading.Lock()):
+                if compiles_only:
+                    described = [_Argument(tensor.dtype) for tensor in tensors]
+                    self.compiled[key] = self.kernel.warmup(*described, *others, grid=grid, **options)
+                elif (compiled := self.compiled.get(key)) is not None:  # another thread has just compiled it
+                    compiled[grid](*tensors, *others)
+                else:
+                    self.compiled[key] = self.kernel[grid](*tensors, *others, **options)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ``device`` is the current device, on which Triton launches."""
+    if INTERPRETED or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 @functools.lru_cache(maxsize=4096)

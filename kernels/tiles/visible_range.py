@@ -55,23 +55,36 @@ def visible_range_kernel(mask_ptr, out_ptr, mask_strides, q_len, kv_len, num_hea
     batch = (tl.program_id(0) // q_len).to(tl.int64)
     position = (tl.program_id(0) % q_len).to(tl.int64)
     mask_ptr += batch * mask_strides[0] + position * mask_strides[2]
-    begin = tl.full([TOKENS], 1 << 30, tl.int32)
-    end = tl.full([TOKENS], 0, tl.int32)
-    count = tl.full([TOKENS], 0, tl.int32)
-    for _ in range(num_heads):
-        for start in range(0, kv_len, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            ptrs = mask_ptr + token.to(tl.int64) * mask_strides[3]
-            seen = tl.load(ptrs, mask=token < kv_len, other=0) != 0
-            begin = tl.minimum(begin, tl.where(seen, token, 1 << 30))
-            end = tl.maximum(end, tl.where(seen, token + 1, 0))
-            count += seen.to(tl.int32)
-        mask_ptr += mask_strides[1]
+    # A thread loads LOADED tokens at once and reduces them before it adds them to its sums, which thus stay few.
+    LOADED: tl.constexpr = 16
+    tokens = tl.arange(0, TOKENS // LOADED)[:, None] * LOADED + tl.arange(0, LOADED)[None, :]
+    begin = tl.full([TOKENS // LOADED], 1 << 30, tl.int32)
+    end = tl.full([TOKENS // LOADED], 0, tl.int32)
+    count = tl.full([TOKENS // LOADED], 0, tl.int32)
+    whole = kv_len // TOKENS * TOKENS  # loads without a bound are wide
+    for head in range(num_heads):
+        ptrs = mask_ptr + tl.cast(head, tl.int64) * mask_strides[1] + tokens.to(tl.int64) * mask_strides[3]
+        for start in tl.range(0, whole, TOKENS, num_stages=3):
+            token = start + tokens
+            seen = tl.load(ptrs + tl.cast(start, tl.int64) * mask_strides[3]) != 0
+            begin, end, count = _extended(begin, end, count, token, seen)
+        if whole < kv_len:
+            token = whole + tokens
+            seen = tl.load(ptrs + whole.to(tl.int64) * mask_strides[3], mask=token < kv_len, other=0) != 0
+            begin, end, count = _extended(begin, end, count, token, seen)
     first, last = tl.min(begin, 0), tl.max(end, 0)
     out_ptr += tl.program_id(0).to(tl.int64) * 3
     tl.store(out_ptr, first)
     tl.store(out_ptr + 1, last)
     tl.store(out_ptr + 2, ((last > 0) & (tl.sum(count, 0) < (last - first) * num_heads)).to(tl.int32))
+
+
+@jit
+def _extended(begin, end, count, token, seen):
+    """The ranges and the number of visible tokens in each group of tokens, after another tile [groups, tokens]."""
+    begin = tl.minimum(begin, tl.min(tl.where(seen, token, 1 << 30), 1))
+    end = tl.maximum(end, tl.max(tl.where(seen, token + 1, 0), 1))
+    return begin, end, count + tl.sum(seen.to(tl.int32), 1)
 
 
 @jit

@@ -51,13 +51,7 @@ def insert_store(
         first_sequence: the first of the neighbouring sequences; None if ``x`` is of all sequences.
     """
     if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
-
-        def store(
-            data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, first_sequence: int | None
-        ) -> Tensor:
-            return write_tokens(data, layout, x, positions, valid, first_sequence)
-
-        return inline(graph, store, data, x, positions, valid, first_sequence)
+        return inline(graph, write_tokens, data, layout, x, positions, valid, first_sequence)
     # auto_functionalized_v2 returns (op result, new value of every base): one base here, the packed data.
     call = graph.call_function(
         auto_functionalized_v2,
@@ -103,25 +97,10 @@ def insert_attention(
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
-
-        def attention(
-            query: Tensor, k_data: Tensor, v_data: Tensor, mask: Tensor | None, sinks: Tensor | None, kv_len: Any
-        ) -> Tensor:
-            return attend(
-                query,
-                k_data,
-                v_data,
-                key,
-                value,
-                mask=mask,
-                sinks=sinks,
-                kv_len=kv_len,
-                is_causal=marker.is_causal,
-                scale=scale,
-                softcap=marker.softcap,
-            )
-
-        return inline(graph, attention, marker.query, k_data, v_data, marker.mask, marker.sinks, kv_len)
+        return inline(
+            graph, _attend, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
+            marker.is_causal, scale, marker.softcap,
+        )  # fmt: skip
     ranges = None
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
@@ -130,6 +109,25 @@ def insert_attention(
         graph, torch.ops.kvcompile.attention.default,
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
+    )  # fmt: skip
+
+
+def _attend(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    key: PackedLayout,
+    value: PackedLayout,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: Any,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    return attend(
+        query, k_data, v_data, key, value,
+        mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
     )  # fmt: skip
 
 

@@ -140,8 +140,8 @@ def uses(instructions, name):
 
 @pytest.mark.parametrize(
     ("format_name", "capability"),
-    [(INT8, 80), ("fp8_e4m3", 90), ("turboquant_4bit", 90), *(pytest.param(*case, marks=pytest.mark.slow) for case in
-     ((INT8, 90), ("int4_unrotated", 80), ("bfloat16", 90)))],
+    [(INT8, 80), ("turboquant_4bit", 90), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     (("fp8_e4m3", 90), (INT8, 90), ("int4_unrotated", 80), ("bfloat16", 90)))],
     indirect=["capability"],
 )  # fmt: skip
 def test_decoding_compiles_to_a_loop_without_spills_and_stalling_loads(format_name, compiled):
@@ -270,9 +270,9 @@ VARIANTS = {
         "q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool), **SINKS_AND_SOFTCAP,
     },
     "padded head and float mask": {"head_dim": 80, "dtype": torch.float16, "mask": torch.ones(1, 1000)},
-    "float32": {"dtype": torch.float32},
 }  # fmt: skip
 SLOW_VARIANTS = {
+    "float32": {"dtype": torch.float32},
     "several tokens": {"q_len": 3, "mask": torch.ones(3, 1000, dtype=torch.bool)},
     "bool mask": {"mask": torch.ones(1, 1000, dtype=torch.bool)},
     "float mask": {"mask": torch.ones(1, 1000)},
@@ -292,7 +292,7 @@ every_variant = pytest.mark.parametrize(
     ("key", "value"),
     [
         ("turboquant_2.5bit", "fp8_e5m2_unit"),
-        ("int2_per_group_32", INT8),
+        pytest.param("int2_per_group_32", INT8, marks=pytest.mark.slow),
         pytest.param("turboquant_3bit", "int3_unrotated", marks=pytest.mark.slow),
     ],
 )

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -98,6 +99,71 @@ def test_kv_heads_that_do_not_fit_the_scratch_at_once_come_one_after_the_other(d
     )  # room for two of four KV heads in 16 bits
     case = PrefillCase(device, "turboquant_4bit", INT8, batch=2, num_kv_heads=2, q_len=5, kv_len=130)
     case.check(torch.arange(130) > 60)
+
+
+@pytest.fixture
+def by_cudnn(monkeypatch):
+    """The calls that PyTorch's attention serves in the place of cuDNN: sizes of their queries."""
+    served = []
+
+    def attend(query, key, value, *, is_causal, scale):
+        served.append(tuple(query.shape))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+    monkeypatch.setattr(launcher, "num_sms_of", lambda device: 1)
+    monkeypatch.setattr(launch_prefill, "has_fast_cudnn", lambda device: True)
+    monkeypatch.setattr(launch_prefill, "CUDNN_FLOPS", 0)
+    monkeypatch.setattr(launch_prefill, "cudnn_serves", lambda *args, **kwargs: True)
+    monkeypatch.setattr(launch_prefill, "cudnn_attention", attend)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("key_and_value", "pairs_at_once", "rounds"),
+    [
+        (("turboquant_4bit", INT8), 6, [(3, 4, 70, 64)]),
+        (("int4_per_channel" + BOTH, "int4_per_token_head"), 5, [(1, 4, 70, 64)] * 3),
+        ((INT8, "int4_per_token_head"), 1, [(1, 2, 70, 64)] * 6),
+    ],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudnn_takes_as_many_heads_at_a_time_as_fit_the_scratch(
+    key_and_value, pairs_at_once, rounds, is_causal, by_cudnn, device, monkeypatch
+):
+    monkeypatch.setattr(launch_prefill, "SCRATCH_NBYTES", pairs_at_once * 128 * 2 * 64 * 2)
+    case = PrefillCase(device, *key_and_value, batch=3, num_kv_heads=2, group_size=2, q_len=70, kv_len=70)
+    case.check(is_causal=is_causal)
+    assert by_cudnn == rounds
+
+
+def test_cudnn_gets_no_mask_softcap_or_sinks_and_no_causal_mask_that_is_not_square(by_cudnn, device):
+    case = PrefillCase(device, INT8, INT8, q_len=20, kv_len=70)
+    case.check(torch.arange(70) > 6)
+    case.check(softcap=5.0)
+    case.check(sinks=torch.zeros(case.query.shape[1]))
+    PrefillCase(device, INT8, INT8, q_len=90, kv_len=70).check(is_causal=True)
+    assert by_cudnn == []
+
+
+def test_cudnn_gets_large_calls_only(by_cudnn, device, monkeypatch):
+    case = PrefillCase(device, INT8, INT8, batch=1, q_len=70, kv_len=70)
+    operations = 4 * case.query.numel() * 70
+    monkeypatch.setattr(launch_prefill, "CUDNN_FLOPS", operations)
+    case.check(is_causal=True)
+    assert by_cudnn == []
+    case.check()
+    assert len(by_cudnn) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudnn_itself_agrees_with_the_specification(is_causal, monkeypatch):
+    monkeypatch.setattr(launch_prefill, "CUDNN_FLOPS", 0)
+    case = PrefillCase(
+        torch.device("cuda"), "int4_per_token_head", "turboquant_4bit", batch=2, num_kv_heads=4, q_len=1200, kv_len=1200
+    )
+    case.check(is_causal=is_causal)
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,7 @@ def test_arguments_that_do_not_match_are_an_error():
 BUFFERED = {"int2_per_group_32", "turboquant_2.5bit", "turboquant_3bit", "turboquant_3.5bit_seed7"}
 COMPILED = [
     ("int8_per_token_head", "int8_per_token_head"),
-    ("int4_per_token_head", "int4_per_token_head"),
-    ("turboquant_4bit", "int4_unrotated"),
-    ("bfloat16", "bfloat16"),
+    ("turboquant_4bit", "int4_unrotated"),  # a rotation, centroids, and zero points
 ]
 FUSED_PAIRS = [
     pytest.param(*pair, marks=() if pair in COMPILED else pytest.mark.slow)
@@ -259,7 +257,7 @@ def symbolic(mode, tensor, *dims):
     return mode.from_tensor(tensor, source=ConstantSource(f"input{id(tensor)}"), symbolic_context=context)
 
 
-@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("q_len", [1, pytest.param(40, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
     def fn(query, k_data, v_data, mask):
@@ -289,7 +287,13 @@ def test_one_graph_serves_every_cache_length_capacity_and_batch(q_len):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("key", "value"), [("int8_per_token_head", "fp8_e4m3"), ("turboquant_4bit", "int4_unrotated")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("int8_per_token_head", "fp8_e4m3"),
+        pytest.param("turboquant_4bit", "int4_unrotated", marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_a_compiled_step_writes_in_place_and_sees_the_new_tokens(key, value):
     def step(query, k_data, v_data, k, v, position):

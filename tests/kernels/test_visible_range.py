@@ -8,7 +8,8 @@ import torch
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.tiles.visible_range import NOTHING, visible_range
 
-KV_LEN = 9000
+KV_LEN = 20000
+"""More than a tile of the kernel, and no multiple of its size."""
 
 
 def token():
@@ -23,6 +24,7 @@ MASKS = {
     "holes": lambda: (token() % 3 == 1).expand(1, 1, 1, -1),
     "heads that differ": lambda: (token() < torch.tensor([10, 20])[:, None]).reshape(1, 2, 1, -1),
     "nothing": lambda: torch.zeros(1, 1, 2, KV_LEN, dtype=torch.bool),
+    "many rows": lambda: (token() <= torch.arange(2100)[:, None] + 3000).expand(1, 1, 2100, -1)[:, :, :: 2100 // 12],
     "everything": lambda: torch.ones(1, 1, 1, KV_LEN, dtype=torch.bool),
 }
 
