@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from kvcompile.kernels.layout.axes import BLOCK_AXES, PartIndex
+from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 
 
@@ -33,16 +33,6 @@ class PackedInput:
     axes: str
     growing: bool
     is_cache: bool = True
-
-    @property
-    def is_pool_of_blocks(self) -> bool:
-        """Whether the input is a pool of blocks, not a cache or a pool of slots."""
-        return self.axes in BLOCK_AXES
-
-    @property
-    def heads_first(self) -> bool:
-        """Whether the blocks of a pool hold heads before tokens."""
-        return BLOCK_AXES.index(self.axes) == 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ class Rewritten:
         outputs: the duties for caches that the graph returns.
         example_inputs: fake inputs of the rewritten graph.
         by_reference: whether packed data is passed as references (:mod:`kvcompile.kernels.layout.references`).
-        returned_inputs: the inputs that the caller overwrites with the last outputs of the graph, in their order.
+        buffered_inputs: the inputs that the graph changes in a buffer at a fixed address, which the caller copies back.
         stacks: the inputs that were split into parts. All other positions are counted after that split.
     """
 
@@ -167,7 +157,7 @@ class Rewritten:
     outputs: tuple[OutputAction, ...]
     example_inputs: list[Any]
     by_reference: bool = False
-    returned_inputs: tuple[int, ...] = ()
+    buffered_inputs: tuple[int, ...] = ()
     stacks: tuple[SplitStack, ...] = ()
 
     @property

@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
-from kvcompile.passes.canonical.widen_rank_3 import Rank3Caches
 from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
@@ -32,7 +31,6 @@ class Packing:
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
-        widened: the inputs and outputs that were given a fourth dimension.
         candidates: the sites, in the order of the graph, with their proven caches.
         notes: the role of each node, and its site.
         surroundings: the nodes around each site, before and after the rewrite.
@@ -50,7 +48,6 @@ class Packing:
     cudagraphs: bool = False
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()
-    widened: Rank3Caches = field(default_factory=Rank3Caches)
     candidates: list[Candidate] = field(default_factory=list)
     notes: SiteNotes | None = None
     surroundings: list[SiteSurroundings] = field(default_factory=list)

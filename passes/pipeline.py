@@ -12,13 +12,9 @@ from dataclasses import dataclass, replace
 
 from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.observing import dynamo_timed
-from kvcompile.kernels.layout.axes import RANK_3_AXES, rank_4_axes
-from kvcompile.passes.calling import GraphInput, with_parts_of_stacks
+from kvcompile.passes.calling import with_parts_of_stacks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
-from kvcompile.passes.canonical.normalise_dims import normalise_dims
-from kvcompile.passes.canonical.slice_splits import slice_splits
-from kvcompile.passes.canonical.widen_rank_3 import widen_rank_3_caches
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
 from kvcompile.passes.notes.sites import SiteNotes
@@ -84,28 +80,6 @@ def _split_stacks(packing: Packing) -> None:
     packing.inputs = with_parts_of_stacks(packing.inputs, packing.stacks)
 
 
-def _page_pools(packing: Packing) -> None:
-    packed = {index: known.packed for index, known in enumerate(packing.inputs)}
-    page_pools(
-        packing.gm,
-        {index: known.heads_first for index, known in packed.items() if known is not None and known.is_pool_of_blocks},
-    )
-
-
-def _widen_rank_3(packing: Packing) -> None:
-    packing.widened = widen_rank_3_caches(packing.gm.graph)
-    packing.inputs = [
-        _widened(known) if index in packing.widened.inputs else known for index, known in enumerate(packing.inputs)
-    ]
-
-
-def _widened(known: GraphInput) -> GraphInput:
-    """What is known of an input with its new fourth dimension; packed axes must be those of a rank-3 cache."""
-    if known.packed is None or known.packed.axes not in RANK_3_AXES:
-        return replace(known, packed=None)
-    return replace(known, packed=replace(known.packed, axes=rank_4_axes(known.packed.axes)))
-
-
 # Analysis: nothing is changed
 
 
@@ -167,11 +141,6 @@ def _merge_stores(packing: Packing) -> None:
     packing.rewritten = replace(packing.rewriter.finish(packing.gm), stacks=packing.stacks)
 
 
-def _restore_rank_3(packing: Packing) -> None:
-    assert packing.rewritten is not None
-    packing.rewritten = packing.widened.restore(packing.gm, packing.rewritten)
-
-
 def _lay_out_parts(packing: Packing) -> None:
     assert packing.rewritten is not None
     contiguous_parts(packing.gm, packing.rewritten, packing.packed_stacks)
@@ -215,28 +184,16 @@ PIPELINE = (
         "No output is a copy back into an input.",
     ),
     Pass(
-        "normalise_dims",
-        lambda packing: normalise_dims(packing.gm.graph),
-        "Negative dimensions count from the last, as in PyTorch.",
-        "Dimensions of views and writes count from the first.",
-    ),
-    Pass(
         "split_stacks",
         _split_stacks,
-        "Dimensions count from the first.",
+        "No output is a copy back into an input.",
         "Each input that attention reads holds one cache. The positions of the inputs are final but for this split.",
     ),
     Pass(
         "page_pools",
-        _page_pools,
+        lambda packing: page_pools(packing.gm, packing.packed_nodes()),
         "Each input that attention reads holds one cache.",
         "A paged pool is a cache of one sequence, which attention reads by an index of slots.",
-    ),
-    Pass(
-        "widen_rank_3",
-        _widen_rank_3,
-        "Paged pools have four dimensions.",
-        "Every cache that attention reads has four dimensions.",
     ),
     Pass(
         "name_inputs",
@@ -247,14 +204,8 @@ PIPELINE = (
     Pass(
         "drop_whole_copies",
         lambda packing: drop_whole_copies(packing.gm.graph),
-        "Every cache has four dimensions.",
+        "Each input that attention reads holds one cache.",
         "A copy over a whole input is replaced by the copied value, unless that value is a view of an input.",
-    ),
-    Pass(
-        "slice_splits",
-        lambda packing: slice_splits(packing.gm.graph),
-        "Every cache has four dimensions.",
-        "Attention reads slices of heads or tokens, never an output of a split.",
     ),
     Pass(
         "find_caches",
@@ -319,12 +270,6 @@ PIPELINE = (
         "The stores of keys and values to the same positions are one operator. The caller's duties are known.",
     ),
     Pass(
-        "restore_rank_3",
-        _restore_rank_3,
-        "The caller's duties are known.",
-        "Plain inputs and outputs have the caller's rank again.",
-    ),
-    Pass(
         "lay_out_parts",
         _lay_out_parts,
         "The caller's duties are known.",
@@ -341,6 +286,6 @@ PIPELINE = (
         _make_replayable,
         "Every other change of the graph is done.",
         "One CUDA graph serves all caches of the same shapes: caches are passed by reference, other mutated inputs "
-        "by value.",
+        "in buffers.",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class FormatPair:
             recent_blocks = max(recent_blocks, 1)
         return Residual(sink_blocks, recent_blocks, dtype) if recent_blocks + sink_blocks else None
 
+    @functools.cache  # noqa: B019 - pairs are few; equal layouts are one object, which guards compare fast
     def layout(self, role: Role, head_dim: int, dtype: torch.dtype) -> PackedLayout:
         """The layout of keys or values of a cache of ``dtype``."""
         return PackedLayout(self.format_name(role), role, head_dim, self.residual(role, dtype))

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.operators import OpOverload
-from kvcompile.passes.graph.aten import LIST_OPS, Size, shape_of
+from kvcompile.passes.graph.aten import LIST_OPS, Size, arguments, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 
 aten = torch.ops.aten
@@ -45,7 +45,9 @@ def _are_alike(view: Node, other: Node) -> bool:
     """Whether two views of one value are the same view, which has no element twice."""
     if view.target in _REPEATING or view.target in LIST_OPS:
         return False
-    return (view.target, *view.args[1:]) == (other.target, *other.args[1:])
+    if view.target is operator.getitem:
+        return other.target is operator.getitem and view.args[1] == other.args[1]
+    return view.target is other.target and arguments(view)[1:] == arguments(other)[1:]
 
 
 def _views_to(node: Node) -> Path:

@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.compat.tensors import schema_of
+
 aten = torch.ops.aten
 
 Size = int | torch.SymInt
@@ -30,6 +32,13 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+_DIMS = ("dim", "dim0", "dim1", "dims")
+"""The names of arguments that are dimensions."""
 
 
 VIEW_OPS = frozenset(
@@ -55,10 +64,23 @@ def view_chain(operand: Node, stop: frozenset[Node]) -> tuple[Node, tuple[Node, 
     """Walk from ``operand`` back through view ops to the first other node, or to one in ``stop``."""
     chain: list[Node] = []
     node = operand
-    while node not in stop and node.op == "call_function" and node.target in VIEW_OPS:
+    while node not in stop and is_view(node):
         chain.append(node)
         node = node.args[0]
     return node, tuple(reversed(chain))
+
+
+def is_view(node: Node) -> bool:
+    """Whether ``node`` views its operand: by a view op, or as a piece of a split that keeps the last dimension whole.
+
+    The list of pieces counts, too.
+    """
+    if node.target is operator.getitem:
+        return node.args[0].target in _SPLITS and is_view(node.args[0])
+    if node.target in _SPLITS:
+        whole, _, dim = arguments(node)
+        return bool(dim != len(shape_of(whole)) - 1)
+    return node.op == "call_function" and node.target in VIEW_OPS
 
 
 def views_alike(node: Any, other: Any) -> bool:
@@ -66,13 +88,24 @@ def views_alike(node: Any, other: Any) -> bool:
     if not isinstance(node, Node) or not isinstance(other, Node) or node is other:
         return bool(node == other)
     same_op = node.target is other.target and node.target in VIEW_OPS and node.kwargs == other.kwargs
-    return same_op and len(node.args) == len(other.args) and all(map(views_alike, node.args, other.args))
+    return same_op and all(map(views_alike, arguments(node), arguments(other)))
 
 
-def with_defaults(node: Node, *defaults: Any) -> list[Any]:
-    """The positional arguments of ``node``; ``defaults`` give missing ones."""
-    given = list(node.args)
-    return [*given, *defaults[len(given) :]]
+def arguments(node: Node) -> list[Any]:
+    """The positional arguments of an operator, however they are passed. Dimensions count from the first."""
+    given = {
+        known.name: node.args[place] if place < len(node.args) else node.kwargs.get(known.name, known.default_value)
+        for place, known in enumerate(schema_of(node.target).arguments)
+        if not known.kwarg_only
+    }
+    return [_from_first(node, value) if name in _DIMS else value for name, value in given.items()]
+
+
+def _from_first(node: Node, dims: Any) -> Any:
+    """Dimensions of the result or the operand, whichever has more: ``unsqueeze`` adds one, ``select`` removes one."""
+    values = [operand.meta["val"] for operand in (node, *node.all_input_nodes[:1])]
+    rank = max(1, *(value.dim() for value in values if isinstance(value, torch.Tensor)))
+    return [dim % rank for dim in dims] if isinstance(dims, (list, tuple)) else dims % rank
 
 
 def shape_of(node: Node) -> torch.Size:

@@ -21,8 +21,17 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.pytree import tree_leaves
-from kvcompile.compat.tensors import schema_of
-from kvcompile.passes.graph.aten import CASTS, LIST_OPS, RESHAPES, SAME_OPS, SQUEEZES, Size, known_size, shape_of
+from kvcompile.passes.graph.aten import (
+    CASTS,
+    LIST_OPS,
+    RESHAPES,
+    SAME_OPS,
+    SQUEEZES,
+    Size,
+    arguments,
+    known_size,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -192,14 +201,14 @@ def _transpose(index_map: IndexMap, node: Node) -> IndexMap:
 
 
 def _unsqueeze(index_map: IndexMap, node: Node) -> IndexMap:
-    return index_map.unsqueezed(arguments(node)[1] % (len(index_map.dims) + 1))
+    return index_map.unsqueezed(arguments(node)[1])
 
 
 def _squeeze(index_map: IndexMap, node: Node) -> IndexMap | None:
     whole, *dims = arguments(node)
     shape = shape_of(whole)
     chosen = tree_leaves(dims) if dims else range(len(shape))
-    ones = {dim % len(shape) for dim in chosen if statically_known_true(shape[dim] == 1)}
+    ones = {dim for dim in chosen if statically_known_true(shape[dim] == 1)}
     return index_map.first_of(*ones) if len(shape) - len(ones) == len(shape_of(node)) else None
 
 
@@ -247,7 +256,7 @@ def _item(index_map: IndexMap, node: Node) -> IndexMap | None:
 def _one(index_map: IndexMap, whole: Node, dim: int, index: Size) -> IndexMap | None:
     """The map of one index of a dimension, without that dimension."""
     found = _range(index_map, whole, dim, index, 1)
-    return found and found.first_of(dim % len(found.dims))
+    return found and found.first_of(dim)
 
 
 def _range(index_map: IndexMap, whole: Node, dim: int, start: Size, size: Size, step: Size = 1) -> IndexMap | None:
@@ -257,17 +266,7 @@ def _range(index_map: IndexMap, whole: Node, dim: int, start: Size, size: Size, 
         return index_map
     if statically_known_true(start < 0):
         start = torch.sym_max(start + full, 0)
-    return index_map.sliced(dim % len(index_map.dims), start, size, step) if statically_known_true(start >= 0) else None
-
-
-def arguments(node: Node) -> list[Any]:
-    """The positional arguments of an operator, however they are passed."""
-    given, places = node.args, enumerate(schema_of(node.target).arguments)
-    return [
-        given[place] if place < len(given) else node.kwargs.get(known.name, known.default_value)
-        for place, known in places
-        if not known.kwarg_only
-    ]
+    return index_map.sliced(dim, start, size, step) if statically_known_true(start >= 0) else None
 
 
 def _number(value: Any) -> Size:

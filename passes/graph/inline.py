@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -48,8 +50,16 @@ def _compute_value(node: Node) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
 
 
+_TRACES: WeakKeyDictionary[Graph, dict[Any, Graph]] = WeakKeyDictionary()
+"""For each graph, the traces of functions that were inlined into it. Its layers mostly inline the same operations."""
+
+
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     """Insert the operations of ``fn(*args)`` at the graph's insertion point.
+
+    A function that captures nothing is traced once for equal arguments, and its operations are copied afterwards. The
+    copies share the fake values of the trace. They thus look as if they shared memory, which is safe, and Inductor
+    computes all values anew.
 
     Args:
         graph: a functional ATen graph whose nodes carry fake values in ``meta["val"]``.
@@ -60,28 +70,55 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
         The result of ``fn``, with nodes in place of tensors.
     """
     # All symbols of the graph are inputs of the trace, so that it can express any size that ``fn`` uses.
-    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbol_nodes(graph).values()]
+    symbols = symbol_nodes(graph)
+    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols.values()]
+    key = None if symbols else _key_of(fn, args)
+    known = _TRACES.setdefault(graph, {})
+    traced = known.get(key) if key is not None else None
+    if traced is None:
+        traced = _traced(graph, fn, args, nodes)
+        if key is not None:
+            known[key] = traced
+    env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
+    for node in traced.nodes:
+        if node.op == "output":
+            return tree_map_only(Node, env.__getitem__, node.args[0])
+        if node.op != "placeholder":
+            env[node] = _copied(graph, node, env)
+    raise AssertionError("a traced graph ends with an output")
+
+
+def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: list[Node]) -> Graph:
+    """The graph of ``fn(*args)``, whose placeholders stand for ``nodes``."""
 
     def call(*values: Any) -> Any:
         remaining = iter(values)
         return fn(*(next(remaining) if isinstance(arg, Node) else arg for arg in args))
 
     with fake_mode_of(graph):
-        traced = make_fx(call, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes))
-    traced.graph.eliminate_dead_code()
+        traced = make_fx(call, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes)).graph
+    traced.eliminate_dead_code()
+    if constant := next(iter(traced.find_nodes(op="get_attr")), None):
+        raise ValueError(f"{fn} captures the tensor constant {constant.target}; inlined code must make its own tensors")
+    return traced
 
-    env: dict[Node, Node] = {}
-    arguments = iter(nodes)
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(arguments)
-        elif node.op == "output":
-            return tree_map_only(Node, env.__getitem__, node.args[0])
-        elif node.op == "get_attr":
-            raise ValueError(f"{fn} captures the tensor constant {node.target}; inlined code must make its own tensors")
-        else:
-            env[node] = _copied(graph, node, env)
-    raise AssertionError("a traced graph ends with an output")
+
+def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Equal for calls that trace the same operations; None if ``fn`` captures variables or an argument is no constant.
+
+    Sizes must be numbers. A tensor is described by all that its operations may depend on.
+    """
+    if not isinstance(fn, FunctionType) or fn.__closure__ is not None or fn.__kwdefaults__:
+        return None
+    described = []
+    for arg in (*args, *(fn.__defaults__ or ())):
+        value = arg.meta["val"] if isinstance(arg, Node) else arg
+        if isinstance(value, torch.Tensor):
+            value = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device)
+        elif isinstance(value, torch.SymInt) or not isinstance(value, Hashable):
+            return None
+        described.append((type(arg), value))
+    return fn.__code__, tuple(described)
 
 
 def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:

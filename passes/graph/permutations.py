@@ -1,8 +1,9 @@
 """The order of a cache's dimensions: one letter for each dimension of the tensor.
 
 ``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel. ``bhtd`` is [batch,
-num_kv_heads, tokens, head_dim], and ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. A pool of slots that any
-sequence may own is ``thd``. If its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``.
+num_kv_heads, tokens, head_dim], and ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. A cache of three dimensions
+lacks the dimension of its only head, as ``btd``, or of its only sequence, as ``htd``. A pool of slots that any sequence
+may own is ``thd``. If its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``.
 """
 
 from __future__ import annotations
@@ -16,18 +17,10 @@ from kvcompile.passes.graph.index_map import IndexMap, follow
 aten = ops.aten
 
 
-_SWAPPED = [0, 2, 1, 3]
-
-
 def permutes_vectors(node: Node) -> bool:
-    """Whether ``node`` permutes the first three of four dimensions, and leaves the channels last."""
+    """Whether ``node`` permutes the dimensions of a cache and leaves the channels last."""
     order = _permutation(node)
-    return len(order) == 4 and order[3] == 3
-
-
-def swaps_axes(node: Node) -> bool:
-    """Whether ``node`` exchanges the middle two of four dimensions: [B, H, S, D] from [B, S, H, D], or the reverse."""
-    return _permutation(node) == _SWAPPED
+    return len(order) in (3, 4) and order[-1] == len(order) - 1
 
 
 def axes_before(node: Node, axes: str) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 _library = torch.library.Library("kvcompile", "FRAGMENT")
-_library.define("pool_view(Tensor pool, SymInt[] size, bool heads_first) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_library.define("pool_view(Tensor pool, SymInt[] size, str axes) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _library.define("gather_slots(Tensor cache, Tensor slots) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 POOL_VIEW = torch.ops.kvcompile.pool_view.default
 """A view of a pool as a cache [1, num_slots, num_kv_heads, head_dim], or of such a cache as a pool.
 
-``heads_first``: whether the pool is [num_blocks, num_kv_heads, block_size, head_dim].
+``axes``: the order of the pool's dimensions (:mod:`kvcompile.passes.graph.permutations`).
 """
 
 GATHER_SLOTS = torch.ops.kvcompile.gather_slots.default

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, size_along
 from kvcompile.passes.graph.aten import RESHAPES, SAME_OPS, SIZE_OPS, same_sizes, shape_of
 from kvcompile.passes.graph.names import user_name
-from kvcompile.passes.graph.permutations import swaps_axes
+from kvcompile.passes.graph.permutations import axes_after
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
@@ -44,9 +45,9 @@ class Pool:
 
     Attributes:
         node: its placeholder.
-        heads_first: whether it is [num_blocks, num_kv_heads, block_size, head_dim].
-        states: the nodes that hold the whole pool. The placeholder is first, and each follows the one it is made of.
-        swapped: the states whose middle axes are exchanged.
+        axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
+        states: the nodes that hold the whole pool, each with the order of its dimensions. The placeholder is first, and
+            each follows the one it is made of.
         writes: the states that are ``index_put`` of slots.
         gathers: the nodes that an index gathers from a state.
         sizes: the nodes that ask for a size of a state.
@@ -54,36 +55,31 @@ class Pool:
     """
 
     node: Node
-    heads_first: bool
-    states: list[Node] = field(default_factory=list)
-    swapped: set[Node] = field(default_factory=set)
+    axes: str
+    states: dict[Node, str] = field(default_factory=dict)
     writes: list[Node] = field(default_factory=list)
     gathers: list[Node] = field(default_factory=list)
     sizes: list[Node] = field(default_factory=list)
     write_back: Node | None = None
 
-    def has_heads_first(self, state: Node) -> bool:
-        """Whether a state has heads before the tokens of a block."""
-        return self.heads_first != (state in self.swapped)
-
     @property
     def vector_shape(self) -> tuple[int, int]:
         """(num_kv_heads, head_dim). Both are constants of the model; int() guards on symbols, as intended."""
         shape = shape_of(self.node)
-        return int(shape[1 if self.heads_first else -2]), int(shape[-1])
+        return int(shape[self.axes.index("h")]), int(shape[-1])
 
     @property
     def num_slots(self) -> Any:
         shape = shape_of(self.node)
-        return shape[0] if len(shape) == 3 else shape[0] * shape[2 if self.heads_first else 1]
+        return size_along(shape, self.axes, "n") * size_along(shape, self.axes, "t")
 
 
-def analyse_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
+def analyse_pool(node: Node, axes: str | None = None) -> Pool | None:
     """Analyse how the graph of input ``node`` uses it.
 
     Args:
         node: a placeholder.
-        heads_first: whether its blocks hold heads before tokens. None tries both.
+        axes: the order of its dimensions if it arrives packed.
 
     Returns:
         The pool; None if ``node`` has another rank than a pool, or if nothing gathers tokens from it.
@@ -92,33 +88,30 @@ def analyse_pool(node: Node, heads_first: bool | None = None) -> Pool | None:
         NotAPool: the graph uses it in a way that no pool is used.
     """
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() not in (3, 4):
-        return None
-    if heads_first is None and value.dim() == 4:
-        try:
-            return _read(Pool(node, heads_first=False))
-        except NotAPool as error:
+    rank = value.dim() if isinstance(value, Tensor) else 0
+    refusals = []
+    for order in (axes,) if axes in BLOCK_AXES else (SLOT_AXES, *BLOCK_AXES):
+        if len(order) == rank:
             try:
-                return _read(Pool(node, heads_first=True))
-            except NotAPool:
-                raise error from None
-    return _read(Pool(node, bool(heads_first)))
+                return _read(Pool(node, order))
+            except NotAPool as refusal:
+                refusals.append(refusal)
+    if refusals:
+        raise refusals[0]
+    return None
 
 
 def _read(pool: Pool) -> Pool | None:
-    pool.states.append(pool.node)
-    others = []
-    for state in pool.states:  # the list grows: a state follows the one it is made of
+    pool.states[pool.node] = pool.axes
+    states, others = [pool.node], []
+    for state in states:  # the list grows: a state follows the one it is made of
         others += [user for user in state.users if not _read_use(pool, state, user)]
-    if pool.write_back is not None and not _is_last_state(pool, pool.write_back.args[1]):
+        states += [user for user in state.users if user in pool.states and user.args[0] is state]
+    if pool.write_back is not None and pool.states.get(pool.write_back.args[1]) != pool.axes:
         others.append(pool.write_back)
     if others:
         raise NotAPool(others[0])
     return pool if pool.gathers else None
-
-
-def _is_last_state(pool: Pool, node: Node) -> bool:
-    return node in pool.states and node not in pool.swapped
 
 
 def _read_use(pool: Pool, state: Node, user: Node) -> bool:
@@ -128,46 +121,46 @@ def _read_use(pool: Pool, state: Node, user: Node) -> bool:
         return user.args[0] is pool.node and (state is pool.node or state is user.args[1])
     if user.op == "output" or user.args[0] is not state:
         return False
-    heads_first = pool.has_heads_first(state)
+    axes = pool.states[state]
     if user.target in SIZE_OPS:
         pool.sizes.append(user)
-    elif user.target is aten.index.Tensor and has_slots(state, user.args[1], heads_first):
+    elif user.target is aten.index.Tensor and has_slots(state, user.args[1], axes):
         pool.gathers.append(user)
-    elif user.target is aten.index_put.default and _is_write(state, user, heads_first):
+    elif user.target is aten.index_put.default and _is_write(state, user, axes):
         pool.writes.append(user)
-        _add_state(pool, user, state in pool.swapped)
-    elif user.target in SAME_OPS or _is_view(pool, state, user):
-        _add_state(pool, user, (state in pool.swapped) != swaps_axes(user))
+        pool.states[user] = axes
+    elif (viewed := _axes_of_view(pool, axes, user)) is not None:
+        pool.states[user] = viewed
     else:
         return False
     return True
 
 
-def _add_state(pool: Pool, node: Node, is_swapped: bool) -> None:
-    pool.states.append(node)
-    if is_swapped:
-        pool.swapped.add(node)
-
-
-def _is_write(state: Node, put: Node, heads_first: bool) -> bool:
+def _is_write(state: Node, put: Node, axes: str) -> bool:
     accumulates = len(put.args) > 3 and put.args[3]
-    return not accumulates and put.args[2] is not state and has_slots(state, put.args[1], heads_first)
+    return not accumulates and put.args[2] is not state and has_slots(state, put.args[1], axes)
 
 
-def _is_view(pool: Pool, state: Node, view: Node) -> bool:
-    """Whether ``view`` exchanges the middle axes, or regroups slots to blocks and tokens or back."""
-    if len(shape_of(state)) == 4 and swaps_axes(view):
-        return True
+def _axes_of_view(pool: Pool, axes: str, view: Node) -> str | None:
+    """The order of a state, a view of a state in the order ``axes``; None if it is no view that states may have.
+
+    A view may exchange the middle axes of blocks, or regroup slots to blocks and tokens or back.
+    """
+    if view.target in SAME_OPS:
+        return axes
+    permuted = axes_after(view, axes)
+    if permuted != axes:
+        return permuted if permuted in BLOCK_AXES else None
     shape = shape_of(view) if view.target in RESHAPES else ()
-    if pool.has_heads_first(state) or len(shape) not in (3, 4):
-        return False
-    return same_sizes(shape[-2:], pool.vector_shape)
+    if axes == BLOCK_AXES[1] or len(shape) not in (3, 4) or not same_sizes(shape[-2:], pool.vector_shape):
+        return None
+    return SLOT_AXES if len(shape) == 3 else BLOCK_AXES[0]
 
 
-def has_slots(state: Node, indices: list[Node | None], heads_first: bool) -> bool:
+def has_slots(state: Node, indices: list[Node | None], axes: str) -> bool:
     """Whether ``indices`` of a state are integers that name slots, blocks, or blocks and tokens in blocks."""
-    given = {axis: index.meta["val"] for axis, index in enumerate(indices) if index is not None}
-    axes, device = list(given), state.meta["val"].device
+    given = {place: index.meta["val"] for place, index in enumerate(indices) if index is not None}
+    places, device = list(given), state.meta["val"].device
     integers = all(value.dtype in (torch.int64, torch.int32) and value.device == device for value in given.values())
-    token_axes = [0] if len(shape_of(state)) == 3 else [0, 2] if heads_first else [0, 1]
-    return bool(axes) and axes == token_axes[: len(axes)] and integers
+    of_slots = [place for place, axis in enumerate(axes) if axis in "nt"]
+    return bool(places) and places == of_slots[: len(places)] and integers

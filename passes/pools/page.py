@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
+from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import behind_placeholders, fake_mode_of, inline, insert_call, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
@@ -26,16 +28,17 @@ from kvcompile.passes.pools.analyse import NotAPool, Pool, analyse_pool
 aten = torch.ops.aten
 
 
-def page_pools(gm: GraphModule, heads_first: Mapping[int, bool]) -> None:
+def page_pools(gm: GraphModule, packed_inputs: Mapping[Node, PackedInput]) -> None:
     """Turn the pools among the inputs of ``gm`` that hold keys or values of attention into caches, in place.
 
-    ``heads_first``: for each input that is a packed pool, by position, whether its blocks hold heads before tokens.
+    ``packed_inputs``: the placeholders that arrive packed.
     """
     calls = [Marker.of(node) for node in markers_of(gm.graph)]
     attended = {first_state(operand) for call in calls for operand in (call.key, call.value)}
-    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+    for placeholder in gm.graph.find_nodes(op="placeholder"):
+        packed = packed_inputs.get(placeholder)
         try:
-            pool = analyse_pool(placeholder, heads_first.get(index)) if placeholder in attended else None
+            pool = analyse_pool(placeholder, packed.axes if packed else None) if placeholder in attended else None
         except NotAPool as refusal:
             note_refusal(placeholder, refusal)  # for the sites that read it
             continue
@@ -69,12 +72,12 @@ class _PoolRewriter:
         for node in pool.sizes:
             with self.graph.inserting_before(node):
                 node.replace_all_uses_with(size_node(self.graph, node.meta["val"]))
-        for node in (*pool.sizes, *pool.gathers, *reversed(pool.states[1:])):
+        for node in (*pool.sizes, *pool.gathers, *reversed([*pool.states][1:])):
             self.graph.erase_node(node)
 
     def _view(self, node: Node, shape: tuple[Any, ...]) -> Node:
         sizes = [size_node(self.graph, size) for size in shape]
-        view = self.graph.call_function(POOL_VIEW, (node, sizes, self.pool.heads_first))
+        view = self.graph.call_function(POOL_VIEW, (node, sizes, self.pool.axes))
         with fake_mode_of(self.graph):
             view.meta["val"] = node.meta["val"].new_empty(shape)
         return view
@@ -109,16 +112,15 @@ class _PoolRewriter:
 
     def _is_of_blocks_with_heads_first(self, state: Node, indices: list[Node | None]) -> bool:
         """Whether indices name whole blocks [num_kv_heads, block_size, head_dim]."""
-        return self.pool.has_heads_first(state) and sum(index is not None for index in indices) == 1
+        return self.pool.states[state] == BLOCK_AXES[1] and sum(index is not None for index in indices) == 1
 
     def _slots(self, state: Node, indices: list[Node | None]) -> Node:
         """The slots that indices of a state name. Indices out of range become a slot behind the last."""
-        shape = shape_of(state)
+        shape, axes = shape_of(state), self.pool.states[state]
         given = [index for index in indices if index is not None]
-        if len(shape) == 3:
+        if axes == SLOT_AXES:
             return given[0]
-        size_of_block = shape[2 if self.pool.has_heads_first(state) else 1]
-        num_blocks, block_size = (size_node(self.graph, size) for size in (shape[0], size_of_block))
+        num_blocks, block_size = (size_node(self.graph, shape[axes.index(axis)]) for axis in "nt")
 
         def slots(num_blocks: Any, block_size: Any, block: Tensor, *token: Tensor) -> Tensor:
             block, inside = _counted_from_first(block, num_blocks)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
+from kvcompile.kernels.layout.axes import size_along
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.reads import Read
@@ -38,9 +38,8 @@ class Cache:
         returned: the output that is the cache, for ``allocated``, ``growing`` and ``fresh``.
         reads: how each site reads it.
         readers: the markers of those sites.
-        is_pool: whether ``base`` is a pool of slots, [num_slots, num_kv_heads, head_dim] or with slots in blocks. Its
-            later states are a cache [1, num_slots, num_kv_heads, head_dim].
-        heads_first: whether it is a pool whose blocks hold heads before tokens.
+        pool_axes: the order of the dimensions of ``base`` if it is a pool of slots or blocks. Its later states are a
+            cache [1, num_slots, num_kv_heads, head_dim].
         computing: for a cache of latents, the nodes that lead from it to attention.
         serves_both: whether a site reads it both as keys and as values. Its role is then ``key``.
     """
@@ -55,8 +54,7 @@ class Cache:
     in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
     readers: set[Node] = field(default_factory=set)
-    is_pool: bool = False
-    heads_first: bool = False
+    pool_axes: str | None = None
     computing: set[Node] = field(default_factory=set)
     serves_both: bool = False
     kept: CacheWrite | None = None
@@ -72,6 +70,10 @@ class Cache:
         return any(write.drops_tokens for write in self.changes)
 
     @property
+    def is_pool(self) -> bool:
+        return self.pool_axes is not None
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """Logical shape after the writes, in the order ``axes``."""
         return tuple(shape_of(self.base if self.kind == "static" and not self.is_pool else self.root))
@@ -84,13 +86,11 @@ class Cache:
     @property
     def input_axes(self) -> str:
         """The order of the dimensions of ``base`` itself."""
-        if not self.is_pool:
-            return self.axes
-        return SLOT_AXES if len(shape_of(self.base)) == 3 else BLOCK_AXES[self.heads_first]
+        return self.pool_axes or self.axes
 
     def size(self, axis: str) -> Any:
-        """Its size along ``b``, ``h``, ``t`` or ``d``, after the writes."""
-        return self.shape[self.axes.index(axis)]
+        """Its size along ``b``, ``h``, ``t`` or ``d``, after the writes; 1 along a dimension that it lacks."""
+        return size_along(self.shape, self.axes, axis)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,16 @@ from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
-from kvcompile.passes.graph.aten import SAME_OPS, SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of, sliced_by, view_chain
+from kvcompile.passes.graph.aten import (
+    SAME_OPS,
+    SIZE_OPS,
+    VIEW_OPS,
+    WRITE_OPS,
+    is_view,
+    shape_of,
+    sliced_by,
+    view_chain,
+)
 from kvcompile.passes.graph.names import cache_name, operation, user_name
 from kvcompile.passes.graph.permutations import axes_after, axes_before, permutes_vectors
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
@@ -25,7 +34,7 @@ from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache, Kind
 from kvcompile.passes.prove.head_ranges import head_ranges
-from kvcompile.passes.prove.latents import has_one_head, read_latents, read_whole, views_of
+from kvcompile.passes.prove.latents import has_one_head, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, trace_read
 from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
@@ -57,6 +66,7 @@ class CacheFinder:
         self.read_only_caches = read_only_caches
         self.caches: dict[Node, Cache] = {}
         self.originals = owners_of_originals(graph)
+        self.later_states = later_states(graph)
 
     def attention(self, marker: Node) -> Attention | AttentionOnLatents:
         """Prove the caches of one site; raises Refusal."""
@@ -83,9 +93,8 @@ class CacheFinder:
     def _may_be_latents(self, node: Node) -> bool:
         if not has_one_head(node):
             return False
-        if node in self.packed_inputs:
-            return True
-        if node.target in WRITE_OPS and first_state(node).op == "placeholder":
+        packed = self.packed_inputs.get(node)
+        if node in self.later_states or (packed is not None and "b" in packed.axes):
             return True
         # New rows of a single token do not tell the axis of tokens. With heads first, it is the third.
         return (node in self.outputs or node in self.windows) and has_one_head(node, 1)
@@ -126,7 +135,7 @@ class CacheFinder:
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
         if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
-            raise no_cache(root, role)
+            raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
 
     def _cache(self, read: Read, role: Role) -> Cache:
@@ -148,7 +157,7 @@ class CacheFinder:
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
         cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
-        cache.is_pool, cache.heads_first = pool is not None, pool is not None and pool.args[2]
+        cache.pool_axes = pool.args[2] if pool is not None else None
         if kind == "static":
             cache.kept = self._shifted(read)
         elif kind != "read-only":
@@ -197,7 +206,7 @@ class CacheFinder:
             write_back = _find_write_back(changes[-1].node, base, read.axes, axes)
             if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
                 return "static", write_back
-            raise no_cache(root, role)
+            raise no_cache(root, role, self.later_states)
         if base.op == "placeholder":
             if not writes:
                 if _is_overwritten(base):
@@ -214,7 +223,7 @@ class CacheFinder:
         if returned is not None:
             writes[:] = [returned_rows(root, read.axes)]
             return "fresh", None
-        raise no_cache(root, role)
+        raise no_cache(root, role, self.later_states)
 
     def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
         """The slice of the cache that is returned, as a move, and the output that is the cache or that slice."""
@@ -305,7 +314,7 @@ class CacheFinder:
             operands = (call.key, call.value) if cache.serves_both else (getattr(call, cache.role),)
             uses = sum(node is operand for operand in operands)
             return None if user in cache.readers and uses > 0 and user.args.count(node) == uses else user
-        if user.target not in (*VIEW_OPS, POOL_VIEW):
+        if not is_view(user) and user.target is not POOL_VIEW:
             return user
         others = (self._other_use(cache, user, further, understood) for further in user.users)
         return next(filter(None, others), None)

@@ -10,11 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from kvcompile.passes.prove.reads import Read
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import CACHE_AXES
+from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import Role
-from kvcompile.passes.graph.aten import VIEW_OPS, shape_of
-from kvcompile.passes.graph.computed_from import computed_from
+from kvcompile.passes.graph.aten import VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.computed_from import computed_from, states_behind
 from kvcompile.passes.graph.names import cache_name
-from kvcompile.passes.marker import Marker, is_marker
+from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.marker import Marker, is_marker, markers_of
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import match_write
 from kvcompile.passes.refusal import Reason, Refusal
@@ -79,22 +80,54 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
 
 
 def has_one_head(node: Node, *axes: int) -> bool:
-    """Whether ``node`` is [batch, 1, tokens, width] or [batch, tokens, 1, width], of floats, and no marker.
+    """Whether ``node`` is [batch, 1, tokens, width], [batch, tokens, 1, width] or of rank 3, of floats, and no marker.
 
-    ``axes``: the dimensions that may be the heads; 1 and 2 by default.
+    ``axes``: the dimensions that may be the heads. By default, these are 1 and 2, or the heads have no dimension.
     """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or is_marker(node):
         return False
+    if value.dim() != 4:
+        return value.dim() == 3 and not axes
     return any(statically_known_true(value.shape[axis] == 1) for axis in axes or (1, 2))
 
 
 def read_whole(root: Node) -> Read:
     """A read of all tokens of ``root``, a cache value with one head. Its tokens are on the axis of its writes."""
     shape = shape_of(root)
-    orders = [axes for axes in CACHE_AXES if statically_known_true(shape[axes.index("h")] == 1)]
+    known = CACHE_AXES if len(shape) == 4 else RANK_3_AXES
+    orders = [axes for axes in known if statically_known_true(size_along(shape, axes, "h") == 1)]
     axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
-    return Read(root, (), axes, shape[axes.index("t")], shape[3], 1, shape[axes.index("b")])
+    return Read(root, (), axes, shape[axes.index("t")], shape[-1], 1, size_along(shape, axes, "b"))
+
+
+def later_states(graph: Graph) -> set[Node]:
+    """The written states of inputs that may be caches, of four or three dimensions.
+
+    Any activation may have three dimensions. An input with three counts if keys or values are selected from it. It also
+    counts if the graph copies its state back or returns it, and computes keys or values from that state, but no query.
+    A query is computed from new tokens alone: a sequence of tokens that gets one more in front is no cache.
+    """
+    written = {
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in WRITE_OPS and first_state(node).op == "placeholder"
+    }
+    rank_3 = {node for node in written if has_one_head(node) and len(shape_of(node)) == 3}
+    kept = {first_state(node) for node in graph.output_node().args[0] if isinstance(node, Node)}
+    kept.update(copy.args[0] for copy in graph.find_nodes(op="call_function", target=aten.copy_.default))
+    states = {node for node in rank_3 if first_state(node) in kept and not _is_indexed(node)}
+    caches: set[Node] = set()
+    for call in map(Marker.of, markers_of(graph)) if rank_3 else ():
+        key, value, query = (states_behind(x, states.__contains__) for x in (call.key, call.value, call.query))
+        caches.update(first_state(node) for node in (call.key, call.value, *(key | value) - query))
+    rank_4 = {node for node in written if len(shape_of(node)) == 4}
+    return rank_4 | {node for node in rank_3 if first_state(node) in caches}
+
+
+def _is_indexed(node: Node) -> bool:
+    """Whether an index reads ``node``, as it reads a pool."""
+    return any(user.target is aten.index.Tensor for user in node.users)
 
 
 def views_of(root: Node, computing: Collection[Node]) -> set[Node]:

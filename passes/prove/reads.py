@@ -16,16 +16,21 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import CACHE_AXES
-from kvcompile.passes.graph.aten import CASTS, Size, shape_of, view_chain, with_defaults
+from kvcompile.kernels.layout.axes import CACHE_AXES, rank_3_axes
+from kvcompile.passes.graph.aten import CASTS, WRITE_OPS, Size, arguments, shape_of, view_chain
 from kvcompile.passes.graph.index_map import Factor, IndexMap, follow
 from kvcompile.passes.graph.names import operation, operations
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
+from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
 
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_MISSING = 2
+"""The axis that a cache of three dimensions lacks, in a base of four dimensions."""
 
 
 _SLOTS = 1
@@ -37,7 +42,7 @@ class Read:
     """How an attention operand reads a cache value.
 
     Attributes:
-        root: the cache value that is read, of rank 4.
+        root: the cache value that is read, of rank 4 or 3.
         chain: the views from ``root`` (excluded) to the operand (included). If the first is
             ``kvcompile::gather_slots``, ``root`` is a pool.
         axes: the order of the dimensions of ``root`` (:mod:`kvcompile.passes.graph.permutations`).
@@ -72,16 +77,11 @@ class Read:
 def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     """Find the cache value that ``operand``, a key or value of attention, reads, and how; raises Refusal."""
     root, chain = view_chain(operand, stop)
-    if root.target is GATHER_SLOTS:
+    gathers = root.target is GATHER_SLOTS
+    if gathers:
         root, chain = root.args[0], (root, *chain)
-    shape = shape_of(root)
-    if len(shape) != 4:
-        if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
-            detail = f"the cache is seen in {len(shape)} dimensions there"
-            raise Refusal(Reason.unknown_write, role=role, op=operation(root), detail=detail)
-        raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {len(shape)}")
-    gathers = bool(chain) and chain[0].target is GATHER_SLOTS
-    index_map = IndexMap.identity(shape)
+    _check_rank(root, role)
+    index_map = _map_of_root(root)
     for node in chain:
         _check_cast(node, role)
         viewed = _view_of_gathered(index_map, node) if gathers else follow(index_map, node)
@@ -91,11 +91,34 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     return _interpret(root, chain, index_map, role)
 
 
+def _check_rank(root: Node, role: str) -> None:
+    """Raise Refusal if ``root`` has another rank than a cache, or than the input that it is a written view of."""
+    rank, first = len(shape_of(root)), first_state(root)
+    is_written_view = root.target in WRITE_OPS and first.op == "placeholder" and len(shape_of(first)) != rank
+    if rank == 4 or (rank == 3 and not is_written_view):
+        return
+    if root.target in (aten.index_put.default, aten.slice_scatter.default, aten.cat.default):
+        detail = f"the cache is seen in {rank} dimensions there"
+        raise Refusal(Reason.unknown_write, role=role, op=operation(root), detail=detail)
+    raise Refusal(Reason.unknown_read, role=role, op=f"a tensor of rank {rank}")
+
+
+def _map_of_root(root: Node) -> IndexMap:
+    """The map of a cache value, in a base of four dimensions.
+
+    A cache of three dimensions lacks the dimension of its only head, or of its only sequence. In the base, the missing
+    dimension has size 1 and lies before the channels.
+    """
+    shape = shape_of(root)
+    if len(shape) == 4:
+        return IndexMap.identity(shape)
+    return IndexMap.identity((*shape[:-1], 1, shape[-1])).first_of(_MISSING)
+
+
 def _check_cast(node: Node, role: str) -> None:
     # Rounding to the compute dtype of attention is small beside the format's rounding. Rounding to integers is not.
-    dtype = node.meta["val"].dtype
-    if node.target in CASTS and dtype not in _COMPUTE_DTYPES:
-        raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {dtype}")
+    if node.target in CASTS and node.meta["val"].dtype not in _COMPUTE_DTYPES:
+        raise Refusal(Reason.unknown_read, role=role, op=f"a cast to {node.meta['val'].dtype}")
 
 
 def _view_of_gathered(index_map: IndexMap, node: Node) -> IndexMap | None:
@@ -104,11 +127,12 @@ def _view_of_gathered(index_map: IndexMap, node: Node) -> IndexMap | None:
     The same views are applied to the slots of the tokens (:mod:`kvcompile.passes.rewrite.operand_slots`), so only the
     places of heads and channels matter.
     """
-    dims, dim = index_map.dims, with_defaults(node, None, 0)[1]
+    dims = index_map.dims
     if node.target is GATHER_SLOTS:
         slots = [(Factor(_SLOTS, size),) for size in shape_of(node.args[1])]
         return _numbered_anew(replace(index_map, dims=(*slots, *dims[2:])))
-    if node.target is aten.slice.Tensor and {factor.axis for factor in dims[dim]} == {_SLOTS}:
+    dim = arguments(node)[1] if node.target is aten.slice.Tensor else None
+    if dim is not None and {factor.axis for factor in dims[dim]} == {_SLOTS}:
         part = (Factor(_SLOTS, shape_of(node)[dim]),)
         return _numbered_anew(replace(index_map, dims=(*dims[:dim], part, *dims[dim + 1 :])))
     viewed = follow(index_map, node)
@@ -140,6 +164,9 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
         _check_channels(root, dims, role)
         raise Refusal(Reason.unknown_read, role=role, op=operations(chain))
     batch_axis, head_axis, token_axis = (axes.index(axis) for axis in "bht")
+    rank = len(shape_of(root))
+    if rank == 3 and statically_known_true(index_map.base[token_axis] == 1):  # any dimension may be the tokens
+        raise Refusal(Reason.unknown_read, role=role, op="a tensor of rank 3 with a single token")
     _check_slices(index_map, token_axis, role)
     divides_batch = _divides(dims, index_map, batch_axis)
     axis_of_heads = batch_axis if divides_batch else head_axis
@@ -149,7 +176,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
     return Read(
         root,
         chain,
-        axes,
+        axes if rank == 4 else rank_3_axes(axes),
         num_tokens=shape_of(chain[-1])[2] if gathers else _size(dims[2], token_axis),
         num_channels=_size(dims[3], 3),
         num_heads=int(_size(dims[1], axis_of_heads)),

@@ -7,7 +7,7 @@ larger tensor, or something else may use it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch.fx import Node
@@ -29,8 +29,11 @@ _ARRANGING = WRITE_OPS | VIEW_OPS | SELECTIONS | {aten.copy.default}
 _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
-def no_cache(root: Node, role: Role) -> Refusal:
-    """The reason why ``root``, the origin of an operand of attention, is no cache."""
+def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
+    """The reason why ``root``, the origin of an operand of attention, is no cache.
+
+    ``later_states``: the written states of inputs that may be caches.
+    """
     values = list(_reached(root, _values_of))
     codes = next((node for node in values if node.op == "placeholder" and node.meta["val"].dtype in _CODES), None)
     if codes is not None:
@@ -45,7 +48,8 @@ def no_cache(root: Node, role: Role) -> Refusal:
         return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
     # The search stops at attention of earlier layers: a value that is computed from its result is new.
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
-    return Refusal(Reason.computed_from_cache if any(map(_is_later_state, made_of)) else Reason.no_cache, role=role)
+    is_computed = any(node in later_states for node in made_of)
+    return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
 
 
 def _is_copied_back(root: Node) -> bool:
@@ -89,11 +93,6 @@ def _changes_device(node: Node) -> bool:
         return False
     before = node.all_input_nodes[0].meta.get("val")
     return isinstance(before, torch.Tensor) and before.device != value.device
-
-
-def _is_later_state(node: Node) -> bool:
-    """Whether ``node`` is a written state of an input of four dimensions."""
-    return node.target in WRITE_OPS and len(shape_of(node)) == 4 and first_state(node).op == "placeholder"
 
 
 def check_whole(root: Node, role: Role) -> None:

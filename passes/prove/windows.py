@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.passes.graph.aten import shape_of, sliced_by, with_defaults
+from kvcompile.passes.graph.aten import arguments, shape_of, sliced_by
 from kvcompile.passes.prove.writes import CacheWrite
 
 aten = torch.ops.aten
@@ -35,11 +35,10 @@ class Window:
     @property
     def drops_appended(self) -> bool:
         """Whether the slice drops tokens of a ``cat``. Attention then reads the remaining tokens, or all of them."""
-        whole, axis = with_defaults(self.slice, None, 0)[:2]
+        whole, axis, *_ = arguments(self.slice)
         if whole.target is not aten.cat.default:
             return False
-        _, appended_axis = with_defaults(whole, None, 0)
-        if axis != appended_axis:
+        if axis != arguments(whole)[1]:
             return False
         return not statically_known_true(shape_of(self.slice)[axis] == shape_of(whole)[axis])
 

@@ -4,6 +4,9 @@ Every recognised write gets one normal form: tokens ``x`` [batch, num_kv_heads, 
 ([n], or [batch, n]) along the token axis, optionally only where ``valid``. The tokens have the dtype of the cache,
 because an assignment rounds to it. A write whose result has another dtype is refused.
 
+Matchers ask ``axes``, the order of the cache's dimensions, which dimension is which. A cache of three dimensions lacks
+the heads or the batch, and its tokens get that dimension with size 1.
+
 ====================================  ===========================================
 in the model                          in the functional graph
 ====================================  ===========================================
@@ -38,9 +41,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import heads_first
+from kvcompile.kernels.layout.axes import heads_first, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
-from kvcompile.passes.graph.aten import same_sizes, shape_of, sliced_by, views_alike, with_defaults
+from kvcompile.passes.graph.aten import arguments, same_sizes, shape_of, sliced_by, views_alike
 from kvcompile.passes.graph.cast_to_cache import converted
 from kvcompile.passes.graph.inline import inline, size_node
 from kvcompile.passes.graph.names import operation
@@ -140,7 +143,7 @@ def _num_tokens(node: Node, axes: str) -> Any:
 
 def _has_size_1(shape: Sequence[Any], axes: str) -> bool:
     """Whether heads and channels have size 1, so that a tensor of this shape has one number for each token."""
-    return all(statically_known_true(shape[axes.index(axis)] == 1) for axis in "hd")
+    return all(statically_known_true(size_along(shape, axes, axis) == 1) for axis in "hd")
 
 
 def _write(
@@ -190,18 +193,18 @@ def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
 
 
 def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
-    base, indices, value, *rest = node.args
-    indices = [*indices, *[None] * (4 - len(indices))]
-    if rest and rest[0]:
+    base, indices, value, accumulate = arguments(node)
+    indices = [*indices, *[None] * (len(axes) - len(indices))]
+    if accumulate:
         raise _refuse(node, role, "it accumulates")
-    token_axis, batch_axis = axes.index("t"), axes.index("b")
+    token_axis = axes.index("t")
     index = indices[token_axis]
-    others = [i for i, other in enumerate(indices) if other is not None and i != token_axis]
+    others = {axis: other for axis, other in zip(axes, indices, strict=True) if axis != "t" and other is not None}
     if index is None or index.meta["val"].dtype == torch.bool:
         raise _refuse(node, role, "no integer index along the token dimension")
     num_tokens = _num_tokens(base, axes)
     rank = index.meta["val"].dim()
-    batch, num_heads, head_dim = (shape_of(base)[axes.index(axis)] for axis in "bhd")
+    batch = size_along(shape_of(base), axes, "b")
 
     if not others and rank <= 1:
         n = shape_of(index)[0] if rank else 1
@@ -214,18 +217,20 @@ def _match_index_put(node: Node, axes: str, role: str) -> CacheWrite:
         return _write(node, base, "index_put", axes, shared, value, index)
 
     # Two indices give the first dimensions of the value, unless they index neighbours behind another dimension.
-    if others == [batch_axis] and axes[0] != "h" and _is_arange(indices[batch_axis], batch):
+    if [*others] == ["b"] and axes[0] != "h" and _is_arange(others["b"], batch):
+        vector = [size_along(shape_of(base), axes, axis) for axis in "hd"]
 
         def per_sequence(x: Tensor, sequence: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
             pos = torch.broadcast_tensors(sequence, pos)[1]
-            x = x.expand(*pos.shape, num_heads, head_dim)
+            x = x if "h" in axes or x.dim() == 0 else x.unsqueeze(-2)
+            x = x.expand(*pos.shape, *vector)
             if pos.dim() == 1:  # one position for each sequence, or several for the only sequence
                 added = 0 if batch == 1 else 1
                 pos, x = pos.unsqueeze(added), x.unsqueeze(added)
             return x.transpose(1, 2), wrapped(pos, num_tokens), None
 
-        if max(rank, 1) <= indices[batch_axis].meta["val"].dim() <= 2:
-            return _write(node, base, "index_put per sequence", axes, per_sequence, value, indices[batch_axis], index)
+        if max(rank, 1) <= others["b"].meta["val"].dim() <= 2:
+            return _write(node, base, "index_put per sequence", axes, per_sequence, value, others["b"], index)
     raise _refuse(node, role, "it indexes more than the token dimension")
 
 
@@ -253,14 +258,14 @@ def _source(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _match_slice_scatter(node: Node, axes: str, role: str) -> CacheWrite:
-    base, part, axis, start, _, step = with_defaults(node, None, None, 0, None, None, 1)
-    if axis == axes.index("b"):
+    base, part, axis, start, _, step = arguments(node)
+    if axes[axis] == "b":
         return _match_some_sequences(node, axes, role)
-    if axis != axes.index("t") or step != 1:
+    if axes[axis] != "t" or step != 1:
         raise _refuse(node, role, f"it writes a slice of dimension {axis}")
     written, first_sequence = node, None
     own: tuple[Node, ...] = ()
-    if part.target is aten.slice_scatter.default and part.args[2] == axes.index("b") and _is_put_back(node, part):
+    if part.target is aten.slice_scatter.default and axes[arguments(part)[2]] == "b" and _is_put_back(node, part):
         written, own, first_sequence = part, (part, part.args[0]), _first_sequence(part, axes, role)
     shift = _match_shift(node, axes)
     if shift is not None:
@@ -284,7 +289,7 @@ def _match_shift(node: Node, axes: str) -> CacheWrite | None:
     if base is not node.args[0] or not same_sizes(shape_of(value), shape_of(node.args[1])):
         return None
     num_tokens, n = _num_tokens(base, axes), _num_tokens(value, axes)
-    to = _first_of_slice(with_defaults(node, None, None, 0, None)[3], num_tokens)
+    to = _first_of_slice(arguments(node)[3], num_tokens)
     device = node.meta["val"].device
 
     def source(first: Any, to: Any, n: Any) -> Tensor:
@@ -311,17 +316,17 @@ def _of_some_sequences(write: CacheWrite, first_sequence: Any) -> CacheWrite:
 
 def _is_put_back(scatter: Node, part: Node) -> bool:
     """Whether ``scatter`` puts ``part``, a write to a slice, back where the slice was taken."""
-    base, _, *place = with_defaults(scatter, None, None, 0, None, None, 1)
+    base, _, *place = arguments(scatter)
     taken = part.args[0]
     if not isinstance(taken, Node) or taken.target is not aten.slice.Tensor:
         return False
-    before, *taken_from = with_defaults(taken, None, 0, None, None, 1)
+    before, *taken_from = arguments(taken)
     return views_alike(before, base) and taken_from == place
 
 
 def _first_sequence(scatter: Node, axes: str, role: str) -> Any:
     """The first index of a slice of the batch, an int or a node."""
-    start, _, step = with_defaults(scatter, None, None, 0, None, None, 1)[3:]
+    start, _, step = arguments(scatter)[3:]
     if step != 1:
         raise _refuse(scatter, role, "it writes sequences that are not neighbours")
     first = _first_of_slice(start, shape_of(scatter)[axes.index("b")])
@@ -337,8 +342,8 @@ def _first_of_slice(start: Any, size: Any) -> Any:
 
 
 def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
-    base, _, axis, index = node.args
-    if axis != axes.index("t"):
+    base, _, axis, index = arguments(node)
+    if axes[axis] != "t":
         raise _refuse(node, role, f"it writes one index of dimension {axis}")
     value, own = _source(node)
     num_tokens = _num_tokens(base, axes)
@@ -353,18 +358,18 @@ def _match_select_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 
 def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
-    base, axis, index, value = node.args
-    if axis != axes.index("t"):
+    base, axis, index, value = arguments(node)
+    if axes[axis] != "t":
         raise _refuse(node, role, f"it scatters along dimension {axis}")
     n = _num_tokens(index, axes)
     source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
     shape = shape_of(source)
     whole = _whole(node, axes, n)
-    if len(shape) != 4 or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
+    if len(shape) != len(axes) or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
     num_tokens = _num_tokens(base, axes)
-    batch = shape[axes.index("b")]
-    all_batches = (1, whole[axes.index("b")])
+    batch = size_along(shape, axes, "b")
+    all_batches = (1, size_along(whole, axes, "b"))
     if not statically_known_true(_num_tokens(source, axes) == n) or not any(
         statically_known_true(batch == size) for size in all_batches
     ):
@@ -381,11 +386,11 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
 
 def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
     mask, value, base = node.args
-    if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != 4:
+    if not isinstance(base, Node) or not isinstance(value, Node) or len(shape_of(node)) != len(axes):
         return None
     if tuple(shape_of(base)) != tuple(shape_of(node)):
         return None
-    shape = [1] * (4 - mask.meta["val"].dim()) + list(shape_of(mask))
+    shape = [1] * (len(axes) - mask.meta["val"].dim()) + list(shape_of(mask))
     if not _has_size_1(shape, axes):
         raise _refuse(node, role, "its mask differs between heads or channels of a token")
     num_tokens = _num_tokens(base, axes)
@@ -400,8 +405,8 @@ def _match_where(node: Node, axes: str, role: str) -> CacheWrite | None:
 
 
 def _match_cat(node: Node, axes: str, role: str) -> CacheWrite | None:
-    tensors, axis = with_defaults(node, None, 0)
-    if len(shape_of(node)) != 4 or axis != axes.index("t"):
+    tensors, axis = arguments(node)
+    if len(shape_of(node)) != len(axes) or axes[axis] != "t":
         return None
     if len(tensors) != 2:
         raise _refuse(node, role, f"it concatenates {len(tensors)} tensors")
@@ -419,7 +424,7 @@ def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
     base, indices = node.args
     token_axis = axes.index("t")
     index = indices[token_axis] if len(indices) > token_axis else None
-    if index is None or len(shape_of(node)) != 4 or any(i is not None and i is not index for i in indices):
+    if index is None or len(shape_of(node)) != len(axes) or any(i is not None and i is not index for i in indices):
         return None
     num_tokens = _num_tokens(base, axes)
     is_vector = index.meta["val"].dim() == 1 and index.meta["val"].dtype != torch.bool
@@ -431,9 +436,9 @@ def _match_index(node: Node, axes: str, role: str) -> CacheWrite | None:
 def _slice_of_tokens(node: Node, axes: str) -> tuple[Node | None, Any]:
     """(tensor, first token) if ``node`` is a slice of neighbouring tokens or a copy of one; else (None, None)."""
     chain = sliced_by(node)
-    if chain and len(shape_of(node)) == 4:
-        base, axis, start, _, step = with_defaults(chain[-1], None, 0, None, None, 1)
-        if axis == axes.index("t") and step == 1:
+    if chain and len(shape_of(node)) == len(axes):
+        base, axis, start, _, step = arguments(chain[-1])
+        if axes[axis] == "t" and step == 1:
             return base, _first_of_slice(start, _num_tokens(base, axes))
     return None, None
 

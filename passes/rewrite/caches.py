@@ -19,7 +19,7 @@ from kvcompile.kernels.layout.axes import in_order
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import move_tokens, read_tokens, to_cache_dtype
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
-from kvcompile.passes.graph.aten import SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
+from kvcompile.passes.graph.aten import SELECTIONS, SIZE_OPS, VIEW_OPS, WRITE_OPS, shape_of
 from kvcompile.passes.graph.inline import fake_mode_of, inline, size_node
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.marker import Marker, replace_marker
@@ -35,7 +35,7 @@ from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 
 aten = torch.ops.aten
 
-_LOGICAL_OPS = VIEW_OPS | WRITE_OPS | SIZE_OPS | {aten.copy.default, aten.select.int, POOL_VIEW, GATHER_SLOTS}
+_LOGICAL_OPS = VIEW_OPS | SELECTIONS | WRITE_OPS | SIZE_OPS | {aten.copy.default, POOL_VIEW, GATHER_SLOTS}
 """Operations on proven caches. Nodes without users after the rewrite are remains of the logical cache."""
 
 
@@ -224,7 +224,9 @@ class CacheRewriter:
             return InputAction(index, kind, layout, cache.input_axes)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
         grown = None if cache.drops_tokens else cache.returned
-        outputs = tuple(place for place, node in enumerate(self.output.args[0]) if node is grown)
+        # Outputs are None too: those that are grown caches of other layers (_replace_outputs), and dropped ones.
+        places = enumerate(self.output.args[0]) if grown is not None else ()
+        outputs = tuple(place for place, node in places if node is grown)
         return InputAction(index, "growing", layout, cache.axes, new_tokens, outputs)
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.passes.graph.inline import inline
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 
@@ -17,19 +18,19 @@ aten = torch.ops.aten
 def expand_pools(graph: Graph) -> None:
     """Replace the remaining ``kvcompile::pool_view`` and ``kvcompile::gather_slots`` by indexing of the pools."""
     pools: dict[Node, Node] = {}  # state of a cache -> the state of the pool that it is a view of
-    heads_first: dict[Node, bool] = {}
+    axes: dict[Node, str] = {}
     for node in list(graph.nodes):
         cache = node.args[0] if node.op == "call_function" and node.args else None
         if node.target is POOL_VIEW and cache not in pools:
-            pools[node], heads_first[node] = cache, node.args[2]
+            pools[node], axes[node] = cache, node.args[2]
         elif isinstance(cache, Node) and cache in pools:
             with graph.inserting_before(node):
                 if node.target is aten.index_put.default:
                     _, (_, slots), vectors = node.args
-                    pools[node] = inline(graph, _put(heads_first[cache]), pools[cache], slots, vectors)
-                    heads_first[node] = heads_first[cache]
+                    pools[node] = inline(graph, _put(axes[cache]), pools[cache], slots, vectors)
+                    axes[node] = axes[cache]
                 elif node.target is GATHER_SLOTS:
-                    gathered = inline(graph, _gather(heads_first[cache]), pools[cache], node.args[1])
+                    gathered = inline(graph, _gather(axes[cache]), pools[cache], node.args[1])
                     node.replace_all_uses_with(gathered)
                 else:
                     assert node.target is POOL_VIEW, f"{node.format_node()} is no use of a pool"
@@ -39,24 +40,24 @@ def expand_pools(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _put(heads_first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _put(axes: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def put(pool: Tensor, slots: Tensor, vectors: Tensor) -> Tensor:
-        return aten.index_put.default(pool, _indices(pool, slots, heads_first), vectors[0])
+        return aten.index_put.default(pool, _indices(pool, slots, axes), vectors[0])
 
     return put
 
 
-def _gather(heads_first: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _gather(axes: str) -> Callable[[Tensor, Tensor], Tensor]:
     def gather(pool: Tensor, slots: Tensor) -> Tensor:
-        return aten.index.Tensor(pool, _indices(pool, slots, heads_first))
+        return aten.index.Tensor(pool, _indices(pool, slots, axes))
 
     return gather
 
 
-def _indices(pool: Tensor, slots: Tensor, heads_first: bool) -> list[Tensor | None]:
-    """The indices by which a pool's own dimensions name ``slots``."""
-    if pool.dim() == 3:
+def _indices(pool: Tensor, slots: Tensor, axes: str) -> list[Tensor | None]:
+    """The indices by which the dimensions of a pool in the order ``axes`` name ``slots``."""
+    if axes == SLOT_AXES:
         return [slots]
-    block_size = pool.shape[2 if heads_first else 1]
+    block_size = pool.shape[axes.index("t")]
     block, offset = slots // block_size, slots % block_size
-    return [block, None, offset] if heads_first else [block, offset]
+    return [block, None, offset] if axes == BLOCK_AXES[1] else [block, offset]

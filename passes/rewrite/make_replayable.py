@@ -6,8 +6,8 @@ record graphs that mutate other inputs. After this pass only the weights of a de
 - A packed cache is passed *by reference* (:mod:`kvcompile.kernels.layout.references`). Kernels find its address in
   device memory at every replay. Stores into it mutate the reference in the graph. They are not functional, because
   Inductor would copy the data of a functional store that it cannot reinplace, and nothing may copy a reference.
-- Another input that the graph mutates, such as a cache's number of tokens, is passed by value. Its new value becomes an
-  output, which the caller of the graph copies back.
+- Another input that the graph mutates, such as a cache's number of tokens, is passed in a buffer at a fixed address.
+  The graph mutates the buffer, and the caller of the graph copies it back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcompile.kernels.layout.references import reference_strides
 from kvcompile.passes.calling import Rewritten
 
 SMALL_NBYTES = 4096
-"""Static inputs up to this size in bytes are passed by value, too: a copy costs less than another recording."""
+"""Static inputs up to this size in bytes are buffered, too: a copy costs less than another recording."""
 
 copy_ = torch.ops.aten.copy_.default
 
@@ -59,7 +59,7 @@ def _views_bases(call: Node) -> bool:
 
 
 def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequence[int]) -> Rewritten:
-    """Pass caches by reference and other mutated inputs by value, in a graph that :func:`can_replay`.
+    """Pass caches by reference and other mutated inputs in buffers, in a graph that :func:`can_replay`.
 
     Args:
         gm: the rewritten graph; changed in place.
@@ -67,8 +67,7 @@ def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequen
         static_inputs: positions of the inputs whose address is the same at every call.
 
     Returns:
-        The caller's new duties. The new values of ``returned_inputs`` follow the outputs of the graph, and caches are
-        passed by reference.
+        The caller's new duties: caches are passed by reference, and ``buffered_inputs`` in buffers.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     caches = {action.index for action in rewritten.inputs}
@@ -76,15 +75,15 @@ def make_replayable(gm: GraphModule, rewritten: Rewritten, static_inputs: Sequen
     _store_in_place(gm, {placeholders[index] for index in caches})
     for index in caches:
         examples[index] = _refer(placeholders[index])
-    by_value = {
-        node: index
+    mutated = {node.args[0] for node in gm.graph.find_nodes(op="call_function", target=copy_)}
+    buffered = tuple(
+        index
         for index, node in enumerate(placeholders)
-        if index not in caches and (index not in static_inputs or _is_small(node))
-    }
-    returned = _return_new_values(gm, by_value)
+        if node in mutated and index not in caches and (index not in static_inputs or _is_small(node))
+    )
     gm.graph.lint()
     gm.recompile()
-    return replace(rewritten, example_inputs=examples, by_reference=True, returned_inputs=returned)
+    return replace(rewritten, example_inputs=examples, by_reference=True, buffered_inputs=buffered)
 
 
 def _store_in_place(gm: GraphModule, caches: set[Node]) -> None:
@@ -116,24 +115,6 @@ def _refer(placeholder: Node) -> torch.Tensor:
         reference = torch.empty_strided(data.shape, reference_strides(data), dtype=data.dtype, device=data.device)
     placeholder.meta["val"] = reference
     return reference
-
-
-def _return_new_values(gm: GraphModule, by_value: dict[Node, int]) -> tuple[int, ...]:
-    """Replace the final copies into inputs ``by_value`` by outputs; returns the positions of these inputs."""
-    output = gm.graph.output_node()
-    values, returned = list(output.args[0]), []
-    for node in gm.graph.find_nodes(op="call_function", target=copy_):
-        index = by_value.get(node.args[0])
-        if index is None:
-            continue
-        # AOTAutograd's graph is functional except for these copies at its end. Only outputs read the results of the
-        # copies, and nothing reads the inputs after them.
-        values.append(node.args[1])
-        returned.append(index)
-        node.replace_all_uses_with(node.args[1])
-        gm.graph.erase_node(node)
-    output.args = (tuple(values),)
-    return tuple(returned)
 
 
 def _is_small(node: Node) -> bool:

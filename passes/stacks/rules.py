@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from kvcompile.kernels.layout.axes import PartIndex, stacked_dims_of_source
-from kvcompile.passes.graph.aten import CASTS, LIST_OPS, SAME_OPS, shape_of, with_defaults
-from kvcompile.passes.graph.index_map import IndexMap, arguments, follow
+from kvcompile.passes.graph.aten import CASTS, LIST_OPS, SAME_OPS, arguments, shape_of
+from kvcompile.passes.graph.index_map import IndexMap, follow
 from kvcompile.passes.graph.names import user_name
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.stacks.values import Made, State, Value, without
@@ -114,7 +114,7 @@ def _where(reader: Reader, user: Node) -> State:
 
 def _cat(reader: Reader, user: Node) -> State:
     """``cat`` along a dimension of the parts, where each part grows."""
-    tensors, dim = with_defaults(user, None, user.kwargs.get("dim", 0))
+    tensors, dim = arguments(user)
     state, rank = reader.state(tensors[0], user), len(shape_of(user))
     if dim in state.dims or any(len(shape_of(tensor)) != rank for tensor in tensors):
         raise NotAStack(user)
@@ -129,7 +129,7 @@ def _cat(reader: Reader, user: Node) -> State:
 def _scatter(reader: Reader, user: Node) -> State:
     """``select_scatter`` and ``slice_scatter``."""
     selects = user.target is aten.select_scatter.default
-    base, source, dim, *where = with_defaults(user, None, None, 0, *((0,) if selects else (None, None, 1)))
+    base, source, dim, *where = arguments(user)
     state, rank = reader.state(base, user), len(shape_of(base))
     dims = without(state.dims, dim) if selects else state.dims
 
@@ -162,7 +162,7 @@ def _index(reader: Reader, user: Node) -> State:
 
 
 def _index_put(reader: Reader, user: Node) -> State:
-    base, indices, source, accumulate = with_defaults(user, None, None, None, False)
+    base, indices, source, accumulate = arguments(user)
     state, rank = reader.state(base, user), len(shape_of(base))
     of_parts, given = _indices(user, state, indices, rank)
     num_index_dims = max(len(shape_of(index)) for index in given.values())

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.compat.pytree import tree_leaves
 from kvcompile.kernels.layout.axes import PartIndex
-from kvcompile.passes.graph.aten import same_sizes, shape_of
+from kvcompile.passes.graph.aten import arguments, same_sizes, shape_of
 from kvcompile.passes.graph.index_map import Factor, IndexMap
 
 aten = torch.ops.aten
@@ -140,12 +140,12 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
     joined = node.args[0] if node.target is aten.view.default else node
     if joined.op != "call_function" or joined.target is not aten.cat.default:
         return None
-    pieces, *axis = joined.args
-    if (axis[0] if axis else joined.kwargs.get("dim", 0)) != dim:
+    pieces, axis = arguments(joined)
+    if axis != dim:
         return None
     shape = list(shape_of(node))
     if joined is node:
-        if any(piece.target is not aten.unsqueeze.default or piece.args[1] != dim for piece in pieces):
+        if any(piece.target is not aten.unsqueeze.default or arguments(piece)[1] != dim for piece in pieces):
             return None
         pieces = [piece.args[0] for piece in pieces]
     whole = statically_known_true(shape.pop(dim) == len(pieces))
@@ -154,7 +154,7 @@ def _stacked(node: Node, dim: int) -> list[Value] | None:
 
 
 def _stacked_and_permuted(node: Node, dim: int) -> list[Value] | None:
-    source, order = node.args
+    source, order = arguments(node)
     pieces = _stacked(source, order[dim])
     rest = [other - (other > order[dim]) for other in order if other != order[dim]]
     return pieces and [Made(node, aten.permute.default, (piece, rest)) for piece in pieces]

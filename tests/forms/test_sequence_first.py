@@ -68,8 +68,8 @@ READS = [(by_products, 2), (by_sdpa, 2), (by_sdpa, 1)]
     ("attend", "batch", "policy", "device"),
     cases_by_device(
         on_gpu=[(*read, policy) for read, policy in itertools.product(READS, POLICIES)],
-        on_cpu=[(by_products, 2, "int8_per_token_head"), (by_sdpa, 2, "turboquant_4bit_nc"), (by_sdpa, 1, "int4")],
-        generated_on_cpu=[(by_products, 2, "int8_per_token_head")],
+        on_cpu=[(by_products, 2, "int8_per_token_head"), (by_sdpa, 1, "turboquant_4bit_nc")],
+        generated_on_cpu=[(by_products, 2, "int8_per_token_head"), (by_sdpa, 1, "int4")],
     ),
 )
 def test_a_static_cache_is_packed_and_read_up_to_its_last_token(

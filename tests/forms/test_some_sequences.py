@@ -172,3 +172,20 @@ def test_sequences_that_are_not_written_by_tokens_are_refused(write: Callable[[T
     assert [type(cache) for cache in caches] == [Tensor, Tensor]
     torch.testing.assert_close(caches, expected, rtol=0, atol=0)
     assert last_report().sites[0].reason_code == "unknown_write"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_piece_of_a_split_of_sequences_or_tokens_serves_as_keys_and_values(dim: int) -> None:
+    def step(q: Tensor, new: Tensor, cache: Tensor) -> Tensor:
+        cache.index_copy_(2, torch.arange(5), new)
+        first, second = cache.chunk(2, dim)
+        keys = [first, second] if dim == 0 else [first]
+        return torch.cat([F.scaled_dot_product_attention(q, x, x) for x in keys])
+
+    cache = torch.randn(MAX_BATCH, NUM_HEADS, MAX_LEN, HEAD_DIM)
+    expected = packed_copy(cache, "key", POLICIES[0], "bhtd")
+    q = torch.randn(MAX_BATCH // 2 if dim == 0 else MAX_BATCH, NUM_HEADS, 1, HEAD_DIM)
+    new = torch.randn(MAX_BATCH, NUM_HEADS, 5, HEAD_DIM)
+    torch.testing.assert_close(compiled(step)(q, new, cache), step(q, new, expected), rtol=1e-3, atol=1e-3)
+    assert isinstance(cache, PackedTensor)

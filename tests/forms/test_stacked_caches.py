@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import cases_by_device
 from stack_forms import (
     BATCH,
     FORMS,
@@ -43,8 +44,6 @@ from kvcompile.errors import AliasedCacheError
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
@@ -76,7 +75,11 @@ def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tens
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("fn", [both_at_once, roles_within_tokens, by_layer_and_sequence], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn",
+    [both_at_once, *(pytest.param(fn, marks=pytest.mark.slow) for fn in (roles_within_tokens, by_layer_and_sequence))],
+    ids=lambda fn: fn.__name__,
+)
 def test_sizes_may_be_symbols(fn: Step) -> None:
     cache = plain_stack(fn)
     reference = packed_stack(fn, cache)
@@ -336,7 +339,8 @@ class Decoder(torch.nn.Module):
         return self.output(x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", cases_by_device(on_gpu=[()], on_cpu=[()], generated_on_cpu=[()]))
+@pytest.mark.usefixtures("node_by_node_on_cpu")
 def test_a_model_with_one_tensor_for_all_layers_runs_as_on_eager_packed_caches(device: str) -> None:
     model = Decoder().to(device).eval()
     expected_model = copy.deepcopy(model)

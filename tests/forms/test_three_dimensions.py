@@ -1,12 +1,16 @@
-"""``F.scaled_dot_product_attention`` on caches [batch * heads, tokens, head_dim] is packed, with any mask."""
+"""Caches of three dimensions, which lack the dimension of heads or of the batch, are packed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile import last_report
+from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
@@ -43,3 +47,91 @@ def test_query_heads_may_share_the_heads_of_one_sequence() -> None:
     compiled = torch.compile(grouped, backend="kvquant", options={"policy": "int8_per_token_head"})
     torch.testing.assert_close(compiled(*new, *caches, torch.tensor([3])), expected, rtol=0, atol=0.03)
     assert [type(cache) for cache in caches] == [PackedTensor] * 2
+
+
+B, H = 3, 4
+
+
+def rolled(cache: Tensor, new: Tensor, pos: Tensor) -> None:
+    cache.copy_(cache.roll(-2, 1))
+    cache[:, -2:] = new
+
+
+def in_a_mask(cache: Tensor, new: Tensor, pos: Tensor) -> None:
+    mask = torch.arange(S)[None, :, None] == (pos[0] + torch.arange(B))[:, None, None]
+    cache.copy_(torch.where(mask, new[:, :1], cache))
+
+
+def per_sequence(cache: Tensor, new: Tensor, pos: Tensor) -> None:
+    cache[torch.arange(B), pos[:1] + torch.arange(B)] = new[:, 0]
+
+
+def one_vector_for_all(cache: Tensor, new: Tensor, pos: Tensor) -> None:
+    cache[pos[:1] + torch.arange(B), torch.arange(B)] = new[0, 0]
+
+
+WRITES: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "index_put": ("btd", lambda cache, new, pos: cache.index_copy_(1, pos, new)),
+    "tokens first": ("tbd", lambda cache, new, pos: cache.index_copy_(0, pos, new.transpose(0, 1))),
+    "through a view": ("tbd", lambda cache, new, pos: cache.transpose(0, 1).index_copy_(1, pos, new)),
+    "one token": ("btd", lambda cache, new, pos: cache.select(1, 5).copy_(new[:, 0])),
+    "per sequence": ("btd", per_sequence),
+    "one vector for all": ("tbd", one_vector_for_all),
+    "slice": ("btd", lambda cache, new, pos: cache.narrow(-2, 5, 2).copy_(new)),
+    "scatter": ("btd", lambda cache, new, pos: cache.scatter_(1, pos[None, :, None].expand(B, -1, D), new)),
+    "some sequences": ("btd", lambda cache, new, pos: cache[1:].index_copy_(1, pos, new[1:])),
+    "where": ("btd", in_a_mask),
+    "rolled": ("btd", rolled),
+}
+
+
+def attend_to_one_head(q: Tensor, cache: Tensor, axes: str) -> Tensor:
+    keys = (cache if axes == "btd" else cache.transpose(0, 1))[:, None]
+    return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
+
+
+def test_every_form_of_write_is_recognised_in_three_dimensions() -> None:
+    def written(q: Tensor, new: Tensor, pos: Tensor, caches: list[Tensor]) -> list[Tensor]:
+        for cache, (_, write) in zip(caches, WRITES.values(), strict=True):
+            write(cache, new, pos)
+        return [attend_to_one_head(q, cache, axes) for cache, (axes, _) in zip(caches, WRITES.values(), strict=True)]
+
+    q, new, pos = torch.randn(B, H, 2, D), torch.randn(B, 2, D), torch.arange(2) + 63
+    plain = [torch.randn((B, S, D) if axes == "btd" else (S, B, D)) for axes, _ in WRITES.values()]
+    layout = PackedLayout("int8_per_token_head", "key", D)
+    packed = [PackedTensor.from_dense(x, layout, axes) for x, (axes, _) in zip(plain, WRITES.values(), strict=True)]
+    expected = written(q, new, pos, packed)
+    compiled = torch.compile(written, backend="kvquant", options={"policy": "int8_per_token_head"})
+    torch.testing.assert_close(compiled(q, new, pos, plain), expected, rtol=1e-4, atol=1e-5)
+    assert {site.reason for site in last_report().sites} == {None}
+    for name, cache, eager in zip(WRITES, plain, packed, strict=True):
+        assert isinstance(cache, PackedTensor), name
+        assert torch.equal(cache.dequantize(), eager.dequantize()), name
+
+
+def test_caches_of_three_dimensions_may_be_new_and_read_in_part() -> None:
+    def returned(q: Tensor, new: Tensor) -> tuple[Tensor, ...]:
+        rows, made = torch.cat([new, -new], 1).sin(), torch.zeros(B, S, D)
+        made.index_copy_(1, torch.arange(2), new)
+        first, _ = made.split([40, 30], 1)
+        outs = [attend_to_one_head(q, x, "btd") for x in (rows, first, made[:, :1])]
+        return torch.cat(outs), rows, made
+
+    q, new = torch.randn(B, H, 2, D), torch.randn(B, 2, D)
+    out, *caches = torch.compile(returned, backend="kvquant", options={"policy": "int8_per_token_head"})(q, new)
+    expected, *plain = returned(q, new)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.03)
+    assert [type(cache) for cache in caches] == [PackedTensor] * 2
+    assert [cache.shape for cache in caches] == [x.shape for x in plain]
+
+
+def test_rows_of_a_single_token_do_not_tell_the_dimension_of_tokens() -> None:
+    def returned(q: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        rows = new.sin()
+        return attend_to_one_head(q, rows, "btd"), rows
+
+    q, new = torch.randn(B, H, 1, D), torch.randn(B, 1, D)
+    options = {"policy": "int8_per_token_head", "on_unsupported": "ignore"}
+    torch.testing.assert_close(torch.compile(returned, backend="kvquant", options=options)(q, new), returned(q, new))
+    (site,) = last_report().sites
+    assert (site.reason_code, "with a single token" in str(site.reason)) == ("unknown_read", True)

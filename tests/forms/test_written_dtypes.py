@@ -66,7 +66,7 @@ def test_every_assignment_of_another_dtype_stores_the_bytes_of_eager_code(write:
     assert all(torch.equal(compiled, eager) for compiled, eager in caches)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_generated_code_keeps_the_rounding(dtype: torch.dtype) -> None:
     k, v = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM)
     v[..., 0] = 1e5  # infinite in float16
@@ -86,7 +86,11 @@ def cast_before_a_view(cache: Tensor, k: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("write", "dtype"),
-    [(cast_by_the_model, torch.float32), (cast_before_a_view, torch.float32), (cast_by_the_model, torch.bfloat16)],
+    [
+        (cast_before_a_view, torch.float32),
+        (cast_by_the_model, torch.bfloat16),
+        pytest.param(cast_by_the_model, torch.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: torch.dtype) -> None:
     """The model's cast rounds, and so does a product in the dtype of the cache."""

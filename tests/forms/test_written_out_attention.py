@@ -164,7 +164,7 @@ def channels_first(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (repeat_kv(v).mT @ weights).view(B, H * D, -1)
 
 
-@pytest.mark.parametrize("form", [channels_first, form_of("alibi_by_baddbmm")])
+@pytest.mark.parametrize("form", [channels_first, pytest.param(form_of("alibi_by_baddbmm"), marks=pytest.mark.slow)])
 def test_generated_code_computes_it_too(form: Form) -> None:
     out, expected = on_packed_caches(form, arguments(3))
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)

@@ -98,7 +98,7 @@ def test_caches_that_change_places_are_read_by_their_values() -> None:
     assert "its key cache is packed already, as a value" in site.reason
 
 
-@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("growing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_packed_cache_that_is_only_read_is_read_packed(growing: bool) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
         return sdpa(q, kc, vc)

@@ -132,7 +132,7 @@ def padding_of_an_encoder_made_zero(q: Tensor, new: Tensor, cache: Tensor, posit
 
 
 REFUSED: dict[Step, str] = {
-    also_summed_up: "escaping_view",
+    also_summed_up: "used_elsewhere",
     scaled_and_not_projected: "computed_from_cache",
     a_token_in_front: "no_cache",
     padding_of_an_encoder_made_zero: "no_cache",

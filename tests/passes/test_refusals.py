@@ -534,13 +534,14 @@ def test_a_part_of_a_stack_that_is_read_before_it_is_written_is_named() -> None:
     assert [site.reason for site in last_report().sites] == ["its key cache kv[0] is read before it is written"]
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_caches_that_are_views_of_one_tensor_stay_plain() -> None:
     args, expected = inputs(), inputs()
     storage, expected_storage = torch.zeros(2, B, H, S, D), torch.zeros(2, B, H, S, D)
     args[3], args[4] = storage[0], storage[1]
     expected[3], expected[4] = expected_storage[0], expected_storage[1]
     out = run(step, args, on_unsupported="ignore")
-    torch.testing.assert_close(out, run(step, expected, backend="inductor"), rtol=0, atol=0)
+    torch.testing.assert_close(out, run(step, expected, backend="eager"), rtol=0, atol=0)
     torch.testing.assert_close(storage, expected_storage, rtol=0, atol=0)
     assert any("view of another tensor" in note for note in last_report().notes)
 

@@ -61,7 +61,7 @@ def test_why_keys_are_no_cache(make: Callable[..., Tensor], reason: Reason) -> N
     past, new = torch.empty(B, H, S, D), torch.empty(B, H, 1, D, device="meta")
     codes = torch.empty(B, H, S, D, dtype=torch.uint8, device="meta")
     graph = make_fx(torch.func.functionalize(make))(past, new, codes, codes[0, 0, :D]).graph
-    assert no_cache(graph.output_node().args[0], "key").reason is reason
+    assert no_cache(graph.output_node().args[0], "key", later_states=()).reason is reason
 
 
 def summed(cache: Tensor, new: Tensor) -> Tensor:
@@ -115,4 +115,4 @@ def test_keys_that_replace_all_of_an_input_are_a_cache(
 ) -> None:
     graph = make_fx(torch.func.functionalize(make))(torch.empty(B, H, S, D), torch.empty(B, H, 1, D)).graph
     drop_whole_copies(graph)
-    assert no_cache(graph.output_node().args[0], "key").reason is reason
+    assert no_cache(graph.output_node().args[0], "key", later_states=()).reason is reason

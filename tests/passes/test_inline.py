@@ -1,0 +1,85 @@
+"""Inlined code is traced once for equal arguments, and a copy computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from kvcompile.compat.tracing import FakeTensorMode
+from kvcompile.passes.graph import inline as inlining
+from kvcompile.passes.graph.inline import inline
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that were traced."""
+    names: list[str] = []
+    trace = inlining._traced
+
+    def note(graph, fn, *rest):
+        names.append(fn.__name__)
+        return trace(graph, fn, *rest)
+
+    monkeypatch.setattr(inlining, "_traced", note)
+    return names
+
+
+def graph_of(*inputs: Tensor) -> tuple[Graph, list[Node]]:
+    graph, mode = Graph(), FakeTensorMode()
+    nodes = []
+    for index, value in enumerate(inputs):
+        nodes.append(graph.placeholder(f"x{index}"))
+        nodes[-1].meta["val"] = mode.from_tensor(value)
+    return graph, nodes
+
+
+def scaled_sum(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return (x * factor).sum(0) + y, x.t()
+
+
+def run(graph: Graph, outputs: list[Node], *inputs: Tensor) -> list[Tensor]:
+    graph.output(tuple(outputs))
+    graph.lint()
+    return list(GraphModule(torch.nn.Module(), graph)(*inputs))
+
+
+def test_equal_arguments_are_traced_once_and_computed_alike(traced: list[str]) -> None:
+    inputs = [torch.randn(3, 4), torch.randn(4), torch.randn(3, 4)]
+    graph, (x, y, z) = graph_of(*inputs)
+    outputs = [*inline(graph, scaled_sum, x, y, 2.0), *inline(graph, scaled_sum, z, y, 2.0)]
+    assert traced == ["scaled_sum"]
+    assert [node.meta["val"].shape for node in outputs] == [(4,), (4, 3)] * 2
+    expected = [*scaled_sum(*inputs[:2], 2.0), *scaled_sum(inputs[2], inputs[1], 2.0)]
+    for result, value in zip(run(graph, outputs, *inputs), expected, strict=True):
+        assert torch.equal(result, value)
+
+
+@pytest.mark.parametrize(
+    ("other", "factor"),
+    [
+        (torch.randn(3, 4), 3.0),
+        (torch.randn(5, 4), 2.0),
+        (torch.randn(3, 4, dtype=torch.float64), 2.0),
+        (torch.randn(4, 3).t(), 2.0),
+    ],
+    ids=["another constant", "another shape", "another dtype", "other strides"],
+)
+def test_other_arguments_are_traced_anew(other: Tensor, factor: float, traced: list[str]) -> None:
+    inputs = [torch.randn(3, 4), torch.randn(4), other]
+    graph, (x, y, z) = graph_of(*inputs)
+    outputs = [*inline(graph, scaled_sum, x, y, 2.0), *inline(graph, scaled_sum, z, y, factor)]
+    assert traced == ["scaled_sum"] * 2
+    expected = [*scaled_sum(*inputs[:2], 2.0), *scaled_sum(other, inputs[1], factor)]
+    for result, value in zip(run(graph, outputs, *inputs), expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_functions_that_capture_variables_and_other_graphs_are_traced_anew(traced: list[str]) -> None:
+    for _ in range(2):
+        graph, (x,) = graph_of(torch.randn(3))
+        for factor in (2.0, 3.0):
+            inline(graph, lambda x, factor=factor: x * factor, x)  # a default is captured, too
+        inline(graph, lambda x: x + factor, x)  # noqa: B023
+    assert len(traced) == 6
