@@ -111,7 +111,8 @@ def explanation(plan: Plan) -> str:
     parts = [
         f"users = floor(budget / bytes(context)); budget = {plan.budget.nbytes}\n"
         "bytes(context) = sum over layers of num_kv_heads * (bytes of a key + bytes of a value) * tokens kept\n"
-        "allocated users also need the workspace of attention: the repeated heads of one layer, if its cache is plain\n"
+        "allocated users also need the workspace of attention, if caches are plain: repeated heads of one layer,\n"
+        "once for eager code that reads a prompt and once for a recorded decode step\n"
         "not counted: other activations and everything else that the reserve is for; the spare room of growing caches"
     ]
     parts.extend(_policy_formulas(policy.caches) for policy in plan.policies)

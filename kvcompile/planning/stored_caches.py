@@ -50,12 +50,13 @@ class StoredCache:
         """Bytes for one user, in ``CONTEXT``, that attention of this layer needs beside the cache.
 
         Models repeat the heads of a plain cache with fewer KV heads than query heads, for keys and values at once.
-        Attention on packed caches repeats none.
+        ``generate()`` of Transformers needs this memory twice: eager code reads a prompt, while the memory of a
+        recorded decode step stays reserved. Attention on packed caches repeats no heads.
         """
         if self.key.format is not None or self.cache.num_heads <= self.cache.num_kv_heads:
             return sympy.Integer(0)
         widths = [storage.nbytes(width, self.cache.tokens, "allocated") for _, storage, width in self.halves]
-        return self.cache.num_heads * sympy.Add(*widths)
+        return 2 * self.cache.num_heads * sympy.Add(*widths)
 
     def bytes_per_token(self, measure: Measure) -> int:
         """Bytes that one more token adds, without the padding of blocks."""
