@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from node_by_node import running_node_by_node
 
 
 def pytest_configure() -> None:
@@ -20,17 +21,29 @@ def pytest_configure() -> None:
     every logger that does not propagate, and PyTorch writes out each graph as soon as its trace logger has a handler:
     this logger gets none, because it propagates, to no parent.
     One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
+    Environment variables hold for the programs that tests start, too, and give way to the user's.
     """
     gc.set_threshold(20_000, 20, 20)
+    # Inductor would compile and load a program for each instruction set of the processor, in every process.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     trace = logging.getLogger("torch.__trace")
     trace.propagate, trace.parent = True, None
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import PyTorch first
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device the tests that need one are skipped."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th of the selected tests, from the K-th")
+
+
+@pytest.hookimpl(trylast=True)  # after the selection by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only the part that ``--part`` names runs. Without a CUDA device the tests that need one are skipped."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
+    items[:] = items[part - 1 :: parts]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -56,22 +69,11 @@ def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_code_generation() -> Iterator[None]:
     """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates."""
-    from functorch.compile import make_boxed_func
-
-    import kvcompile.backend  # not above: some tests look at a fresh import
-
-    def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            node.target = torch.ops.aten.reshape.default  # Inductor makes a view a copy where strides ask for it
-        gm.recompile()
-        return make_boxed_func(gm.forward)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", interpret)
-    monkeypatch.setattr(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward)
     torch._dynamo.reset()
-    yield
+    with running_node_by_node():
+        yield
     torch._dynamo.reset()
 
 

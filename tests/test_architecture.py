@@ -29,6 +29,7 @@ kernels.deepseek_v4
 kernels.latent
 kernels.launch
 kernels.ops
+kernels.precompile
 
 passes.refusal
 passes.site

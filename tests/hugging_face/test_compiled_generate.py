@@ -21,6 +21,7 @@ from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_report
 from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
+from formats_of_every_kind import in_turn  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import assistant, tiny_llama  # noqa: E402
 
@@ -115,8 +116,10 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> 
     assert len(made) == 1, "the assistant has the cache that Transformers makes"
 
 
-@pytest.mark.parametrize("policy", FORMATS)
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize(
+    ("policy", "arguments"),
+    in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
+)
 def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
     plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
     for num_tokens in (60, 30):  # the second request reuses the memory of the first
@@ -224,7 +227,9 @@ def test_two_requests_at_once_have_caches_of_their_own(made: list[Any]) -> None:
 # Caches that callers see
 
 
-@pytest.mark.parametrize("policy", [LOSSLESS, "int4"], ids=["lossless", "int4"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(LOSSLESS, marks=pytest.mark.slow, id="lossless"), pytest.param("int4", id="int4")]
+)
 def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy: Any) -> None:
     plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
     first = generated(model, **left_padded(), return_dict_in_generate=True)

@@ -59,7 +59,7 @@ def test_requests_that_share_packed_pools_get_the_tokens_of_plain_ones(
 @implementations
 @pytest.mark.usefixtures("without_code_generation")
 def test_where_paged_attention_is_outside_of_graphs_the_user_is_told(implementation: str) -> None:
-    model = tiny_llama()
+    model = tiny_llama(num_layers=1)
     model.set_attn_implementation(implementation)
     with collect_reports() as report:
         compiled = generated(model, kvquant(LOSSLESS), do_sample=False)
