@@ -57,9 +57,8 @@ _TRACES: WeakKeyDictionary[Graph, dict[Any, Graph]] = WeakKeyDictionary()
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     """Insert the operations of ``fn(*args)`` at the graph's insertion point.
 
-    A function that captures nothing is traced once for equal arguments, and its operations are copied afterwards. The
-    copies share the fake values of the trace. They thus look as if they shared memory, which is safe, and Inductor
-    computes all values anew.
+    A function that captures nothing is traced once for equal arguments, and its operations are copied afterwards. A
+    copy gets fake values of its own: Inductor reads from them which tensors share memory.
 
     Args:
         graph: a functional ATen graph whose nodes carry fake values in ``meta["val"]``.
@@ -75,6 +74,7 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     key = None if symbols else _key_of(fn, args)
     known = _TRACES.setdefault(graph, {})
     traced = known.get(key) if key is not None else None
+    is_copy = traced is not None
     if traced is None:
         traced = _traced(graph, fn, args, nodes)
         if key is not None:
@@ -85,6 +85,8 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
             return tree_map_only(Node, env.__getitem__, node.args[0])
         if node.op != "placeholder":
             env[node] = _copied(graph, node, env)
+            if is_copy:
+                _compute_value(env[node])
     raise AssertionError("a traced graph ends with an output")
 
 

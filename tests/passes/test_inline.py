@@ -56,6 +56,17 @@ def test_equal_arguments_are_traced_once_and_computed_alike(traced: list[str]) -
         assert torch.equal(result, value)
 
 
+def test_copies_of_a_trace_share_no_memory() -> None:
+    graph, (x, y, z) = graph_of(torch.randn(3, 4), torch.randn(4), torch.randn(3, 4))
+    sums, views = zip(inline(graph, scaled_sum, x, y, 2.0), inline(graph, scaled_sum, z, y, 2.0), strict=True)
+
+    def memory(node: Node) -> int:
+        return node.meta["val"].untyped_storage()._cdata
+
+    assert memory(sums[0]) != memory(sums[1])
+    assert [memory(view) for view in views] == [memory(x), memory(z)]
+
+
 @pytest.mark.parametrize(
     ("other", "factor"),
     [
