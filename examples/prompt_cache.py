@@ -38,9 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         file = options.file or Path(folder, "prompt.safetensors")
-        kvcompile.save_cache(cache, file, metadata={"model": "tiny_llama"})
+        kvcompile.save_cache(cache, file, model=model)
         print(f"saved in {file.stat().st_size} bytes")
-        loaded = kvcompile.load_cache(file, metadata={"model": "tiny_llama"})
+        loaded = kvcompile.load_cache(file, model=model)
     expected = compiled(question, past_key_values=copy.deepcopy(cache)).logits
     logits = compiled(question, past_key_values=loaded).logits
     print(f"continues with the same logits: {torch.equal(logits, expected)}")

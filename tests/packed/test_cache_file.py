@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvcompile
+from kvcompile.caches import digests
 from kvcompile.errors import CacheFileError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
@@ -148,7 +151,7 @@ def rewrite_header(file: Path, **changes: str) -> None:
     with safe_open(file, "pt") as opened:
         header = {**opened.metadata(), **changes}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-    save_file(tensors, file, header)
+    save_file(tensors, file, {**header, "digest": digests.of_header(header)})
 
 
 def content_of(file: Path) -> Any:
@@ -157,10 +160,10 @@ def content_of(file: Path) -> Any:
 
 
 WRONG_HEADERS = {
-    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 2"),
+    "another version": ({"version": "1"}, "has version 1 of the format, and this kvcompile reads 3"),
     "another kind of file": ({"format": "pt"}, "is not a cache"),
     "another Transformers": ({"transformers": "4.40.1"}, r"a cache of Transformers 4\.40\.1"),
-    "another model": ({"model": "other"}, "model is 'other' in the file, and 'tiny' was expected"),
+    "another model": ({"author": "other"}, "author is 'other' in the file, and 'tiny' was expected"),
     "an unknown class": ({"content": '{"object": "os", "state": []}'}, "no cache class 'os'"),
 }
 
@@ -169,15 +172,18 @@ WRONG_HEADERS = {
 def test_a_file_that_does_not_fit_is_an_error(changes: dict[str, str], message: str, file: Path) -> None:
     cache = transformers.DynamicCache()
     cache.update(values(1, 2, 3, HEAD_DIM), values(1, 2, 3, HEAD_DIM), 0)
-    kvcompile.save_cache(cache, file, {"model": "tiny"})
+    kvcompile.save_cache(cache, file, {"author": "tiny"})
     rewrite_header(file, **changes)
     with pytest.raises(CacheFileError, match=message):
-        kvcompile.load_cache(file, metadata={"model": "tiny"})
+        kvcompile.load_cache(file, metadata={"author": "tiny"})
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [(["int9", "key", HEAD_DIM], "unknown cache format 'int9'"), (["int8_per_token_head", "key", 32], "2304 bytes")],
+    [
+        (["int9", "key", HEAD_DIM], "unknown cache format 'int9'"),
+        (["int8_per_token_head", "key", 32], "int8_per_token_head with 2304 bytes"),
+    ],
 )
 def test_bytes_that_do_not_fit_their_layout_are_an_error(layout: list[Any], message: str, file: Path) -> None:
     kvcompile.save_cache(pair(PackedLayout("int8_per_token_head", "key", HEAD_DIM))[0], file)
@@ -209,3 +215,89 @@ def test_values_are_those_that_were_written(file: Path) -> None:
     assert torch.equal(loaded.dequantize(), quantized(x, layout))
     loaded[:, :, 69:] = x[:, :, :1]
     assert torch.equal(loaded[:, :, 69:].dequantize(), quantized(x, layout)[:, :, :1])
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_lies(file: Path) -> None:
+    caches = [pair(PackedLayout("int8_per_token_head", role, HEAD_DIM))[0] for role in ("key", "value")]
+    kvcompile.save_cache({"keys": caches[0], "values": caches[1], "length": 7}, file)
+    whole = file.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    chance = random.Random(0)
+    for end, begin in [(header_end, 0)] * 400 + [(len(whole), header_end)] * 100:
+        damaged = bytearray(whole)
+        damaged[chance.randrange(begin, end)] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(CacheFileError, match=r"prompt\.safetensors"):
+            kvcompile.load_cache(file)
+
+
+def test_exchanged_tensors_are_noticed(file: Path) -> None:
+    kvcompile.save_cache({"keys": torch.zeros(3), "values": torch.ones(3)}, file)
+    with safe_open(file, "pt") as opened:
+        header, (keys, values) = opened.metadata(), (opened.get_tensor(name) for name in ("keys", "values"))
+    save_file({"keys": values, "values": keys}, file, header)
+    with pytest.raises(CacheFileError, match="keys has another digest"):
+        kvcompile.load_cache(file)
+    assert kvcompile.load_cache(file, verify=False)["keys"].tolist() == [1, 1, 1]
+
+
+WRONG_DESCRIPTIONS = {
+    "an unknown dtype": {"dtype": "load"},
+    "too many tokens": {"shape": [2, 3, 2000, HEAD_DIM]},
+    "another batch": {"shape": [1, 3, 130, HEAD_DIM]},
+    "an axis twice": {"axes": "bhhd"},
+    "an unknown axis": {"axes": "bhxd"},
+    "a start beyond the block": {"start": 64},
+    "a start before the block": {"start": -1},
+    "too few sizes": {"shape": [2, 3]},
+    "no layout": {"layout": None},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_DESCRIPTIONS.values(), ids=WRONG_DESCRIPTIONS.keys())
+def test_a_description_that_contradicts_the_tensors_is_an_error(changes: dict[str, Any], file: Path) -> None:
+    layout = PackedLayout("int8_per_token_head", "key", HEAD_DIM)
+    kvcompile.save_cache(PackedTensor.from_dense(values(2, 3, 130, HEAD_DIM), layout), file)
+    rewrite_header(file, content=json.dumps({**content_of(file), **changes}))
+    with pytest.raises(CacheFileError, match=r"prompt\.safetensors"):
+        kvcompile.load_cache(file)
+
+
+def test_a_cache_belongs_to_the_model_that_computed_it(file: Path) -> None:
+    model = tiny_llama(num_layers=2)
+    kvcompile.save_cache(torch.ones(2), file, model=model)
+    kvcompile.load_cache(file, model=torch.compile(model))
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    with pytest.raises(CacheFileError, match="another model computed it"):
+        kvcompile.load_cache(file, model=model)
+    kvcompile.save_cache(torch.ones(2), file)
+    with pytest.raises(CacheFileError, match="saved without a model"):
+        kvcompile.load_cache(file, model=model)
+
+
+def test_only_regular_files_are_replaced_and_read(file: Path) -> None:
+    target, pipe = file.with_name("target"), file.with_name("pipe")
+    file.symlink_to(target)
+    os.mkfifo(pipe)
+    for path in (file, pipe, file.parent):
+        with pytest.raises(CacheFileError, match="is not replaced"):
+            kvcompile.save_cache(torch.ones(2), path)
+    for path in (pipe, file.parent):
+        with pytest.raises(CacheFileError, match="no regular file"):
+            kvcompile.load_cache(path)
+    assert file.is_symlink()
+
+
+def test_a_file_has_the_permissions_of_the_umask(file: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        kvcompile.save_cache(torch.ones(2), file)
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_metadata_of_the_file_itself_are_refused(file: Path) -> None:
+    with pytest.raises(CacheFileError, match="'digest' itself; choose another name"):
+        kvcompile.save_cache(torch.ones(2), file, {"digest": "0"})

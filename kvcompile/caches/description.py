@@ -1,0 +1,183 @@
+"""The description of a cache in JSON, beside its tensors: how a cache file is written and read.
+
+A description comes from a file. Reading it therefore checks every name, dtype, shape and length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.caches import objects
+from kvcompile.errors import CacheFileError
+from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.pool import PackedPool, exchanged
+from kvcompile.packed.stack import PackedStack
+from kvcompile.packed.tensor import CacheMeta, PackedTensor
+
+_PLAIN = (type(None), bool, int, float, str)
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class Writer:
+    """Describes a cache in JSON, and collects its tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._described: dict[int, Any] = {}
+
+    def describe(self, value: Any, place: str) -> Any:
+        """The description of ``value``, whose place in the cache is ``place``."""
+        if isinstance(value, Tensor):
+            # Places that share a tensor share one description, so they share one tensor after loading too.
+            if id(value) not in self._described:
+                self._described[id(value)] = self._tensor(value, place or "cache")
+            return self._described[id(value)]
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, torch.dtype):
+            return {"dtype": _name_of(value)}
+        if isinstance(value, torch.device):
+            return {"device": None}
+        if isinstance(value, (list, tuple)):
+            items = [self.describe(item, _join(place, index)) for index, item in enumerate(value)]
+            return {"tuple" if isinstance(value, tuple) else "list": items}
+        if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+            return {"dict": [[key, self.describe(item, _join(place, key))] for key, item in value.items()]}
+        if isinstance(value, type) and objects.is_known(value):
+            return {"class": value.__name__}
+        if objects.is_known(type(value)):
+            state = [[key, self.describe(item, _join(place, key))] for key, item in vars(value).items()]
+            return {"object": type(value).__name__, "state": state}
+        raise CacheFileError(
+            f"save_cache: {place or 'the cache'} is a {type(value).__module__}.{type(value).__qualname__}; a file "
+            "holds tensors, lists, tuples and dicts of them, and the static and dynamic caches of Transformers"
+        )
+
+    def _tensor(self, tensor: Tensor, name: str) -> Any:
+        if isinstance(tensor, PackedStack):
+            parts = [self.describe(part, _join(name, number)) for number, part in enumerate(tensor.parts)]
+            return {"stack": name, "parts": parts, "shape": list(tensor.shape), "dims": list(tensor.stacked_dims)}
+        if isinstance(tensor, PackedPool):
+            return {
+                "pool": name,
+                "slots": self.describe(tensor.slots, _join(name, "slots")),
+                "shape": list(tensor.shape),
+                "heads_first": tensor.heads_first,
+            }
+        if isinstance(tensor, PackedTensor):
+            meta = tensor.cache_meta
+            description: dict[str, Any] = {
+                "packed": name,
+                "layout": [meta.layout.spec, meta.layout.role, meta.layout.head_dim],
+                "dtype": _name_of(meta.dtype),
+                "axes": meta.axes,
+                "start": meta.start,
+                "growing": meta.growing,
+                "shape": list(tensor.shape),
+            }
+            data = tensor.packed
+        elif type(tensor) is Tensor:
+            description, data = {"tensor": name}, tensor.detach()
+        else:
+            raise CacheFileError(f"save_cache: {name} is a {type(tensor).__name__}, neither packed nor a plain tensor")
+        # Copy, because safetensors writes only contiguous tensors that share no storage.
+        self.tensors[name] = data.clone(memory_format=torch.contiguous_format)
+        return description
+
+
+class Reader:
+    """Rebuilds a cache from its description and the tensors of a file."""
+
+    def __init__(self, tensors: dict[str, Tensor], header: Mapping[str, str], device: torch.device, path: Any) -> None:
+        self._tensors = tensors
+        self._header = header
+        self._device = device
+        self._path = path
+        self._made: dict[str, Tensor] = {}
+
+    def make(self, content: Any) -> Any:
+        """The object that ``content`` describes.
+
+        Raises:
+            CacheFileError: the description names an unknown class, or contradicts a tensor.
+            KeyError, TypeError, ValueError, StopIteration: the description has another form.
+        """
+        if isinstance(content, _PLAIN):
+            return content
+        kind = next(iter(content))
+        if kind in ("tensor", "packed", "stack", "pool"):
+            name = content[kind]
+            if name not in self._made:
+                self._made[name] = self._tensor(kind, name, content)
+            return self._made[name]
+        if kind == "dtype":
+            return _DTYPES[content["dtype"]]
+        if kind == "device":
+            return self._device
+        if kind in ("list", "tuple"):
+            items = [self.make(item) for item in content[kind]]
+            return items if kind == "list" else tuple(items)
+        if kind == "dict":
+            return {key: self.make(item) for key, item in content["dict"]}
+        objects.check_version(self._header, self._path)
+        if kind == "class":
+            return objects.known_class(content["class"], self._path)
+        state = {key: self.make(item) for key, item in content["state"]}
+        return objects.restored(objects.known_class(content["object"], self._path), state)
+
+    def _tensor(self, kind: str, name: str, content: Mapping[str, Any]) -> Tensor:
+        if kind == "stack":
+            return PackedStack([self.make(part) for part in content["parts"]], content["shape"], content.get("dims"))
+        if kind == "pool":
+            return self._pool(self.make(content["slots"]), content)
+        data = self._tensors.pop(name).to(self._device)
+        return data if kind == "tensor" else self._packed(data, content)
+
+    def _pool(self, slots: Tensor, content: Mapping[str, Any]) -> PackedPool:
+        shape, heads_first = content["shape"], content["heads_first"]
+        num_blocks, block_size, num_kv_heads, head_dim = exchanged(shape) if heads_first else shape
+        if not isinstance(slots, PackedTensor) or slots.shape != (num_blocks * block_size, num_kv_heads, head_dim):
+            raise self._contradiction(content["pool"], f"a pool {list(shape)}", f"slots {list(slots.shape)}")
+        return PackedPool(slots, shape, heads_first)
+
+    def _packed(self, data: Tensor, content: Mapping[str, Any]) -> PackedTensor:
+        name = content["packed"]
+        try:
+            layout = PackedLayout.parse(*content["layout"])
+        except ValueError as error:
+            raise CacheFileError(f"{self._path}: {name}: {error}") from error
+        if data.dtype != torch.uint8 or data.dim() != 4 or data.shape[-1] != layout.block_bytes:
+            expected = f"blocks of {layout.spec} with {layout.block_bytes} bytes"
+            raise self._contradiction(name, expected, f"{data.dtype} {list(data.shape)}")
+        axes, shape, start = content["axes"], content["shape"], content["start"]
+        sizes = dict(zip(axes, shape, strict=True))
+        if len(sizes) != len(axes) or not {"d"} <= set(axes) <= set("bhtd"):
+            raise CacheFileError(f"{self._path}: {name}: {axes!r} is no order of dimensions")
+        needed = (layout.blocks(start + sizes.get("t", 1)), sizes.get("b", 1), sizes.get("h", 1), layout.block_bytes)
+        fits = data.shape[0] >= needed[0] and data.shape[1:] == needed[1:] and sizes["d"] == layout.head_dim
+        if not fits or start < 0 or (layout.residual is None and start >= BLOCK_TOKENS):
+            raise self._contradiction(name, f"{axes} {shape} from token {start} on", f"blocks {list(data.shape)}")
+        dtype = _DTYPES[content["dtype"]]
+        if layout.residual is not None and layout.residual.dtype != dtype:
+            raise self._contradiction(name, f"a cache of {dtype}", f"exact tokens of {layout.residual.dtype}")
+        return PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"]), shape)
+
+    def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
+        return CacheFileError(
+            f"{self._path}: {name} is described as {described}, but the file has {found}; "
+            "another kvcompile wrote the file, or it is damaged: make it anew from its prompt"
+        )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _join(place: str, name: Any) -> str:
+    return f"{place}.{name}" if place else str(name)

@@ -1,0 +1,75 @@
+"""Digests that a cache file carries: of its tensors, of its header, and of the model that computed the cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcompile.compat.modules import original_module
+
+SAMPLES = 16
+"""Number of elements of each parameter that the fingerprint of a model covers."""
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The SHA-256 digest of each tensor by its name. Several threads compute them.
+
+    A digest covers the name, dtype, shape and bytes, so that exchanged tensors are noticed.
+    """
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(tensors, pool.map(_of_tensor, tensors.items()), strict=True))
+
+
+def of_header(header: Mapping[str, str]) -> str:
+    """The SHA-256 digest of all entries of a header but ``digest``."""
+    entries = {name: value for name, value in header.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def of_model(model: nn.Module) -> str:
+    """A fingerprint of a model: SHA-256 of its configuration, and of its parameters.
+
+    It covers the name, shape and dtype of every parameter, and 16 elements of each. It thus tells most fine-tuned
+    models from their base model, and does not read all weights.
+    """
+    digest, model = hashlib.sha256(), original_module(model)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        digest.update(json.dumps(_lasting(config.to_dict()), sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(_description(name, parameter))
+        if not parameter.is_meta:
+            elements = parameter.detach().reshape(-1)
+            _update(digest, elements[:: max(elements.numel() // SAMPLES, 1)][:SAMPLES])
+    return digest.hexdigest()
+
+
+def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a configuration that describe the model, and not its folder, release or backend."""
+    passing = ("transformers_version", "use_cache")
+    return {name: value for name, value in config.items() if name not in passing and not name.startswith("_")}
+
+
+def _of_tensor(named: tuple[str, Tensor]) -> str:
+    name, tensor = named
+    digest = hashlib.sha256(_description(name, tensor))
+    _update(digest, tensor)
+    return digest.hexdigest()
+
+
+def _description(name: str, tensor: Tensor) -> bytes:
+    return f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
+
+
+def _update(digest: Any, tensor: Tensor) -> None:
+    """Add the bytes of a plain tensor to a digest of ``hashlib``, which reads them without a copy."""
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() > 0:
+        digest.update((ctypes.c_char * data.numel()).from_address(data.data_ptr()))
