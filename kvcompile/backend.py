@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -10,12 +11,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from kvcompile.call.digest import digest_of
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
-from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
+from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
+from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
+from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.graphs import copy_codegen, copy_parameter_sources, copy_source, forget_example
-from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner, without_autograd_cache
+from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
@@ -23,13 +27,14 @@ from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
 from kvcompile.kernels.ops import IMPLEMENTATIONS
 from kvcompile.kernels.precompile import precompile
-from kvcompile.launch_hint import hint_at_cuda_graphs
+from kvcompile.launch_hint import hint_at_cuda_graphs, is_recordable_step
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.passes.calling import in_dynamo_order
+from kvcompile.passes.calling import Rewritten, in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.mark.mark_attention import mark_attention
+from kvcompile.passes.marker import add_digest
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
@@ -173,9 +178,8 @@ class _GraphCompiler:
         self.marked = _copy(gm)  # compile_fx takes ownership of its graph
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
-        self.sites: list[Site] = []
-        self.surroundings: list[SiteSurroundings] = []
-        self.graph = report.GraphReport(())
+        self.outcome: Outcome | None = None
+        self.graph: report.GraphReport | None = None
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
@@ -187,26 +191,29 @@ class _GraphCompiler:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         self.stages.show(Stage.marked, self.marked)
         if self._records_gradients():
-            self.sites = sites_of(self.marked)
-            for site in self.sites:
+            sites = sites_of(self.marked)
+            for site in sites:
                 site.refuse(Refusal(Reason.training))
-            self._report()
+            self._report(sites)
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
         try:
             compiled = self._compile_packed()
         except _NothingRewritten:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+        outcome, graph = self.outcome, self.graph
+        assert outcome is not None, "otherwise _NothingRewritten"
+        if graph is None:  # the code comes from PyTorch's cache
+            graph = self._report(outcome.sites, outcome.surroundings)
+        if outcome.is_recordable_step:
+            hint_at_cuda_graphs(self.options)
         fallback = _plain_for_any_inputs(_copy(self.original), self.options.inductor_config)
-        packing = self.packing
-        assert packing is not None, "otherwise _NothingRewritten"
-        assert packing.rewritten is not None, "otherwise _NothingRewritten"
-        caches, stacks = in_dynamo_order(packing.inputs, len(self.inputs), len(self.example_inputs), packing.rewritten)
         guard = None
         if self.options.policy.key_outliers != "ignore":
-            sources = [packing.inputs[action.index].source for action in packing.rewritten.inputs]
-            guard = KeyGuard(caches, sources, self.sites, report.note)
+            guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
         # The method, not the object: tools such as depyf look for the code object of the returned callable.
-        return AdoptingCall(compiled, caches, stacks, fallback, self.graph, guard, self.conceals).__call__
+        return AdoptingCall(
+            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals
+        ).__call__  # fmt: skip
 
     @property
     def conceals(self) -> bool:
@@ -223,9 +230,7 @@ class _GraphCompiler:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def _compile_packed(self) -> Any:
-        # AOTAutograd's cache must stay off: its key does not cover inner_compile, so a hit would skip our passes.
-        # Inductor's own cache is safe: its key covers the rewritten graph, which holds every decision of the policy.
-        with without_autograd_cache():
+        with self._autograd_cache(), telling(self._know):
             return compile_fx(
                 self.marked,
                 self._logical_inputs(),
@@ -233,22 +238,49 @@ class _GraphCompiler:
                 config_patches=self.options.inductor_config,
             )
 
+    def _autograd_cache(self) -> AbstractContextManager[Any]:
+        """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
+        digest = None
+        if CAN_STORE and not self.stages.are_wanted:
+            digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals)
+        if digest is None:
+            return without_autograd_cache()
+        add_digest(self.marked.graph, digest)
+        self.marked.recompile()
+        return storing_own_code()
+
+    def _know(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
-        self.sites, self.surroundings = packing.sites, packing.surroundings
-        self._report()
-        if packing.rewritten is None:
+        self.graph = self._report(packing.sites, packing.surroundings)
+        rewritten = packing.rewritten
+        if rewritten is None:
             raise _NothingRewritten
-        hint_at_cuda_graphs(packing, self.options)
+        self.outcome = self._outcome_of(packing, rewritten)
         _precompile_kernels(gm.graph)
         static = {index for index, known in enumerate(packing.inputs) if known.is_static}
-        if packing.rewritten.by_reference:
-            static |= {action.index for action in packing.rewritten.inputs} | set(packing.rewritten.buffered_inputs)
+        if rewritten.by_reference:
+            static |= {action.index for action in rewritten.inputs} | set(rewritten.buffered_inputs)
         kwargs["static_input_idxs"] = sorted(static)
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
-        compiled = compile_fx_inner(gm, packing.rewritten.example_inputs, **kwargs)
-        return PackedCall(compiled, packing.rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
+        plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
+        with storing_by_key():
+            compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
+        return PackedCode(compiled, plan, self.outcome, packing.cudagraphs)
+
+    def _outcome_of(self, packing: Packing, rewritten: Rewritten) -> Outcome:
+        caches, stacks = in_dynamo_order(packing.inputs, len(self.inputs), len(self.example_inputs), rewritten)
+        return Outcome(
+            sites=tuple(packing.sites),
+            surroundings=tuple(packing.surroundings),
+            caches=without_symbols(caches),
+            stacks=stacks,
+            sources=tuple(packing.inputs[action.index].source for action in rewritten.inputs),
+            is_recordable_step=is_recordable_step(packing),
+        )
 
     def _pack(self, gm: GraphModule, example_inputs: list[Any], kwargs: dict[str, Any]) -> Packing:
         """Run the passes on an ATen graph; refuse all its sites if its inputs do not match Dynamo's inputs."""
@@ -281,12 +313,13 @@ class _GraphCompiler:
                     inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
         return inputs
 
-    def _report(self) -> None:
+    def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
         passes = self.packing.seconds if self.packing is not None else {}
-        self.graph = report.record(self.sites, self.surroundings, weight_bytes(self.example_inputs), passes)
-        self.stages.reported(self.graph)
-        self.graph.enforce(self.options.on_unsupported)
-        self.options.policy.check_rules(self.sites, num_layers(self.sites))
+        graph = report.record(sites, surroundings, weight_bytes(self.example_inputs), passes)
+        self.stages.reported(graph)
+        graph.enforce(self.options.on_unsupported)
+        self.options.policy.check_rules(sites, num_layers(sites))
+        return graph
 
 
 def _precompile_kernels(graph: Graph) -> None:

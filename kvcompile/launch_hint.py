@@ -31,16 +31,15 @@ def no_launch_hint() -> Iterator[None]:
         _IS_QUIET.reset(token)
 
 
-def hint_at_cuda_graphs(packing: Packing, options: BackendOptions) -> None:
-    """Give the hint if ``packing`` is a decode step that a CUDA graph could replay, and nobody has decided about it."""
-    is_decided = (
-        _IS_QUIET.get()
-        or options.mode is not None
-        or "triton.cudagraphs" in options.inductor_config
-        or packing.cudagraphs
-    )
-    if not is_decided and _is_decode_step(packing) and could_be_recorded(packing):
+def hint_at_cuda_graphs(options: BackendOptions) -> None:
+    """Give the hint for a recordable step, if nobody has decided about CUDA graphs."""
+    if not (_IS_QUIET.get() or options.mode is not None or "triton.cudagraphs" in options.inductor_config):
         _give()
+
+
+def is_recordable_step(packing: Packing) -> bool:
+    """Whether ``packing`` is a decode step that a CUDA graph could replay, and Inductor is not asked to record it."""
+    return not packing.cudagraphs and _is_decode_step(packing) and could_be_recorded(packing)
 
 
 def _is_decode_step(packing: Packing) -> bool:

@@ -15,7 +15,7 @@ The op has no kernel, because packing replaces every marker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _library = torch.library.Library("kvcompile", "FRAGMENT")
 _library.define(
     "sdpa(Tensor original, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, float dropout_p, "
     "bool is_causal, float? scale, float softcap, bool enable_gqa, str module, str form, str? unsupported, "
-    "bool hidden_rows_are_nan=False) -> Tensor",
+    "bool hidden_rows_are_nan=False, str digest='') -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -52,6 +52,8 @@ class Marker:
         unsupported: why it cannot be computed on packed caches; None if it can. If it cannot, the tensors may have
             other shapes than those above.
         hidden_rows_are_nan: whether a row is NaN if ``mask`` hides every key from it; it is zero otherwise.
+        digest: a digest of everything outside of the graph that decides about packing it. The first marker of a graph
+            has it, so that the keys of PyTorch's caches cover it. Empty if PyTorch may not store the compiled graph.
     """
 
     original: Node
@@ -69,6 +71,7 @@ class Marker:
     form: str = "sdpa"
     unsupported: str | None = None
     hidden_rows_are_nan: bool = False
+    digest: str = ""
 
     @classmethod
     def of(cls, node: Node) -> Marker:
@@ -93,7 +96,18 @@ class Marker:
 
     def insert(self, graph: Graph) -> Node:
         """A marker node at the graph's insertion point."""
-        return graph.call_function(TARGET, tuple(getattr(self, field.name) for field in fields(self)))
+        return graph.call_function(TARGET, self._args())
+
+    def _args(self) -> tuple[Any, ...]:
+        """The arguments of a marker node; a digest that is empty is left out."""
+        names = [field.name for field in fields(self)]
+        return tuple(getattr(self, name) for name in (names if self.digest else names[:-1]))
+
+
+def add_digest(graph: Graph, digest: str) -> None:
+    """Write ``digest`` into the first marker of ``graph``."""
+    first = markers_of(graph)[0]
+    first.args = replace(Marker.of(first), digest=digest)._args()
 
 
 def _fake(node: Node) -> Any:

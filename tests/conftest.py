@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from node_by_node import running_node_by_node
 
 
@@ -24,6 +25,8 @@ def pytest_configure() -> None:
     Environment variables hold for the programs that tests start, too, and give way to the user's.
     """
     gc.set_threshold(20_000, 20, 20)
+    # Tests replace passes by others, which the keys of stored code do not cover.
+    torch._functorch.config.enable_autograd_cache = False
     # Inductor would compile and load a program for each instruction set of the processor, in every process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     trace = logging.getLogger("torch.__trace")

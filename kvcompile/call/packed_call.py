@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.shared_memory import check_distinct
-from kvcompile.call.sizes import SizeReader
+from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -52,35 +52,74 @@ class DequantizedInput:
     mutated: bool
 
 
-class PackedCall:
-    """The compiled, rewritten graph, callable with the inputs of the graph before rewriting."""
+@dataclass(frozen=True)
+class CallPlan:
+    """What a call of a rewritten graph does around the compiled code. It can be pickled.
 
-    _boxed_call = True
+    Attributes:
+        caches: the duties for packed caches among the inputs.
+        growing: the growing caches among them, with the number of new tokens.
+        outputs: the packed caches among the outputs, with their logical shapes.
+        dequantized: the packed inputs that the graph takes as plain values.
+        by_reference: whether packed data is passed as references.
+        buffered_inputs: the inputs that the graph changes in a buffer at a fixed address.
+        stacks: the inputs that are split into parts.
+        conceals: whether packed caches arrive as :class:`Concealed` tensors.
+    """
 
-    def __init__(
-        self,
-        compiled: Callable[[list[Any]], Sequence[Any]],
+    caches: tuple[InputAction, ...]
+    growing: tuple[tuple[InputAction, SizeOfCall], ...]
+    outputs: tuple[tuple[OutputAction, tuple[SizeOfCall, ...]], ...]
+    dequantized: tuple[DequantizedInput, ...] = ()
+    by_reference: bool = False
+    buffered_inputs: tuple[int, ...] = ()
+    stacks: tuple[SplitStack, ...] = ()
+    conceals: bool = False
+
+    @classmethod
+    def of(
+        cls,
         rewritten: Rewritten,
         example_inputs: Sequence[Any],
         dequantized: Sequence[DequantizedInput] = (),
         conceals: bool = False,
-    ) -> None:
-        """``conceals``: whether packed caches arrive as :class:`Concealed` tensors."""
+    ) -> CallPlan:
+        """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split."""
         sizes = SizeReader(example_inputs)
+        caches = tuple(replace(action, new_tokens=0, first_position=None) for action in rewritten.inputs)
+        growing = (
+            (action, sizes.reader(given.new_tokens))
+            for action, given in zip(caches, rewritten.inputs, strict=True)
+            if action.kind == "growing"
+        )
+        outputs = (
+            (replace(action, shape=()), tuple(sizes.reader(size) for size in action.shape))
+            for action in rewritten.outputs
+        )
+        return cls(
+            caches, tuple(growing), tuple(outputs), tuple(dequantized), rewritten.by_reference,
+            rewritten.buffered_inputs, rewritten.stacks, conceals,
+        )  # fmt: skip
+
+
+class PackedCall:
+    """The compiled, rewritten graph, callable with the inputs of the graph before rewriting."""
+
+    def __init__(self, compiled: Callable[[list[Any]], Sequence[Any]], plan: CallPlan) -> None:
         self._compiled = compiled
-        self._conceals = conceals
+        self._conceals = plan.conceals
         self._known = KnownCaches()
-        self._fixed = FixedInputs() if rewritten.by_reference else None
-        self._buffered = rewritten.buffered_inputs
-        self._stacks = rewritten.stacks
-        self._growing = [(a, sizes.reader(a.new_tokens)) for a in rewritten.inputs if a.kind == "growing"]
-        self._places = [action.index for action in rewritten.inputs]
-        self._dequantized = list(dequantized)
-        written = [action.index for action in rewritten.inputs if action.kind == "static"]
-        self._written = written + [plain.index for plain in dequantized if plain.mutated]
-        self._read = [action.index for action in rewritten.inputs if action.kind != "static"]
-        self._read += [plain.index for plain in dequantized if not plain.mutated]
-        self._outputs = [(action, [sizes.reader(size) for size in action.shape]) for action in rewritten.outputs]
+        self._fixed = FixedInputs() if plan.by_reference else None
+        self._buffered = plan.buffered_inputs
+        self._stacks = plan.stacks
+        self._growing = plan.growing
+        self._places = [action.index for action in plan.caches]
+        self._dequantized = plan.dequantized
+        written = [action.index for action in plan.caches if action.kind == "static"]
+        self._written = written + [plain.index for plain in plan.dequantized if plain.mutated]
+        self._read = [action.index for action in plan.caches if action.kind != "static"]
+        self._read += [plain.index for plain in plan.dequantized if not plain.mutated]
+        self._outputs = plan.outputs
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if self._conceals:

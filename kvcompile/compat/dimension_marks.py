@@ -6,9 +6,17 @@ size stayed constant, the outer size that the user marked would become constant 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:  # then guards on symbolic sizes of packed caches may fail
+    set_code_exec_strategy = None  # type: ignore[assignment]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WEAKLY_DYNAMIC, _STATIC = "_dynamo_weak_dynamic_indices", "_dynamo_static_indices"
 
@@ -21,6 +29,13 @@ tensors get the weak dynamic mark, which never raises.
 
 
 _MARKS = (*_INNER_MARKS, "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking")
+
+
+def read_by_guards(function: Function) -> Function:
+    """Make Dynamo skip ``function`` and what it calls. It would compile them, because guards run while it watches."""
+    if set_code_exec_strategy is not None:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 def mark_weakly_dynamic(tensor: Tensor, dim: int) -> None:

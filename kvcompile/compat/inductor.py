@@ -5,17 +5,8 @@ Nothing takes over: they are the way from a graph to compiled code.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch._functorch.config
 from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch._inductor.utils import BoxedBool as BoxedBool
-
-
-def without_autograd_cache() -> AbstractContextManager[Any]:
-    """Switch off AOTAutograd's cache of compiled graphs. Its key does not cover the passes of a backend."""
-    return torch._functorch.config.patch(enable_autograd_cache=False)

@@ -35,6 +35,13 @@ trace_structured = _found("torch._logging", "trace_structured", _nothing)
 # Formats nothing, unless depyf is active: depyf replaces its code by a dump of the graph.
 lazy_format_graph_code = _found("torch._dynamo.utils", "lazy_format_graph_code", _nothing)
 
+
+def depyf_is_active() -> bool:
+    """Whether depyf writes the graphs that :func:`lazy_format_graph_code` gets."""
+    code = getattr(lazy_format_graph_code, "__code__", None)
+    return code is not None and "depyf" in code.co_filename
+
+
 # The reasons of graph breaks. Without them, a message names the line after the break, and not the break.
 graph_break_reasons = _found("torch._dynamo.utils", "graph_break_reasons", [])
 

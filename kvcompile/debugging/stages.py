@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch.fx import GraphModule, Node
 
-from kvcompile.compat.observing import compile_id, lazy_format_graph_code, trace_structured
+from kvcompile.compat.observing import compile_id, depyf_is_active, lazy_format_graph_code, trace_structured
 from kvcompile.passes.graph.modules import module_name
 from kvcompile.passes.mark.mark_attention import is_attention
 from kvcompile.passes.marker import Marker, is_marker
@@ -92,6 +92,11 @@ class GraphStages:
         self._compile_id = compile_id()
         self._watcher = _watcher
         self._number = self._watcher.begin(policy, self._compile_id) if self._watcher is not None else None
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether :func:`kvcompile.debug` or depyf dumps the stages, so that every pass must run."""
+        return self._watcher is not None or depyf_is_active()
 
     def passed(self, step: Pass, packing: Packing) -> None:
         """Show the graph after a pass of the pipeline."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on
+from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
@@ -297,6 +297,7 @@ class PackedTensor(PackedSubclass):
         return self._packed if self._lineage is None else None
 
     @property
+    @read_by_guards
     def inner_packed(self) -> Tensor:
         """The inner tensor for PyTorch: ``packed``, with the marks that follow from marks of this tensor.
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -262,34 +258,7 @@ def test_threads_run_compiled_steps_on_caches_of_their_own() -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-# Processes
-
-WARM_START = """
-import json, torch
-from test_around_the_graph import one_step
-
-with torch.no_grad():
-    print(json.dumps(one_step()))
-"""
-
-
-def one_step() -> list[Any]:
-    """The result of a compiled step: the cache's format, the hits in Inductor's code cache, and the output's sum."""
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    caches, (q, k, v, pos) = new_caches(), tokens(1, 5)
-    out = compiled(step, "int8_per_token_head")(q, k, v, *caches, pos)
-    assert isinstance(caches[0], PackedTensor)
-    return [caches[0].packed_layout.format_name, counters["inductor"]["fxgraph_cache_hit"], out.sum().item()]
-
-
-def test_a_second_process_takes_the_rewritten_graph_from_inductors_cache() -> None:
-    name, _, total = one_step()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", WARM_START], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [name, 1, total]
+# Keys of caches on disk
 
 
 @node_by_node

@@ -188,3 +188,21 @@ def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_what
             caches, *(torch.randn(2, heads, 1, HEAD_DIM) for heads in (4, 2, 2)), torch.tensor([70])
         )
     assert "inner" not in str(error.value)
+
+
+def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call(without_code_generation: None) -> None:
+    """The guards of such a graph read inner tensors, and Dynamo watches the code that they run."""
+
+    def step(q, k, v, keys, values):
+        keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
+        return F.scaled_dot_product_attention(q, keys, values), keys, values
+
+    run = torch.compile(step, backend="kvquant", options={"policy": "float32"}, dynamic=True)
+    keys, values = torch.randn(2, 1, 2, 3, 32)
+    plain = keys, values
+    for count in (1, 1, 64, 5):
+        new = torch.randn(3, 1, 2, count, 32).unbind()
+        out, keys, values = run(*new, keys, values)
+        expected, *plain = step(*new, *plain)
+        assert isinstance(keys, PackedTensor)
+        torch.testing.assert_close(out, expected)

@@ -32,6 +32,7 @@ def running_node_by_node(operators: bool = False) -> Iterator[None]:
     uses_kernels = (lambda data: True) if operators else insert._uses_kernels
     with (
         mock.patch.object(insert, "_uses_kernels", uses_kernels),
+        mock.patch.object(kvcompile.backend, "CAN_STORE", False),
         mock.patch.object(kvcompile.backend, "compile_fx_inner", interpret),
         mock.patch.object(kvcompile.backend, "_compile_plain", lambda gm, config, inputs: gm.forward),
     ):

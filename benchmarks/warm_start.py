@@ -1,0 +1,99 @@
+"""The first call of a compiled model in a new process, without and with compiled code on disk.
+
+    python benchmarks/warm_start.py [--layers 16] [--policy int8_per_token_head] [--device cpu]
+
+A small Llama with a static cache decodes one token. Each time is that of a process of its own: first with empty caches
+of compiled code, then with the caches that the first process filled. The cases are plain ``torch.compile``; ``kvquant``
+with a cache that is packed from the start; and ``kvquant`` with a plain cache of the caller, which compiles a second
+graph in the second call. Times are wall clock seconds of the first two calls together. Imports are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import kvcompile
+from kvcompile.benching.machine import describe_device
+
+CASES = {
+    "plain": "plain torch.compile",
+    "packed": "kvquant, cache packed from the start",
+    "adopted": "kvquant, plain cache of the caller",
+}
+
+
+def seconds_of_two_calls(case: str, arguments: argparse.Namespace) -> float:
+    """Compile and run the model in this process."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    model = transformers.LlamaForCausalLM(config).eval().to(device=arguments.device, dtype=dtype)
+    if case == "packed":
+        cache = kvcompile.static_cache(model, 1, 1024, arguments.policy)
+    else:
+        cache = transformers.StaticCache(config=config, max_cache_len=1024)
+    backend = "inductor" if case == "plain" else kvcompile.kvquant(policy=arguments.policy, on_unsupported="error")
+    compiled = torch.compile(model, backend=backend)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=arguments.device)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        begin = time.perf_counter()
+        for _ in range(2):
+            compiled(input_ids=ids, past_key_values=cache)
+        if arguments.device != "cpu":
+            torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def in_process(case: str, arguments: argparse.Namespace, caches: str) -> float:
+    """:func:`seconds_of_two_calls` in a new process, with its caches of compiled code in the folder ``caches``."""
+    folders = {name: str(Path(caches, name.lower())) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    command = [sys.executable, __file__, "--case", case, "--layers", str(arguments.layers)]
+    command += ["--policy", arguments.policy, "--device", arguments.device]
+    done = subprocess.run(command, env={**os.environ, **folders}, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--policy", default="int8_per_token_head", help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--case", choices=CASES, help="measure one case in this process, and print its seconds")
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        print(seconds_of_two_calls(arguments.case, arguments))
+        return
+
+    name = describe_device(torch.device(arguments.device))["name"]
+    print(f"{arguments.layers} layers, {arguments.policy}, {name}, torch {torch.__version__}")
+    plain: list[float] = []
+    for case, title in CASES.items():
+        with tempfile.TemporaryDirectory() as caches:
+            times = [in_process(case, arguments, caches) for _ in range(2)]
+        plain = plain or times
+        ratios = [mine / baseline for mine, baseline in zip(times, plain, strict=True)]
+        print(
+            f"{title:40} cold {times[0]:6.1f} s ({ratios[0]:.2f})   warm {times[1]:6.1f} s ({ratios[1]:.2f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

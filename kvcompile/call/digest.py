@@ -1,0 +1,62 @@
+"""The digest of everything outside of Dynamo's graph that decides about the rewritten graph.
+
+AOTAutograd's key covers the graph, its inputs, the settings of PyTorch, and PyTorch's own code. The first marker of the
+graph has this digest as an argument, so that the key covers the rest: the policy and what it chooses for each layer,
+the packed caches among the inputs, the names of the inputs, and the code of kvcompile.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvcompile.errors import PolicyError
+from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.passes.calling import GraphInput
+from kvcompile.passes.site import Site, num_layers
+from kvcompile.policy.policy import Policy
+
+
+def digest_of(policy: Policy, sites: Sequence[Site], inputs: Sequence[GraphInput], conceals: bool) -> str | None:
+    """32 hex digits, the same in every process; None if the compiled graph must not be stored.
+
+    Args:
+        policy: the policy of the compilation.
+        sites: the undecided sites of the marked graph.
+        inputs: the record of the inputs of the ATen graph.
+        conceals: whether packed caches are concealed from AOTAutograd.
+    """
+    if not _has_only_own_formats():
+        return None  # the code of another format is not in the digest
+    try:
+        formats = [policy.formats_for(site.module, site.layer, num_layers(sites)) for site in sites]
+    except PolicyError:
+        return None  # the passes raise it where the report names the site
+    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _has_only_own_formats() -> bool:
+    formats = (*FORMATS.values(), *LATENT_FORMATS.values())
+    return all(type(fmt).__module__.startswith("kvcompile.") for fmt in formats)
+
+
+@functools.cache
+def code_of(folder: Path) -> str:
+    """A digest of the Python files below ``folder``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(_sources(folder)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """The Python files below ``folder``; ``rglob`` would not follow the links to passes and kernels."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _sources(path)
+        elif path.suffix == ".py":
+            yield path

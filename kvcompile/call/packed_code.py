@@ -1,0 +1,114 @@
+"""The compiled code of a rewritten graph, in a form that AOTAutograd's cache stores.
+
+A process that finds the entry runs no pass and traces no ATen graph. The entry has the key of Inductor's code in
+Inductor's own cache, the plan of a call (:class:`~kvcompile.call.packed_call.CallPlan`), and the outcome of the passes
+for the report. :mod:`kvcompile.call.digest` says why a stale entry is never found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcompile.call.packed_call import CallPlan, PackedCall
+from kvcompile.compat.autograd_cache import NotStored, StoredCode, entry_in_inductors_cache
+from kvcompile.compat.inductor import BoxedBool
+from kvcompile.passes.calling import InputAction, SplitStack
+from kvcompile.passes.notes.surroundings import SiteSurroundings
+from kvcompile.passes.site import Site
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the passes decided about one graph, for the report and for the call of Dynamo.
+
+    Attributes:
+        sites: the attention sites, with their decisions.
+        surroundings: the nodes around each site.
+        caches: the caches that a call must pack; positions count Dynamo's inputs.
+        stacks: the inputs that a call splits; positions count Dynamo's inputs.
+        sources: the user's name of each cache.
+        is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and replays nothing now.
+    """
+
+    sites: tuple[Site, ...]
+    surroundings: tuple[SiteSurroundings, ...]
+    caches: tuple[InputAction, ...]
+    stacks: tuple[SplitStack, ...]
+    sources: tuple[str, ...]
+    is_recordable_step: bool
+
+
+_RECEIVER: ContextVar[Callable[[Outcome], None] | None] = ContextVar("receiver_of_outcomes", default=None)
+
+
+@contextlib.contextmanager
+def telling(receiver: Callable[[Outcome], None]) -> Iterator[None]:
+    """In the block, ``receiver`` gets the outcome of code that is loaded from AOTAutograd's cache."""
+    token = _RECEIVER.set(receiver)
+    try:
+        yield
+    finally:
+        _RECEIVER.reset(token)
+
+
+class PackedCode(StoredCode):
+    """A :class:`~kvcompile.call.packed_call.PackedCall` that AOTAutograd's cache can store.
+
+    The methods are those of PyTorch's ``OutputCode`` (``torch/_inductor/output_code.py``).
+    """
+
+    def __init__(self, compiled: Any, plan: CallPlan, outcome: Outcome, cudagraphs: bool) -> None:
+        """
+        Args:
+            compiled: Inductor's code of the rewritten graph.
+            plan: what a call does around it.
+            outcome: what the passes decided.
+            cudagraphs: whether Inductor may record the code as a CUDA graph.
+        """
+        super().__init__()
+        self._boxed_call = True  # of the object, because AOTAutograd's wrapper takes over its attributes
+        self._outcome, self._plan, self._cudagraphs = outcome, plan, cudagraphs
+        self._compiled: Any = compiled
+        self._call: Any = PackedCall(compiled, plan)
+        self._entry: Any = None
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._call(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Drop what cannot be pickled; PyTorch calls this on a shallow copy.
+
+        Raises:
+            NotStored: Inductor's cache does not have the compiled graph, or the outcome cannot be pickled.
+        """
+        self._entry = entry_in_inductors_cache(self._compiled)
+        try:
+            pickle.dumps((self._plan, self._outcome))
+        except Exception as error:
+            raise NotStored(f"the plan of a call cannot be pickled: {error}") from error
+        self._compiled = self._call = None
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        """Load Inductor's code. PyTorch calls this on code from its cache, and not after a compilation.
+
+        ``example_inputs`` are those before stacks were split; Inductor reads only their symbols and devices.
+        """
+        graph_kwargs = {**graph_kwargs, "cudagraphs": BoxedBool(bool(graph_kwargs["cudagraphs"]) and self._cudagraphs)}
+        compiled = self._entry.load(example_inputs)
+        self._call = PackedCall(self._entry.post_compile(compiled, graph_kwargs), self._plan)
+        receiver = _RECEIVER.get()
+        if receiver is not None:
+            receiver(self._outcome)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Inductor's own entry holds the bundle."""
+
+
+def without_symbols(actions: Sequence[InputAction]) -> tuple[InputAction, ...]:
+    """``actions`` without symbolic sizes, which belong to one compilation."""
+    return tuple(replace(action, new_tokens=0) for action in actions)

@@ -1,0 +1,230 @@
+"""Another process loads the compiled code of a rewritten graph, and never the code of another policy or version."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import kvcompile
+from kvcompile.call.digest import code_of, digest_of
+from kvcompile.compat.autograd_cache import CAN_STORE
+from kvcompile.kernels import formats
+from kvcompile.kernels.formats.int8 import Int8
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.calling import GraphInput, PackedInput
+from kvcompile.passes.site import Site
+from kvcompile.policy.policy import Policy
+
+INT8 = "int8_per_token_head"
+HEADS, HEAD_DIM, MAX_LEN = 2, 32, 70
+
+pytestmark = pytest.mark.skipif(not CAN_STORE, reason="this release of PyTorch stores no code of a backend")
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k)
+    values.index_copy_(2, pos, v)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(keys.shape[2]) <= pos[:, None])
+
+
+def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
+    return F.scaled_dot_product_attention(q, keys, values), keys, values
+
+
+def stacked_step(q: Tensor, k: Tensor, v: Tensor, stack: Tensor, pos: Tensor) -> Tensor:
+    return step(q, k, v, stack[0], stack[1], pos)
+
+
+def tokens(count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, 1, HEADS, count, HEAD_DIM)
+    return q, k, v
+
+
+def caches() -> list[Tensor]:
+    return [torch.randn(1, HEADS, MAX_LEN, HEAD_DIM) for _ in range(2)]
+
+
+@pytest.fixture
+def cache_on_disk(seed_without_grad: None) -> Iterator[None]:
+    """Empty caches of compiled code on disk, and AOTAutograd's cache switched on."""
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+        yield
+    torch._dynamo.reset()
+
+
+def in_new_process(function: Callable[..., Any], *args: Any, policy: Any = INT8, **how: Any) -> tuple[Any, int, int]:
+    """The result of a compiled call, and the hits and misses of AOTAutograd's cache, with nothing in memory."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(function, backend=kvcompile.kvquant(policy=policy, on_unsupported="error"), **how)
+    result = compiled(*args)
+    return result, counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]
+
+
+def copies(values: list[Tensor]) -> list[Tensor]:
+    return [value.clone() for value in values]
+
+
+def test_stored_code_gives_the_same_answers_caches_and_report(cache_on_disk: None) -> None:
+    new, plain, pos = tokens(), caches(), torch.tensor([5])
+    with kvcompile.collect_reports() as cold:
+        first, *counts = in_new_process(step, *new, *(before := copies(plain)), pos)
+    assert counts == [0, 1]
+    with kvcompile.collect_reports() as warm:
+        second, *counts = in_new_process(step, *new, *(after := copies(plain)), pos)
+    assert counts == [1, 0]
+    assert torch.equal(first, second)
+    assert all(type(cache) is PackedTensor for cache in after)
+    assert all(torch.equal(a.packed, b.packed) for a, b in zip(before, after, strict=True))
+    assert cold.graphs[0].passes
+    assert not warm.graphs[0].passes
+    assert [graph.sites for graph in warm.graphs] == [graph.sites for graph in cold.graphs]
+    assert warm.calls == cold.calls
+
+
+def test_another_policy_or_another_setting_of_pytorch_finds_no_stored_code(cache_on_disk: None) -> None:
+    new, plain, pos = tokens(), caches(), torch.tensor([5])
+    assert in_new_process(step, *new, *copies(plain), pos)[1:] == (0, 1)
+    assert in_new_process(step, *new, *(other := copies(plain)), pos, policy="int4_per_token_head")[1:] == (0, 1)
+    assert other[0].packed_layout.format_name == "int4_per_token_head"
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        assert in_new_process(step, *new, *copies(plain), pos)[1:] == (0, 1)
+    assert in_new_process(step, *new, *copies(plain), pos)[1:] == (1, 0)
+
+
+@pytest.mark.slow
+def test_stored_code_serves_growing_caches_of_any_length(cache_on_disk: None) -> None:
+    compiled = dict.fromkeys(("cold", "warm"))
+    for name in compiled:
+        torch.manual_seed(1)
+        torch._dynamo.reset()
+        counters.clear()
+        run = torch.compile(growing_step, backend=kvcompile.kvquant(policy="float32"), dynamic=True)
+        keys, values = (torch.randn(1, HEADS, 3, HEAD_DIM) for _ in range(2))
+        outs = []
+        for count in (1, 1, 64, 5):
+            plain = torch.cat((keys.clone(), (new := tokens(count))[1]), 2)
+            out, keys, values = run(*new, keys, values)
+            outs.append(out)
+            assert torch.equal(keys.clone(), plain)
+        assert type(keys) is PackedTensor
+        assert keys.shape[2] == 74
+        compiled[name] = outs
+    assert counters["aot_autograd"]["autograd_cache_hit"] > 0
+    assert all(map(torch.equal, compiled["cold"], compiled["warm"]))
+
+
+@pytest.mark.slow
+def test_stored_code_splits_stacks(cache_on_disk: None) -> None:
+    new, plain, pos = tokens(), torch.stack(caches()), torch.tensor([5])
+    first, *_ = in_new_process(stacked_step, *new, before := plain.clone(), pos)
+    second, hits, _ = in_new_process(stacked_step, *new, after := plain.clone(), pos)
+    assert hits == 1
+    assert torch.equal(first, second)
+    assert torch.equal(before.clone(), after.clone())
+
+
+@pytest.mark.slow
+def test_code_travels_as_artifacts_of_pytorch(cache_on_disk: None) -> None:
+    new, plain, pos = tokens(), caches(), torch.tensor([5])
+    first, *_ = in_new_process(step, *new, *copies(plain), pos)
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    with fresh_cache():
+        torch.compiler.load_cache_artifacts(saved[0])
+        second, *counts = in_new_process(step, *new, *copies(plain), pos)
+    assert counts == [1, 0]
+    assert torch.equal(first, second)
+
+
+def test_debug_runs_every_pass_although_code_is_stored(cache_on_disk: None, tmp_path: Path) -> None:
+    new, plain, pos = tokens(), caches(), torch.tensor([5])
+    in_new_process(step, *new, *copies(plain), pos)
+    with kvcompile.debug(tmp_path / "dump", depyf=False):
+        in_new_process(step, *new, *copies(plain), pos)
+    assert list((tmp_path / "dump").rglob("*fuse_attention*"))
+
+
+# The digest
+
+SITE = Site("model.layers.0.self_attn", 0, "sdpa")
+INPUT = GraphInput("L['cache'].layers[0].keys", 0)
+
+
+def digest(policy: Any = INT8, site: Site = SITE, known: GraphInput = INPUT, conceals: bool = False) -> str | None:
+    return digest_of(Policy.load(policy), [site], [known], conceals)
+
+
+def packed_input(format_name: str = "int8_per_token_head", axes: str = "bhtd", growing: bool = False) -> GraphInput:
+    return replace(INPUT, packed=PackedInput(PackedLayout(format_name, "key", 64), axes, growing), arrives_packed=True)
+
+
+def static_scales(folder: Path, largest: float) -> dict[str, Any]:
+    path = folder / "scales.json"
+    path.write_text(json.dumps({"version": 1, "largest": {SITE.module: {"key": largest, "value": 1.0}}}))
+    return {"default": {"dtype": "fp8_e4m3", "granularity": "per_tensor", "scales": str(path)}}
+
+
+def test_the_digest_covers_all_that_decides_about_a_graph(tmp_path: Path) -> None:
+    variants = [
+        digest(),
+        digest("int4"),
+        digest({"default": {"dtype": INT8}, "residual_length": 64}),
+        digest({"default": {"dtype": INT8}, "rules": [{"match": {"layers": 1}, "dtype": "int4"}]}),
+        digest(site=Site("model.layers.1.self_attn", 1, "sdpa")),
+        digest(known=replace(INPUT, is_persistent=True)),
+        digest(known=replace(INPUT, source="L['cache'].layers[1].keys")),
+        digest(known=packed_input()),
+        digest(known=packed_input("int4_per_token_head")),
+        digest(known=packed_input(axes="bthd")),
+        digest(known=packed_input(growing=True)),
+        digest(conceals=True),
+    ]
+    assert None not in variants
+    assert len(set(variants)) == len(variants)
+
+
+def test_the_digest_covers_the_content_of_a_file_of_scales(tmp_path: Path) -> None:
+    assert digest(static_scales(tmp_path, 2.0)) != digest(static_scales(tmp_path, 4.0))
+
+
+def test_the_digest_covers_every_line_of_code(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "file.py").write_text("a = 1\n")
+    before = code_of(tmp_path)
+    code_of.cache_clear()
+    (tmp_path / "room" / "file.py").write_text("a = 2\n")
+    assert code_of(tmp_path) != before
+
+
+def test_code_with_a_format_of_the_user_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnFormat(Int8):
+        """A format whose code is outside of kvcompile."""
+
+    own = object.__new__(OwnFormat)
+    vars(own).update(vars(formats.FORMATS[INT8]))
+    monkeypatch.setitem(formats.FORMATS, "own", own)
+    assert digest() is None
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    code = "from test_warm_start import digest, packed_input; print(digest(known=packed_input()))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == digest(known=packed_input())
