@@ -42,12 +42,24 @@ class UnsupportedSiteError(KVCompileError):
         super().__init__(f"{module or 'attention at top level'}: {reason}; {self.remedy}")
 
 
+def cut(text: str, most: int = 120) -> str:
+    """``text``, with its middle left out if it is longer than ``most``: a message stays a line to read."""
+    half = most // 2 - 3
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
+def shown(value: object) -> str:
+    """A value of the user for a message: as Python writes it, and no longer than 60 characters."""
+    text = repr(value[:200] if isinstance(value, str) else value)
+    return cut(text, 60)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` if a known name is close to ``name``, else the empty string.
 
     A close name either looks like ``name`` or starts with it, as ``int4_per_token_head`` does with ``int4``.
     """
-    known = list(known)
+    known, name = list(known), name[:100]
     close = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
     close = close or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

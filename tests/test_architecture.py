@@ -47,6 +47,7 @@ passes.packing
 passes.pipeline
 
 errors
+reading
 tables
 packed
 policy

@@ -13,9 +13,14 @@ from torch import Tensor
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, reads_bytes, text_config
 from kvcompile.evaluation.schedule import Schedule
+from kvcompile.reading import read_file
 
 HELD_OUT = "val.bin"
 """The default text of a byte-level model, a file in the model's folder."""
+
+
+MAX_TEXT = 1 << 26
+"""The most bytes of a text."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,14 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
             f"model reads at most {limit}; give smaller numbers"
         )
     path = path if path is not None else _held_out(model, model_name)
-    tokens = _tokens(path.read_bytes(), model, model_name)
+    tokens = _tokens(read_file(path, MAX_TEXT), model, model_name)
     if len(tokens) < schedule.window_tokens:
         raise EvaluationError(
             f"{path}: {len(tokens)} tokens, but a window takes {schedule.window_tokens}; give more text, or a smaller "
             "--prefill or --decode"
         )
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
-    windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)]
+    windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)].long()
     return Text(path.name, windows, schedule, reads_bytes(model))
 
 
@@ -89,9 +94,9 @@ def _held_out(model: Any, model_name: str) -> Path:
 
 
 def _tokens(data: bytes, model: Any, model_name: str) -> Tensor:
-    """The tokens of a text, int64 [n]."""
+    """The tokens of a text, uint8 or int64 [n]."""
     if reads_bytes(model):
-        return torch.tensor(list(data), dtype=torch.int64)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     from transformers import AutoTokenizer
 
     try:

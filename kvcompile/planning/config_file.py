@@ -8,11 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcompile.errors import cut, shown
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
+from kvcompile.reading import read_text_file
 
 _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""
+
+MAX_CONFIG = 1 << 24
+"""The most bytes of a config."""
+
+MAX_INTEGER = 1 << 31
+"""The largest size that a config may have."""
+
+MAX_LAYERS = 10_000
+"""The most layers that a config may have."""
 
 WHOLE_CONFIG = (
     "write the whole config with transformers: AutoConfig.from_pretrained(MODEL).to_json_file('config.json', False)"
@@ -54,8 +65,8 @@ class Fields:
                     return values[name]
         return None
 
-    def integer(self, *names: str, least: int = 1) -> int | None:
-        """The first given field of these names, an integer from ``least``; None if all are missing.
+    def integer(self, *names: str, least: int = 1, most: int = MAX_INTEGER) -> int | None:
+        """The first given field of these names, an integer from ``least`` to ``most``; None if all are missing.
 
         Raises:
             PlanError: the field is not such an integer.
@@ -63,14 +74,14 @@ class Fields:
         value = self.get(*names)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             name = next(name for name in names if self.get(name) is not None)
-            raise self.error(name, f"expected an integer from {least}, got {value!r}")
+            raise self.error(name, f"expected an integer from {least} to {most}, got {shown(value)}")
         return value
 
-    def require(self, *names: str) -> int:
+    def require(self, *names: str, most: int = MAX_INTEGER) -> int:
         """:meth:`integer`, but PlanError if all of the fields are missing."""
-        value = self.integer(*names)
+        value = self.integer(*names, most=most)
         if value is None:
             raise self.missing(*names)
         return value
@@ -94,13 +105,15 @@ def read_config(path: Path) -> Fields:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text_file(file, MAX_CONFIG))
     except FileNotFoundError:
         raise PlanError(f"{file}: no such file; give a model's config.json or the directory that holds it") from None
-    except (OSError, UnicodeError) as error:
-        raise PlanError(f"{file}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise PlanError(f"{file}: line {error.lineno} is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise PlanError(f"{file}: too many levels are nested") from None
+    except (OSError, ValueError) as error:  # ValueError: no path, no UTF-8, or a number with thousands of digits
+        raise PlanError(f"{cut(str(file))}: cannot be read: {cut(str(error))}") from None
     if not isinstance(values, dict):
         raise PlanError(f"{file}: expected a JSON object with the fields of a config, got {type(values).__name__}")
     return _language_part(values, str(file))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import sympy
 
-from kvcompile.planning.config_file import Fields
+from kvcompile.planning.config_file import MAX_LAYERS, Fields
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
 
@@ -154,7 +154,7 @@ class _Reader:
 
     def _decoder(self) -> Iterator[LayerCache]:
         fields = self.fields
-        kinds = self._kinds(fields.require(*_NUM_LAYERS))
+        kinds = self._kinds(fields.require(*_NUM_LAYERS, most=MAX_LAYERS))
         shared = fields.integer("num_kv_shared_layers", least=0)
         if shared:
             self.notes.append(f"the last {shared} layers read the caches of earlier layers and have none of their own")
@@ -254,7 +254,7 @@ class _Reader:
             raise PlanError(f"{fields.source}: the planner does not know the encoder-decoder {fields.model_type!r}")
         num_heads = fields.require(*_DECODER_NUM_HEADS)
         head_dim = _head_dim(fields, _DECODER_NUM_HEADS)
-        for layer in range(fields.require(*_DECODER_NUM_LAYERS)):
+        for layer in range(fields.require(*_DECODER_NUM_LAYERS, most=MAX_LAYERS)):
             yield LayerCache(family.module.format(layer=layer), layer, "full", num_heads, head_dim, head_dim)
             cross = family.cross_module.format(layer=layer)
             yield LayerCache(cross, layer, "cross", num_heads, head_dim, head_dim, source)

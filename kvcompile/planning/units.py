@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from kvcompile.errors import shown
 from kvcompile.planning.errors import PlanError
 
 _BYTES = {
@@ -35,7 +36,7 @@ def parse_size(text: str, what: str) -> int:
     """
     size = _quantity(text, _BYTES)
     if size is None:
-        raise PlanError(f"{what}: {text!r} is not a valid size{_spelling(text, _BYTES)} (write {SIZE_FORMS})")
+        raise PlanError(f"{what}: {shown(text)} is not a valid size{_spelling(text, _BYTES)} (write {SIZE_FORMS})")
     return int(size)
 
 
@@ -47,7 +48,7 @@ def parse_rate(text: str, what: str) -> int:
     """
     size = _quantity(text.removesuffix("/s"), _BYTES) if text.endswith("/s") else None
     if not size:
-        raise PlanError(f"{what}: {text!r} is not a valid bandwidth (write {RATE_FORMS})")
+        raise PlanError(f"{what}: {shown(text)} is not a valid bandwidth (write {RATE_FORMS})")
     return int(size)
 
 
@@ -59,7 +60,9 @@ def parse_context(text: str, what: str) -> int:
     """
     tokens = _quantity(text, _TOKENS)
     if not tokens or tokens.denominator != 1:
-        raise PlanError(f"{what}: {text!r} is not a valid context{_spelling(text, _TOKENS)} (write {CONTEXT_FORMS})")
+        raise PlanError(
+            f"{what}: {shown(text)} is not a valid context{_spelling(text, _TOKENS)} (write {CONTEXT_FORMS})"
+        )
     return int(tokens)
 
 
@@ -86,7 +89,7 @@ def format_context(tokens: int) -> str:
 
 
 def _quantity(text: str, units: dict[str, int]) -> Fraction | None:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)", text.strip())
     if match is None or match[2] not in units:
         return None
     return Fraction(match[1]) * units[match[2]]
@@ -94,6 +97,6 @@ def _quantity(text: str, units: dict[str, int]) -> Fraction | None:
 
 def _spelling(text: str, units: dict[str, int]) -> str:
     """``; did you mean '80GiB'?`` if only the case of the unit in ``text`` is wrong."""
-    match = re.fullmatch(r"([\d.]+ ?)([A-Za-z]+)", text.strip())
+    match = re.fullmatch(r"([0-9.]{1,31} ?)([A-Za-z]+)", text.strip())
     unit = next((unit for unit in units if match and unit and unit.casefold() == match[2].casefold()), None)
     return f"; did you mean {match[1] + unit!r}?" if match and unit else ""

@@ -23,6 +23,7 @@ from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy import presets
 from kvcompile.policy.static_scales import StaticScales
+from kvcompile.reading import expanded
 
 Granularity = Literal["per_token_head", "per_channel", "per_group", "per_tensor"]
 
@@ -61,8 +62,8 @@ class _Elements(Strict):
         if not isinstance(scales, str):
             return scales
         with contextlib.suppress(ValueError):
-            return float(scales)  # parse_yaml leaves fractions as strings
-        return str(Path((info.context or {}).get("folder", ".")).absolute() / Path(scales).expanduser())
+            return float(scales.encode("ascii"))  # parse_yaml leaves fractions as strings
+        return str(Path((info.context or {}).get("folder", ".")).absolute() / expanded(Path(scales)))
 
     @model_validator(mode="after")
     def _elements_fit(self) -> Self:

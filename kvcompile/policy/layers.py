@@ -6,9 +6,12 @@ import functools
 import re
 from dataclasses import dataclass
 
-from kvcompile.errors import PolicyError
+from kvcompile.errors import PolicyError, shown
 
-_ITEM = re.compile(r"(?P<index>-?\d+)|(?P<first>\d+)-(?P<last>\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?")
+_NUMBER = r"-?[0-9]{1,9}"
+_ITEM = re.compile(
+    rf"(?P<index>{_NUMBER})|(?P<first>[0-9]{{1,9}})-(?P<last>[0-9]{{1,9}})|(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?"
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ def _parse_item(item: str) -> tuple[int | None, int | None]:
     """The slice of one item of the text."""
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise PolicyError(f"{item!r} is not a valid layer range; write an index '5', a range '0-1' or a slice '-2:'")
+        raise PolicyError(
+            f"{shown(item)} is not a valid layer range; write an index '5', a range '0-1' or a slice '-2:'"
+        )
     index, first, last, start, stop = (int(digits) if digits is not None else None for digits in match.groups())
     if index is not None:
         return index, None if index == -1 else index + 1

@@ -21,30 +21,33 @@ A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import regex
 import yaml
 from pydantic import (
+    BeforeValidator,
     Field,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from kvcompile.errors import PolicyError, did_you_mean
+from kvcompile.errors import PolicyError, cut, did_you_mean, shown
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
 from kvcompile.policy.choice import Choice, RoleFormat, Strict
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.text import parse_json, parse_yaml
+from kvcompile.reading import expanded, is_file, read_text_file
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,16 @@ OnUnsupported = Literal["error", "warn", "ignore"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
-Tokens = Annotated[int, Field(ge=0, strict=True)]
+MAX_FAULTS, MAX_LINE = 10, 300
+"""The most faults of one message, and the longest line for a fault."""
+
+MAX_PATTERN = 1000
+"""The most characters of a pattern of module names."""
+
+MATCH_SECONDS = 1.0
+"""The longest time for matching one name."""
+
+Tokens = Annotated[int, Field(ge=0, le=1 << 31, strict=True)]
 """A number of tokens."""
 
 PolicySpec: TypeAlias = "str | Path | Mapping[str, Any] | Policy | None"
@@ -85,11 +97,13 @@ class Match(Strict):
     @field_validator("module")
     @classmethod
     def _check_module(cls, module: str | None) -> str | None:
+        if module is not None and len(module) > MAX_PATTERN:
+            raise PolicyError(f"module has {len(module)} characters; give at most {MAX_PATTERN}")
         if module is not None and module.startswith("re:"):
             try:
-                re.compile(module[3:])
-            except re.error as error:
-                raise PolicyError(f"{module!r} is not a regular expression: {error}") from None
+                regex.compile(module[3:])
+            except (regex.error, RecursionError) as error:
+                raise PolicyError(f"{shown(module)} is not a regular expression: {cut(str(error))}") from None
         return module
 
     @model_validator(mode="after")
@@ -105,17 +119,32 @@ class Match(Strict):
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none.
             num_layers: layers of the whole model, which negative indices count from.
+
+        Raises:
+            PolicyError: the regular expression takes too long on this name.
         """
         if self.layers is not None and (layer is None or layer not in LayerSet.parse(self.layers).indices(num_layers)):
             return False
         if self.module is None:
             return True
         if self.module.startswith("re:"):
-            return re.fullmatch(self.module[3:], module) is not None
+            return _matches(self.module[3:], module)
         return fnmatch.fnmatchcase(module, self.module)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value!r}" for name, value in self if value is not None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression matches a whole name; the package ``regex`` has a limit of time."""
+    try:
+        return regex.fullmatch(pattern, module, timeout=MATCH_SECONDS) is not None
+    except TimeoutError:
+        raise PolicyError(
+            f"{shown('re:' + pattern)} takes more than {MATCH_SECONDS} s on {shown(module)}; write it without "
+            "repetitions within repetitions"
+        ) from None
 
 
 class Rule(Choice):
@@ -130,6 +159,12 @@ class Rule(Choice):
     match: Match
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None
+
+
+def _no_bool(version: Any) -> Any:
+    if isinstance(version, bool):
+        raise PolicyError(f"expected 1, got {version}")  # True equals 1
+    return version
 
 
 class Policy(Strict):
@@ -155,7 +190,7 @@ class Policy(Strict):
         strict: true makes a rule that decides nothing an error; otherwise it is a warning.
     """
 
-    version: Literal[1] = 1
+    version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
     rules: tuple[Rule, ...] = ()
     default: Choice
     residual_length: Tokens = 0
@@ -193,9 +228,9 @@ class Policy(Strict):
     def from_file(cls, path: Path) -> Policy:
         """A policy from a file: JSON if its name ends in ``.json``, otherwise YAML."""
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise PolicyError(f"{path}: cannot be read: {error}") from None
+            text = read_text_file(path)
+        except (OSError, ValueError) as error:  # ValueError: no path, or no UTF-8
+            raise PolicyError(f"{cut(str(path))}: cannot be read: {cut(str(error))}") from None
         parse = parse_json if path.suffix == ".json" else parse_yaml
         return cls._validate(parse(text, str(path)), str(path), path.parent)
 
@@ -203,12 +238,13 @@ class Policy(Strict):
     def _from_name(cls, name: str, origin: str) -> Policy:
         if name in presets.known_names():
             return cls(default=Choice(dtype=name))
-        path = Path(name).expanduser()
-        if path.is_file():
+        path = expanded(Path(name))
+        if is_file(path):
             return cls.from_file(path)
         known = presets.known_names()
         raise PolicyError(
-            f"{origin}{name!r} is neither a preset nor a file{did_you_mean(name, known)} (presets: {', '.join(known)})"
+            f"{origin}{shown(name)} is neither a preset nor a file{did_you_mean(name, known)} "
+            f"(presets: {', '.join(presets.PRESETS)})"
         )
 
     @classmethod
@@ -217,7 +253,10 @@ class Policy(Strict):
         try:
             return cls.model_validate(data, context={"folder": folder})
         except ValidationError as error:
-            raise PolicyError("\n".join(_fault_lines(error, source))) from None
+            lines = [cut(line, MAX_LINE) for line in _fault_lines(error, source)]
+            if len(lines) > MAX_FAULTS:
+                lines[MAX_FAULTS:] = [f"{source}: {len(lines) - MAX_FAULTS} more faults"]
+            raise PolicyError("\n".join(lines)) from None
 
     def formats_for(self, module: str, layer: int | None, num_layers: int) -> FormatPair | None:
         """The formats of the attention site in ``module``; None leaves its cache unpacked.
@@ -315,12 +354,12 @@ def _what_is_wrong(fault: dict[str, Any], known_fields: list[str]) -> str:
     match fault["type"]:
         case "extra_forbidden":
             name = str(fault["loc"][-1])
-            return f"unknown field {name!r}{did_you_mean(name, known_fields)} (known: {known})"
+            return f"unknown field {shown(name)}{did_you_mean(name, known_fields)} (known: {known})"
         case "model_type":
-            return f"expected fields ({known}), got {fault['input']!r}"
+            return f"expected fields ({known}), got {shown(fault['input'])}"
         case "value_error":
             return str(fault["ctx"]["error"])
         case "missing":
             return "is required"
         case _:
-            return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+            return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown(fault['input'])}"

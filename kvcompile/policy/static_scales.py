@@ -25,16 +25,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvcompile.errors import PolicyError
+from kvcompile.errors import PolicyError, cut
 from kvcompile.kernels.formats import with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.policy.text import parse_json
+from kvcompile.reading import read_text_file
 
 _SCALE_TENSOR = re.compile(r"(?:(?P<module>.+?)\.)?(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<which>k|v|kv)_scale")
 _ROLES: dict[str, tuple[Role, ...]] = {"kv": ("key", "value"), "k": ("key",), "v": ("value",)}
+
+MAX_CALIBRATION = 1 << 22
+"""The most bytes of a calibration; a layer has about a hundred."""
 
 Numbers = dict[str, dict[Role, float]]
 """A number for the keys and one for the values, by module."""
@@ -83,10 +87,10 @@ class StaticScales:
         if path.suffix == ".safetensors":
             return cls(str(path), _scales_in([path], path), calibrated=False)
         try:
-            data = parse_json(path.read_text(encoding="utf-8"), str(path))
+            data = parse_json(read_text_file(path, MAX_CALIBRATION), str(path))
             return cls(str(path), CalibrationFile.model_validate(data).largest, calibrated=True)
         except (OSError, UnicodeError) as error:
-            raise PolicyError(f"scales: {path} cannot be read: {error}") from None
+            raise PolicyError(f"scales: {cut(str(path))} cannot be read: {cut(str(error))}") from None
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             raise PolicyError(

@@ -1,0 +1,56 @@
+"""Reading files that users name, within bounds: a pipe, a device or a huge file raises an error at once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+MAX_TEXT = 1 << 18
+"""The most bytes of a policy."""
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: the file.
+        most: the most bytes that it may have.
+
+    Raises:
+        OSError: the file does not exist, is not readable, is no regular file or is larger.
+    """
+    # A pipe without a writer would block here; O_NONBLOCK has no effect on regular files.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most:
+        raise OSError(f"it has {status.st_size} bytes, and at most {most} are read")
+    return content
+
+
+def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
+    """The text of a regular file in UTF-8. Raises OSError as :func:`read_file`, and UnicodeError."""
+    return read_file(path, most).decode("utf-8")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file is at ``path``; False for a path that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
+
+
+def expanded(path: Path) -> Path:
+    """``path`` with ``~`` replaced by a home; unchanged if there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path

@@ -1,0 +1,226 @@
+"""Bad policies, configs and texts end soon, with a short message that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompile import PolicyError
+from kvcompile.errors import cut, shown
+from kvcompile.planning.config_file import read_config
+from kvcompile.planning.errors import PlanError
+from kvcompile.planning.model_caches import read_model_caches
+from kvcompile.planning.units import parse_context, parse_size
+from kvcompile.policy.layers import LayerSet
+from kvcompile.policy.policy import MAX_FAULTS, Policy
+from kvcompile.reading import MAX_TEXT, read_file
+
+DEFAULT = "default: {dtype: int8_per_token_head}\n"
+POLICY = """
+version: 1
+rules:
+  - {match: {layers: "0-1, -2:"}, dtype: fp8_e4m3}
+  - {match: {module: "re:.*cross_attn"}, dtype: auto}
+  - match: {layers: "2:-2"}
+    key: {dtype: int4, granularity: per_channel, group_size: 64}
+    value: {dtype: int4_per_token_head}
+default: {dtype: int8_per_token_head}
+residual_length: 64
+sink_tokens: 4
+on_unsupported: warn
+strict: false
+"""
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 97, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def growing_aliases(levels: int) -> str:
+    lines = ["rules:", "  - &a0 [x, x]"]
+    lines += [f"  - &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n" + DEFAULT
+
+
+BAD_POLICIES = {
+    "aliases that grow": growing_aliases(30),
+    "an alias to itself": "rules: &a [*a]\n" + DEFAULT,
+    "many rules": "rules:\n" + "  - {match: {layers: 0}, dtype: int4}\n" * 50_000 + DEFAULT,
+    "deep lists": "rules: " + "[" * 50_000,
+    "deep mappings": "rules: " + "{a: " * 50_000,
+    "a repetition of repetitions": "rules: [{match: {module: 're:(a|a)*\\1(a*)*b'}, dtype: int4, size: 0}]\n" + DEFAULT,
+    "a long pattern": f"rules: [{{match: {{module: 're:{'a' * 2000}'}}, dtype: int4}}]\n" + DEFAULT,
+    "a wrong pattern": "rules: [{match: {module: 're:('}, dtype: int4}]\n" + DEFAULT,
+    "a long name": f"default: {{dtype: {'x' * 100_000}}}\n",
+    "a long field": f"{'x' * 100_000}: 1\n" + DEFAULT,
+    "a number of many digits": f"residual_length: {'9' * 10_000}\n" + DEFAULT,
+    "a large number": f"residual_length: {10**30}\n" + DEFAULT,
+    "a float": "residual_length: 1e30\n" + DEFAULT,
+    "digits of another script": "residual_length: ٦٤\n" + DEFAULT,
+    "layers in digits of another script": "rules: [{match: {layers: '٣'}, dtype: int4}]\n" + DEFAULT,
+    "layers of many digits": f"rules: [{{match: {{layers: '{'9' * 5000}'}}, dtype: int4}}]\n" + DEFAULT,
+    "a bool as version": "version: true\n" + DEFAULT,
+    "a date": "residual_length: 2026-13-45\n" + DEFAULT,
+    "an object": "default: !!python/object/apply:os.system ['false']\n",
+    "a key that is a list": "? [a, b]\n: 1\n" + DEFAULT,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", BAD_POLICIES.values(), ids=BAD_POLICIES.keys())
+def test_a_bad_policy_gets_few_short_lines(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    lines = str(caught.value).splitlines()
+    assert 1 <= len(lines) <= MAX_FAULTS + 1
+    assert max(map(len, lines)) <= 300 + len(str(path))
+
+
+BAD_JSON = {
+    "deep lists": "[" * 100_000,
+    "deep objects": '{"a": ' * 100_000,
+    "a number of many digits": '{"residual_length": 1' + "0" * 10_000 + "}",
+    "many faults": '{"rules": [' + "{}," * 1000 + "{}]}",
+    "a bool as version": '{"version": true, "default": {"dtype": "int4"}}',
+    "a field twice": '{"version": 1, "version": 1}',
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_bad_json_gets_few_short_lines(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    assert max(map(len, str(caught.value).splitlines())) <= 300 + len(str(path))
+
+
+@pytest.mark.timeout(20)
+def test_a_pattern_that_takes_too_long_is_an_error_where_it_is_used() -> None:
+    policy = Policy.from_text("rules: [{match: {module: 're:(a|aa)+$b'}, dtype: int4}]\n" + DEFAULT)
+    with pytest.raises(PolicyError, match="takes more than"):
+        policy.formats_for("a" * 60, 0, 1)
+    assert policy.formats_for("model.layers.0", 0, 1) is not None
+
+
+def test_an_alias_counts_as_a_copy_and_is_allowed() -> None:
+    rule = "  - {match: {layers: 0}, key: &int4 {dtype: int4_per_token_head}, value: *int4}\n"
+    formats = Policy.from_text("rules:\n" + rule + DEFAULT).formats_for("layers.0", 0, 2)
+    assert formats is not None
+    assert formats.key == formats.value == "int4_per_token_head"
+
+
+@pytest.mark.parametrize("name", ["~no_such_user/policy.yaml", "a\0b", "x" * 5000, "/dev/zero", "."])
+def test_a_name_that_is_no_file_is_a_policy_error(name: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(name)
+    assert len(str(caught.value)) <= 400  # with the list of presets
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_pipes_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
+    pipe, huge = tmp_path / "pipe", tmp_path / "huge.yaml"
+    os.mkfifo(pipe)
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    for path in (pipe, Path("/dev/zero"), huge, tmp_path):
+        with pytest.raises(PolicyError, match="cannot be read"):
+            Policy.from_file(path)
+        with pytest.raises(OSError, match=r"regular|bytes"):
+            read_file(path, MAX_TEXT)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "change",
+    [{"num_hidden_layers": 10**9}, {"num_hidden_layers": True}, {"hidden_size": 10**30}, {"num_attention_heads": 0},
+     {"num_key_value_heads": "2"}, {"num_hidden_layers": None}, {"head_dim": -1}],
+)  # fmt: skip
+def test_a_bad_config_gets_one_short_line(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | change), encoding="utf-8")
+    with pytest.raises(PlanError) as caught:
+        read_model_caches(read_config(path))
+    assert len(str(caught.value)) <= 300 + len(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["٣٢k", "9" * 5000 + "GiB", "1e9", "x" * 5000, "-1k"])
+def test_sizes_are_written_in_ascii_digits(text: str) -> None:
+    for parse in (parse_size, parse_context):
+        with pytest.raises(PlanError) as caught:
+            parse(text, "--memory")
+        assert len(str(caught.value)) <= 300
+
+
+def test_layers_are_written_in_ascii_digits() -> None:
+    with pytest.raises(PolicyError, match="not a valid layer range"):
+        LayerSet.parse("٣")
+
+
+def test_a_long_value_is_shown_by_its_ends() -> None:
+    assert cut("ab" * 500, 20) == "abababa ... bababab"
+    assert len(shown("x" * 10**6)) <= 60
+    assert shown("int4") == "'int4'"
+
+
+# Random changes of valid files
+
+
+Edits = list[tuple[int, int, str]]
+
+
+def changed(text: str, edits: Edits) -> str:
+    for place, length, new in edits:
+        place %= len(text) + 1
+        text = text[:place] + new + text[place + length :]
+    return text
+
+
+edits = st.lists(
+    st.tuples(
+        st.integers(0, 1000),
+        st.integers(0, 40),
+        st.sampled_from(["", "[", "{", "*a", "&a ", ": ", "- ", "\n", "'", "1e999", "-9", "null", "true", "\x00", "😀"])
+        | st.text(max_size=5),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def message_of(error: type[Exception], function: Callable[[], Any]) -> str:
+    """The message of the error that ``function`` raises; empty if it succeeds. Any other error passes."""
+    try:
+        function()
+    except error as raised:
+        return str(raised)
+    return ""
+
+
+@given(edits)
+@settings(max_examples=200, deadline=None)
+def test_a_changed_policy_is_a_policy_or_a_policy_error(edits: Edits) -> None:
+    text = changed(POLICY, edits)
+    message = message_of(PolicyError, lambda: Policy.from_text(text).formats_for("model.layers.0.self_attn", 0, 4))
+    assert all(len(line) <= 300 for line in message.splitlines())
+
+
+@given(edits)
+@settings(max_examples=200, deadline=None)
+def test_a_changed_config_gives_caches_or_a_plan_error(tmp_path_factory: pytest.TempPathFactory, edits: Edits) -> None:
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    path.write_bytes(changed(json.dumps(CONFIG), edits).encode("utf-8", "surrogatepass"))
+    message = message_of(PlanError, lambda: read_model_caches(read_config(path)))
+    assert len(message) <= 300 + len(str(path))
