@@ -31,7 +31,12 @@ from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_ro
 from kvcompile.caches.static import attention_modules
 from kvcompile.call.key_outliers import examine
 from kvcompile.compat.modules import COMPILED_CALL, uncompiled_call
-from kvcompile.compat.transformers import COMPILES_FOR_ITSELF, PREPARE_CACHE, makes_dynamic_caches
+from kvcompile.compat.transformers import (
+    COMPILES_FOR_ITSELF,
+    PREPARE_CACHE,
+    cache_argument_of_generate,
+    makes_dynamic_caches,
+)
 from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
 from kvcompile.launch_hint import no_launch_hint
@@ -75,9 +80,8 @@ class Request:
     keeps_outputs: bool = False
     records: bool = False
 
-    def is_decode_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with ``kwargs`` adds one token to each sequence in the cache of this request."""
-        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    def is_decode_step(self, ids: Any, cache: Any) -> bool:
+        """Whether a call with token ids ``ids`` adds one token to each sequence in the cache of this request."""
         return cache is not None and cache is self.decodes_with and ids is not None and ids.shape[1:] == (1,)
 
 
@@ -96,6 +100,7 @@ class Generation:
             how: further keywords of ``torch.compile``.
         """
         self._model = model
+        self._cache_argument = cache_argument_of_generate(model)
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
         self._of_thread = threading.local()
         self._recording = threading.Lock()
@@ -124,7 +129,7 @@ class Generation:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
             result = self._original("generate")(*args, **kwargs)
-            returned: Any = getattr(result, "past_key_values", None)
+            returned: Any = getattr(result, self._cache_argument, None)
             if returned is not None and returned is request.served:
                 hand_out(returned)
                 request.served = None  # the caller owns it from now on
@@ -133,7 +138,7 @@ class Generation:
     def prepare_cache(
         self, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        request, cache = self._request, model_kwargs.get("past_key_values")
+        request, cache = self._request, model_kwargs.get(self._cache_argument)
         if request is not None and config.compile_config is not None:
             raise OptionsError(
                 "generate: compile_config is given, and kvcompile.compile has compiled this model already; drop "
@@ -143,7 +148,7 @@ class Generation:
             num_sequences = batch_size * max(config.num_beams, config.num_return_sequences)
             cache = self._taken(num_sequences, max(max_cache_length, config.max_cache_len or 0), mode.value)
             if cache is not None:
-                model_kwargs["past_key_values"] = request.served = cache
+                model_kwargs[self._cache_argument] = request.served = cache
         if request is None or request.served is None:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
@@ -160,12 +165,13 @@ class Generation:
         if torch.compiler.is_compiling():
             return uncompiled_call(self._model)(*args, **kwargs)
         request, records = self._request, False
-        if request is not None and not request.is_decode_step(kwargs):
+        cache_of_call: Any = kwargs.get(self._cache_argument)
+        if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
             with _looking_at_keys(self._model, cache):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
-            records = kwargs["input_ids"].is_cuda and kwargs["past_key_values"].is_compileable
+            records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
         with _COMPILED_CODE, nullcontext() if request is None else no_launch_hint():
             return (self._recorded if records else self._compiled)(*args, **kwargs)
 

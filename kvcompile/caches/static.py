@@ -12,6 +12,7 @@ from torch import nn
 
 from kvcompile.compat.modules import original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
+from kvcompile.compat.transformers import with_cache
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.packed.tensor import PackedTensor
@@ -75,7 +76,7 @@ def _fill_without_data(model: nn.Module, cache: StaticCache, batch_size: int) ->
         try:
             # Without this, a compiled model would compile for this call, or run kernels on tensors without memory.
             model = original_module(model)
-            uncompiled_call(model)(input_ids=ids, past_key_values=cache, use_cache=True)
+            uncompiled_call(model)(input_ids=ids, use_cache=True, **with_cache(model, cache))
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise KVCompileError(

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 # The methods of ``GenerationMixin`` that :mod:`kvcompile.generation` replaces, besides ``generate``. Without
 # them, ``generate()`` of Transformers makes its own caches and compiles for itself.
 PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILES_FOR_ITSELF = "_valid_auto_compile_criteria"
+
+
+@functools.cache
+def cache_argument(function: Callable[..., Any]) -> str:
+    """The name of the cache among the arguments of ``function``: ``past_key_values`` before Transformers 5.24.
+
+    Args:
+        function: the ``forward`` of a model's class, or a method of ``GenerationMixin``.
+    """
+    return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The keyword by which a call of ``model`` takes ``cache``."""
+    return {cache_argument(type(model).forward): cache}
+
+
+def cache_argument_of_generate(model: Any) -> str:
+    """The name under which ``generate()`` of this model passes the cache on."""
+    mixin: Any = next(cls for cls in type(model).__mro__ if cls.__name__ == "GenerationMixin")
+    return cache_argument(mixin.prepare_inputs_for_generation)
 
 
 def makes_dynamic_caches(model: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, text_config, uncompiled
 from kvcompile.explaining import explain
@@ -45,11 +46,11 @@ def explain_step(
     cache = StaticCache(config=config, max_cache_len=context) if kind == "static" else DynamicCache(config=config)
     ids = torch.zeros((1, TOKENS_BEFORE + tokens), dtype=torch.int64, device=model.device)
     try:
-        uncompiled(model)(input_ids=ids[:, :TOKENS_BEFORE], past_key_values=cache, use_cache=True)
+        uncompiled(model)(input_ids=ids[:, :TOKENS_BEFORE], use_cache=True, **with_cache(model, cache))
     except Exception as error:
         raise EvaluationError(
             f"{type(model).__name__} does not run with a {kind} cache: {first_line(error)}; call kvcompile.explain "
             "from Python with suitable inputs"
         ) from error
     step = ids[:, TOKENS_BEFORE:]
-    return explain(model, input_ids=step, past_key_values=cache, use_cache=True, policy=policy)
+    return explain(model, input_ids=step, use_cache=True, policy=policy, **with_cache(model, cache))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.measure import OnProgress, counted
 from kvcompile.evaluation.models import running_eagerly
@@ -79,7 +80,7 @@ def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[
     """The key and value caches of all layers with exactly one of ``sites``, and the elements of the whole cache."""
     cache = new_cache(model, schedule)
     with torch.no_grad(), running_eagerly():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), **with_cache(model, cache))
     by_layer: dict[int | None, list[Site]] = {}
     for site in sites:
         by_layer.setdefault(site.layer, []).append(site)

@@ -65,7 +65,8 @@ def test_where_paged_attention_is_outside_of_graphs_the_user_is_told(implementat
         compiled = generated(model, kvquant(LOSSLESS), do_sample=False)
     assert report.totals.rewritten == 0
     sites = [site for graph in report.graphs for site in graph.sites]
-    assert [site.reason_code for site in sites] == ["plain_read_only"] or "graph breaks" in report.notes[0]
+    assert all(site.reason for site in sites)
+    assert sites or "graph breaks" in report.notes[0]
     assert compiled == generated(model, do_sample=False)
 
 
