@@ -184,7 +184,10 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     mask_per_row = (q_len > 1 and call.mask_strides[2] != 0) or (group_size > 1 and call.mask_strides[1] != 0)
     rows = group_size * q_len
     float32 = call.query.dtype == torch.float32
-    config = attention_config(launcher.capability_of(device), call.key, call.value, rows, mask_per_row, float32)
+    config = attention_config(
+        launcher.capability_of(device), launcher.shared_memory_of(device), call.key, call.value, rows, mask_per_row,
+        float32,
+    )  # fmt: skip
     row_tiles = ceil_div(rows, config.rows)
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
     num_entries = max(call.key.num_entries, call.value.num_entries)

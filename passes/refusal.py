@@ -26,6 +26,10 @@ class Reason(enum.Enum):
         "gradients are being recorded, and quantized caches are for inference",
         "run the model under torch.no_grad() or torch.inference_mode()",
     )
+    unsupported_device = (
+        "no kernel runs on the device of its cache: {detail}",
+        "use a GPU with compute capability 8.0 or later, or torch.compile without kvquant",
+    )
     no_cache = (
         "its {role} is computed in this graph and not cached",
         "nothing, if the model keeps no cache here; otherwise let the compiled function write the cache or return it",

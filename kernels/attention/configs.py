@@ -65,23 +65,42 @@ DECODE_DIGITS = {
     (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
 }
+SCRATCH_NBYTES = 8 << 10
+"""Shared memory of a decode program besides the tiles that it loads ahead."""
+
 PORTABLE = AttentionConfig(8, 64)
 FLOAT32 = AttentionConfig(16, 64, num_stages=1)
 
 
 @functools.cache
 def attention_config(
-    capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
+    capability: int,
+    shared_memory: int,
+    key: PackedOperand,
+    value: PackedOperand,
+    rows: int,
+    mask_per_row: bool,
+    float32: bool,
 ) -> AttentionConfig:
     """The configuration of :func:`kvcompile.kernels.attention.decode.attention_kernel`.
 
     Args:
         capability: the major compute capability; 0 for other devices.
+        shared_memory: the most bytes of shared memory of a program.
         key, value: compile-time descriptions of keys and values.
         rows: query rows per KV head.
         mask_per_row: whether there is a mask that differs between the rows of a KV head.
         float32: whether products are computed in float32.
     """
+    config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
+    tile_nbytes = config.tokens * (key.padded_head_dim * key.tile_bits + value.padded_head_dim * value.tile_bits) // 8
+    num_tiles = max(1, (shared_memory - SCRATCH_NBYTES) // tile_nbytes)
+    return replace(config, num_stages=min(config.num_stages, num_tiles))
+
+
+def _tuned_config(
+    capability: int, key: PackedOperand, value: PackedOperand, rows: int, mask_per_row: bool, float32: bool
+) -> AttentionConfig:
     if float32:
         return FLOAT32
     padded_head_dim = max(key.padded_head_dim, value.padded_head_dim)

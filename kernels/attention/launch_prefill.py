@@ -43,6 +43,19 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
 
+    def shared_memory(self, padded_head_dim: int) -> int:
+        """The bytes of shared memory that Triton takes before Hopper: queries, tiles that are loaded ahead, weights."""
+        vectors = self.rows + 2 * self.tokens * max(1, self.num_stages - 1)
+        return 2 * (vectors * padded_head_dim + self.rows * self.tokens)
+
+
+HOPPER = PrefillConfig(128, 64, 8, 3)
+HOPPER_WIDE = PrefillConfig(128, 64, 8, 2)
+"""For a head_dim of more than 128 channels."""
+
+PORTABLE = (PrefillConfig(64, 64, 4, 2), PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))
+"""For all other devices; the first one that fits into shared memory is taken."""
+
 
 def is_prefill(call: AttentionCall) -> bool:
     """Whether :func:`attend_prefill` handles this call. Products in float32 always take the decode kernel."""
@@ -66,7 +79,8 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     batch, num_heads, q_len, _ = call.query.shape
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
     device = call.query.device
-    config = _config(launcher.capability_of(device), max(call.key.padded_head_dim, call.value.padded_head_dim))
+    padded_head_dim = max(call.key.padded_head_dim, call.value.padded_head_dim)
+    config = _config(launcher.capability_of(device), padded_head_dim, launcher.shared_memory_of(device))
     padded_len = ceil_div(call.kv_len, config.tokens) * config.tokens
     pairs = batch * num_kv_heads
     pairs_at_once = _pairs_at_once(call, padded_len, pairs)
@@ -92,10 +106,11 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     return partial, lse, splits
 
 
-def _config(capability: int, padded_head_dim: int) -> PrefillConfig:
+def _config(capability: int, padded_head_dim: int, shared_memory: int) -> PrefillConfig:
     if capability == 9:
-        return PrefillConfig(128, 64, 8, 3 if padded_head_dim <= 128 else 2)
-    return PrefillConfig(64, 64, 4, 2)
+        return HOPPER if padded_head_dim <= 128 else HOPPER_WIDE
+    fitting = (config for config in PORTABLE if config.shared_memory(padded_head_dim) <= shared_memory)
+    return next(fitting, PORTABLE[-1])
 
 
 def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:

@@ -133,6 +133,26 @@ def num_sms_of(device: torch.device) -> int:
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory_of(device: torch.device) -> int:
+    """The most bytes of shared memory that a program may have; as much as on Hopper in the interpreter."""
+    if INTERPRETED:
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+
+
+@functools.cache
+def why_unsupported(device: torch.device) -> str | None:
+    """Why kernels do not run on a device; None if they do, or if the device is not in this machine."""
+    if device.type != "cuda" or INTERPRETED or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major >= 8:
+        return None
+    return f"{properties.name} has compute capability {properties.major}.{properties.minor}, and kernels need 8.0"
+
+
 def early_start(device: torch.device) -> dict[str, Any]:
     """Launch options that let a kernel start before the previous one has ended (programmatic dependent launch).
 

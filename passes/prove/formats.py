@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Node
 
+from kvcompile.kernels.lang.launcher import why_unsupported
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.prove.cache import Cache
@@ -32,6 +33,8 @@ def choose_formats(
         if not candidate.accepted:
             continue
         try:
+            for cache in candidate.caches:
+                _check_device(cache)
             formats = policy(candidate.site.module, candidate.site.layer, layers)
             candidate.layouts = {
                 cache.role: _layout(cache, formats, packed_inputs.get(cache.base)) for cache in candidate.caches
@@ -66,6 +69,13 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
+
+
+def _check_device(cache: Cache) -> None:
+    """Raise Refusal if no kernel runs on the device of a cache."""
+    detail = why_unsupported(cache.root.meta["val"].device)
+    if detail is not None:
+        raise Refusal(Reason.unsupported_device, detail=detail)
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:

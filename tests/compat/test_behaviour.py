@@ -19,7 +19,7 @@ from torch._inductor.codecache import PyCodeCache
 
 import kvcompile
 from kvcompile import KVCompileError, compat
-from kvcompile.compat import attention, inductor, modules, observing, recompiling, tensors, tracing
+from kvcompile.compat import attention, backends, inductor, modules, observing, recompiling, tensors, tracing
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic
 from kvcompile.kernels.lang.triton import triton
@@ -129,6 +129,19 @@ def test_only_after_a_registered_backend_dynamo_drops_its_references(is_register
     x = torch.ones(3)
     torch.compile(torch.cos, backend=Backend())(x)
     assert bool(weakref.getweakrefs(x)) is not is_registered
+
+
+def test_a_backend_may_be_registered_by_another_thread_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo looks for a name and then registers it, and asserts that no other thread did so in between."""
+    answers = iter([AssertionError("duplicate name: kvquant"), None])
+
+    def lookup(name: str) -> None:
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(backends, "lookup_backend", lookup)
+    ensure_registered(lambda gm, inputs: gm.forward, "kvquant")
+    assert next(answers, "asked twice") == "asked twice"
 
 
 def test_a_compiled_module_is_found_and_restored() -> None:

@@ -31,6 +31,14 @@ INT8, ROTATED_INT4 = "int8_per_token_head", "int4_per_token_head"
 RESIDUAL = "[recent=1,sinks=1,bfloat16]"
 
 
+SHARED_MEMORY = {
+    capability: kilobytes << 10
+    for capability, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
+}
+"""The most bytes of shared memory of a program, by compute capability (CUDA C++ Programming Guide, technical
+specifications)."""
+
+
 class CompileOnly:
     """Stands in for a kernel: compiles it for every new launch, and does not run it."""
 
@@ -92,6 +100,7 @@ def stand_ins(stand_in, capability, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(capability))
     monkeypatch.setattr(launcher, "capability_of", lambda device: capability // 10)
     monkeypatch.setattr(launcher, "num_sms_of", lambda device: 108)
+    monkeypatch.setattr(launcher, "shared_memory_of", lambda device: SHARED_MEMORY[capability])
     monkeypatch.setattr(launcher, "INTERPRETED", True)  # there is no device to switch to
     kernels = {}
     for module, names in (
@@ -208,6 +217,29 @@ def test_a_hopper_multiprocessor_has_room_for_as_many_decode_programs_as_configu
     programs, threads = config.programs_per_sm, 32 * config.num_warps
     assert programs * (kernel.metadata.shared + 1024) <= 228 * 1024  # a program reserves a kilobyte
     assert programs * threads * (kernel.metadata.maxnreg or 255) <= 64 * 1024
+
+
+FITS = [
+    (key, head_dim, q_len, capability)
+    for capability in SHARED_MEMORY
+    for key in ("float32", "bfloat16", INT8, "turboquant_3bit", "int4_per_channel" + RESIDUAL)
+    for head_dim, q_len in ((64, 1), (96, 1), (128, 1), (256, 1), (128, 64), (256, 64))
+]
+WIDE_ON_SMALL = [(INT8, 256, 64, 89), ("float32", 256, 1, 90), ("bfloat16", 256, 1, 86)]
+
+
+@pytest.mark.parametrize(
+    ("key", "head_dim", "q_len", "capability"),
+    [*WIDE_ON_SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS if case not in WIDE_ON_SMALL)],
+    indirect=["capability"],
+)
+def test_every_chosen_configuration_fits_into_the_shared_memory_of_the_device(
+    key, head_dim, q_len, capability, compiled
+):
+    attend(key, key.replace("channel", "token_head"), head_dim=head_dim, q_len=q_len, is_causal=q_len > 1)
+    for kernels in compiled.values():
+        for kernel in kernels:
+            assert kernel.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @pytest.mark.parametrize(("format_name", "capability"), in_turn(BY_TOKEN, [90, 80]), indirect=["capability"])

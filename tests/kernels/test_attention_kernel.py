@@ -414,7 +414,7 @@ def test_data_with_a_residual_may_have_any_strides(device):
 
 def test_splits_fill_one_wave_and_none_is_without_a_tile():
     key, value = (packed_operand(INT8, role, 128, False, 0) for role in ("key", "value"))
-    config = attention_config(9, key, value, 4, False, False)
+    config = attention_config(9, 227 << 10, key, value, 4, False, False)
     for programs in (1, 8, 64, 1000):
         for kv_len in (1, 64, 1000, 32768, 131072):
             splits = num_splits(config, programs, kv_len, 132)

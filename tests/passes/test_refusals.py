@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcompile import last_report
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.graph.names import in_words
+from kvcompile.passes.prove import formats
 
 B, H, S, D = 2, 2, 70, 64
 
@@ -360,6 +361,23 @@ def test_a_layer_that_the_policy_leaves_alone_says_so() -> None:
     run(step, args, policy={"version": 1, "default": {"dtype": "auto"}}, on_unsupported="error")
     assert [site.reason_code for site in last_report().sites] == ["policy_auto"]
     assert type(args[3]) is Tensor
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_device_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "why_unsupported", lambda device: f"{device} has compute capability 7.5")
+
+    def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        write(kc, k, pos), write(vc, v, pos)
+        return sdpa(q, kc, vc)
+
+    q, k, v = torch.randn(3, B, H, 1, D)
+    caches = torch.zeros(2, B, H, S, D).unbind()
+    expected = step(q, k, v, *(cache.clone() for cache in caches), torch.tensor([5]))
+    out = torch.compile(step, backend="kvquant")(q, k, v, *(cache.clone() for cache in caches), torch.tensor([5]))
+    (site,) = last_report().graphs[0].sites
+    assert site.reason == "no kernel runs on the device of its cache: cpu has compute capability 7.5"
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.usefixtures("without_code_generation")
