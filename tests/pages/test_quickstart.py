@@ -149,7 +149,7 @@ def check_output(shown: str) -> None:
     plain, fused, packed = row("KV cache, all layers")
     assert fused == pytest.approx(plain, rel=0.2)
     assert plain > 3 * packed
-    assert row("times smaller than plain") == pytest.approx([1, plain / fused, plain / packed], rel=0.1)
+    assert row("times smaller than plain") == pytest.approx([1, plain / fused, plain / packed], rel=0.2)
     plain, fused, packed = row("bits per byte")
     assert fused == pytest.approx(plain, rel=1e-3)
     assert packed == pytest.approx(plain, rel=0.05)
