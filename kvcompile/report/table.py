@@ -26,7 +26,7 @@ def render(report: ReportData) -> str:
     for number, graph in enumerate(report.graphs, start=1):
         rows = tuple(_row(site) for site in graph.sites)
         twin = first_with.setdefault(rows, number)
-        title = f"graph {number}: {len(rows)} attention site{'s' if len(rows) != 1 else ''}"
+        title = f"graph {number}: {len(rows)} attention layer{'s' if len(rows) != 1 else ''}"
         console.print(title if twin == number else f"{title}, as in graph {twin}")
         if rows and twin == number:
             console.print(_table(rows))
@@ -72,13 +72,20 @@ def _joined(halves: Iterable[str], separator: str = " / ") -> str:
 
 
 def _totals(totals: Totals) -> str:
-    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.skipped} skipped"
-    text = f"{totals.sites} attention sites: {counts}"
+    counts = f"{totals.packed_layers} rewritten, {totals.refused_layers} refused, {totals.skipped_layers} skipped"
+    text = f"{totals.layers} attention layer{'s' if totals.layers != 1 else ''}: {counts}"
+    if totals.graphs > 1:
+        text += f" (in {totals.graphs} graphs)"
     if totals.plain_calls:
         text += f"\n{totals.plain_calls} of {totals.calls} calls ran as plain Inductor would"
     if totals.ratio is not None:
+        dtypes = ", ".join(totals.plain_dtypes)
+        sizes = f"{totals.model_bytes_before} -> {totals.model_bytes_after} bytes per token and KV head"
+        text += f"\n{sizes} over all layers: {totals.ratio:.2f} times smaller than {dtypes}"
+    if totals.ratio is not None and totals.unpacked_bytes_per_token:
         sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
-        text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+        text += f"\n  {sizes} in packed layers, {totals.packed_ratio:.2f} times smaller; "
+        text += f"{totals.unpacked_bytes_per_token} in unpacked layers"
     if totals.residual_bytes:
         text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
     if totals.weight_ratio is not None:
