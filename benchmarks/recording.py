@@ -87,6 +87,15 @@ COLUMNS = {
 }
 """Keys of rows, in the order in which tables show them."""
 
+AXIS_TITLES = {
+    "of_read_ceiling": "bytes per second, as a fraction of the read ceiling",
+    "speedup": "times as fast as the baseline: {baseline}",
+    "first_token_speedup": "first token: times as fast as the baseline: {baseline}",
+    "tokens_per_second": "tokens per second",
+    "throughput": "tokens per second, over those of the baseline: {baseline}",
+}
+"""Titles of the axes of plots, where they differ from the titles of columns."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
@@ -226,7 +235,7 @@ class Recorder:
 def draw(results: Results, path: Path) -> None:
     """Plot the results. Prints a line instead if Matplotlib is missing or there is nothing to plot."""
     chart = results.chart
-    rows = [row for row in results.rows if chart.group in row and any(key in row for key in chart.values)]
+    rows = [row for row in results.rows if chart.group in row and any(is_visible(row.get(key)) for key in chart.values)]
     if not rows:
         CONSOLE.print("no plot: no row has a value to show")
         return
@@ -235,25 +244,58 @@ def draw(results: Results, path: Path) -> None:
     except ImportError:
         CONSOLE.print("no plot: Matplotlib is not installed (pip install matplotlib)")
         return
-    groups = list(dict.fromkeys(row[chart.group] for row in rows))
-    figure = Figure(figsize=(6 * len(chart.values), 1 + 0.7 * len(groups) + 0.3 * len(rows)), layout="constrained")
-    figure.suptitle(f"{results.benchmark}: {results.device['name']}, torch {results.versions['torch']}")
-    panels = figure.subplots(len(groups), len(chart.values), squeeze=False)
-    for group, line in zip(groups, panels, strict=True):
+    groups = {group: [row for row in rows if row[chart.group] == group] for group in (row[chart.group] for row in rows)}
+    figure = Figure(figsize=(7 * len(chart.values), 1 + len(groups) + 0.3 * len(rows)), layout="constrained")
+    figure.suptitle(f"benchmarks/{results.benchmark}.py on {results.device['name']}, torch {results.versions['torch']}")
+    heights = [2 + len(of_group) for of_group in groups.values()]
+    panels = figure.subplots(len(groups), len(chart.values), squeeze=False, height_ratios=heights)
+    for (group, of_group), line in zip(groups.items(), panels, strict=True):
         for key, axes in zip(chart.values, line, strict=True):
-            _draw_bars(axes, [row for row in rows if row[chart.group] == group and key in row], chart.labels, key)
-            axes.set_title(group, fontsize="small")
+            _draw_bars(axes, [row for row in of_group if key in row], chart.labels, key)
+            axes.set_title(in_words(group).replace("; ", "\n"), fontsize="medium")
     figure.savefig(path, dpi=150)
 
 
+def is_visible(value: float | None) -> bool:
+    """Whether a bar of this length is more than a line. A store of one token reaches 0.002 of the read ceiling."""
+    return value is not None and value >= 0.01
+
+
 def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str) -> None:
-    bars = axes.barh(range(len(rows)), [row[key] for row in rows])
-    axes.set_yticks(range(len(rows)), [", ".join(row[label] for label in labels if label in row) for row in rows])
-    axes.bar_label(bars, [shown(key, row) for row in rows], padding=2, fontsize="small")
+    """A bar for every row, with the quartiles of its time as an error bar, and its value to the right of both."""
+    values = [row[key] for row in rows]
+    errors = [row[key] * row.get("spread", 0.0) / 2 for row in rows]
+    bars = axes.barh(range(len(rows)), values, xerr=errors, error_kw={"linewidth": 1, "ecolor": "#444444"})
+    names = [", ".join(in_words(row[label], short=True) for label in labels if label in row) for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.margins(x=0.15)
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.bar_label(bars, [shown(key, row) for row in rows], padding=4, fontsize="small", bbox=background)
+    farthest = max((value + error for value, error in zip(values, errors, strict=True)), default=1.0)
+    axes.set_xlim(0, 1.2 * max(farthest, 1.0))
     axes.invert_yaxis()
-    axes.set_xlabel(COLUMNS[key].title)
+    axes.set_xlabel(_axis_title(key, rows))
+
+
+def _axis_title(key: str, rows: Sequence[Row]) -> str:
+    """What the axis of ``key`` shows; it names the baseline if all rows have the same one."""
+    baselines = {row["baseline"] for row in rows if "baseline" in row}
+    baseline = baselines.pop() if len(baselines) == 1 else "one for each group"
+    return AXIS_TITLES.get(key, COLUMNS[key].title).format(baseline=baseline)
+
+
+def in_words(text: str, short: bool = False) -> str:
+    """A shape such as ``(8, 32/8, 128, 32768)`` in words, in short without heads; any other text is unchanged."""
+    match = re.fullmatch(r"\((\d+), (?:(\d+)/)?(\d+), (\d+), (\d+)\)", str(text))
+    if match is None:
+        return str(text)
+    batch, num_heads, num_kv_heads, head_dim, context = match.groups()
+    if short:
+        return f"{batch} x {int(context):,} tokens"
+    sequences = "1 sequence" if batch == "1" else f"{batch} sequences"
+    heads = "" if num_heads is None else f"{num_heads} query heads, "
+    plural = "" if num_kv_heads == "1" else "s"
+    return f"{sequences} of {int(context):,} tokens; {heads}{num_kv_heads} KV head{plural}, head_dim {head_dim}"
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,6 +1,6 @@
-"""Write the generated parts of these pages.
+"""Write the generated parts of these pages and of the README.
 
-    python docs/make_pages.py            # after a change of formats, policy, refusals or passes
+    python docs/make_pages.py            # after a change of formats, policy, refusals, passes or results of benchmarks
     python docs/make_pages.py --check    # change nothing; exit with 1 if a page is out of date
 
 The text between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->`` is the result of the function. All other text
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ PART = re.compile(r"(<!-- made by (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def pages() -> list[Path]:
-    """The pages with generated parts."""
-    return [path for path in sorted(FOLDER.glob("*.md")) if PART.search(path.read_text(encoding="utf-8"))]
+    """The pages with generated parts, and the README."""
+    found = [FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))]
+    return [path for path in found if path.exists() and PART.search(path.read_text(encoding="utf-8"))]
 
 
 def made(text: str) -> str:
@@ -38,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(arguments).check
+    os.environ["COLUMNS"] = "100"  # pages do not depend on the terminal
     stale = 0
     for path in pages():
         old = path.read_text(encoding="utf-8")

@@ -1,39 +1,40 @@
-"""The main purpose of kvcompile: the same model under plain Inductor and under ``backend="kvquant"``, side by side.
+"""The main purpose of kvcompile: one model under plain Inductor and under ``backend="kvquant"``, in turns.
 
-    python examples/quickstart.py                                # trains a small byte-level Llama first (a minute)
+    python examples/quickstart.py                                # trains a small byte-level Llama first (25 seconds)
     python examples/quickstart.py --policy turboquant_4bit_nc
     python examples/quickstart.py --model PATH_OR_HUB_ID --policy policy.yaml
 
-Prints the report, the generated text, tokens per second, the bytes of the KV cache (measured from its storages) and
-bits per byte of held-out text.
+Each variant reads the same long prompt of held-out text into its own cache, and compiles one decode step. Then all
+variants predict the tokens that follow, one at a time and in turns. The program prints the report, and a table: bytes
+of the KV cache, time of a token, and bits per byte of the text.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from byte_lm import Recipe, load_or_train, model_folder, read_corpus
+from rich import box
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
+from transformers.utils.logging import disable_progress_bar
 
 import kvcompile
 
-PROMPT_TOKENS = 128
-CHUNK_TOKENS = 16
-WARM_UP_TOKENS = 4
-TEMPERATURE = 0.8
+PROMPT_CHUNK = 2048
+UNTIMED_STEPS = 3
 
 STDERR = Console(stderr=True)
 PROGRESS: dict[str, Any] = {
@@ -49,94 +50,91 @@ class Text:
     """Held-out text in the model's tokens.
 
     Attributes:
-        windows: int64 [num_windows, window_tokens].
-        num_bytes: bytes of the text in the windows, without the first token of each window.
-        decode: converts tokens to text.
+        prompt: int64 [context], read into the cache.
+        continuation: int64 [new_tokens], predicted one token at a time.
+        num_bytes: bytes of the continuation without its first token.
     """
 
-    windows: Tensor
+    prompt: Tensor
+    continuation: Tensor
     num_bytes: int
-    decode: Callable[[Tensor], bytes]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The results of one backend.
-
-    Attributes:
-        tokens_per_second: speed of decoding one token at a time, from the median step.
-        cache_bytes: bytes of the cache's storages.
-        bits_per_byte: loss on held-out text that is read through the cache.
-        text: the prompt and the generated text.
-    """
-
-    tokens_per_second: float
-    cache_bytes: int
-    bits_per_byte: float
-    text: str
 
 
 class Runner:
-    """Generates and evaluates with one backend."""
+    """A way to run the model, with a cache of its own.
 
-    def __init__(self, name: str, model: PreTrainedModel, new_tokens: int, seed: int, **compile_arguments: Any) -> None:
+    Attributes:
+        name: title of the column.
+        format: the policy of the cache, or its dtype.
+        step_seconds: time of each decode step.
+        logits: float32 [vocab_size] of each decode step.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel, policy: str | None, **compile_arguments: Any) -> None:
+        """``policy`` is that of the cache, which is packed from the start; None stands for a cache of Transformers."""
+        self.format = Path(policy).name if policy is not None else str(model.dtype).removeprefix("torch.")
         self.name = name
         self.model = model
-        self.new_tokens = new_tokens
-        self.seed = seed
+        self.policy = policy
         self.compiled = torch.compile(model, **compile_arguments)
+        self.cache: StaticCache | None = None
+        self.step_seconds: list[float] = []
+        self.logits: list[Tensor] = []
 
-    @torch.no_grad()
-    def measure(self, text: Text) -> Measurement:
-        prompt = text.windows[0, :PROMPT_TOKENS]
-        self.generate(prompt, WARM_UP_TOKENS, "compiling")
-        tokens, step_seconds, cache = self.generate(prompt, self.new_tokens, "generating")
-        return Measurement(
-            tokens_per_second=1 / statistics.median(step_seconds),
-            cache_bytes=kvcompile.cache_nbytes(cache),
-            bits_per_byte=self.bits_per_byte(text),
-            text=text.decode(torch.cat([prompt, tokens])).decode(errors="replace"),
-        )
+    def read(self, prompt: Tensor, max_len: int) -> None:
+        """Read the prompt with the uncompiled model into a new cache for ``max_len`` tokens."""
+        if self.policy is None:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=max_len)
+        else:
+            self.cache = kvcompile.static_cache(self.model, batch_size=1, max_len=max_len, policy=self.policy)
+        for part in prompt.split(PROMPT_CHUNK):
+            self.model(input_ids=part[None].to(self.model.device), past_key_values=self.cache, logits_to_keep=1)
 
-    def generate(self, prompt: Tensor, num_tokens: int, what: str) -> tuple[Tensor, list[float], StaticCache]:
-        """Sample ``num_tokens`` tokens; returns them, the seconds of each decode step, and the cache."""
-        generator = torch.Generator().manual_seed(self.seed)
-        cache = self.new_cache()
-        logits = self.forward(prompt, cache)
-        tokens, step_seconds = [], []
-        for _ in self.track(range(num_tokens), what):
-            begin = time.perf_counter()
-            tokens.append(torch.multinomial((logits[-1] / TEMPERATURE).softmax(-1), 1, generator=generator))
-            logits = self.forward(tokens[-1], cache)
-            step_seconds.append(time.perf_counter() - begin)
-        return torch.cat(tokens), step_seconds, cache
+    def step(self, token: Tensor) -> None:
+        """Append one token, [1], and predict the next one."""
+        torch.compiler.cudagraph_mark_step_begin()
+        begin = time.perf_counter()
+        output = self.compiled(input_ids=token[None].to(self.model.device), past_key_values=self.cache)
+        self.logits.append(output.logits[0, -1].float().cpu())
+        self.step_seconds.append(time.perf_counter() - begin)
+
+    @property
+    def milliseconds(self) -> float:
+        """The median time of a token, without the steps that compile."""
+        return 1e3 * statistics.median(self.step_seconds[UNTIMED_STEPS:])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache's storages, of all layers, packed or not."""
+        return kvcompile.cache_nbytes(self.cache)
 
     def bits_per_byte(self, text: Text) -> float:
-        """Score all tokens except the first one of each window: a prefill, then chunks, all through the cache."""
-        nats = 0.0
-        for window in self.track(text.windows, "reading held-out text"):
-            cache = self.new_cache()
-            for part in split_window(len(window) - 1):
-                logits = self.forward(window[part], cache)
-                nats += F.cross_entropy(logits, window[part.start + 1 : part.stop + 1], reduction="sum").item()
+        """Loss of the continuation, without its first token."""
+        logits = torch.stack(self.logits[:-1])
+        nats = F.cross_entropy(logits, text.continuation[1:], reduction="sum").item()
         return nats / math.log(2) / text.num_bytes
 
-    def new_cache(self) -> StaticCache:
-        return StaticCache(config=self.model.config, max_cache_len=PROMPT_TOKENS + self.new_tokens)
-
-    def forward(self, tokens: Tensor, cache: StaticCache) -> Tensor:
-        """Append ``tokens`` to the cache; returns the logits [len(tokens), vocab_size] of the next tokens."""
-        output = self.compiled(input_ids=tokens[None].to(self.model.device), past_key_values=cache)
-        return output.logits[0].float().cpu()
-
-    def track(self, items: Iterable[Any], what: str) -> Iterable[Any]:
-        return track(items, f"{self.name}: {what}", **PROGRESS)
+    def same_choices(self, other: Runner) -> float:
+        """The share of positions at which both have the same most likely token."""
+        mine, theirs = (torch.stack(runner.logits).argmax(-1) for runner in (self, other))
+        return (mine == theirs).float().mean().item()
 
 
-def split_window(num_tokens: int) -> list[slice]:
-    """A window as a prefill of PROMPT_TOKENS and chunks of CHUNK_TOKENS."""
-    starts = [0, *range(PROMPT_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
-    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
+def measure(runners: Sequence[Runner], text: Text) -> None:
+    """Read the prompt with every runner, then predict the continuation: each token by all runners in turns."""
+    with torch.no_grad(), Progress(**PROGRESS) as progress:
+        task = progress.add_task("", total=2 * len(runners) + len(text.continuation))
+        for number, runner in enumerate(runners, 1):
+            of_all = f"{runner.name} ({number} of {len(runners)})"
+            progress.update(task, description=f"reading the prompt: {of_all}")
+            runner.read(text.prompt, len(text.prompt) + len(text.continuation))
+            progress.update(task, advance=1, description=f"compiling a step: {of_all}")
+            runner.step(text.continuation[:1])
+            progress.update(task, advance=1)
+        for token in text.continuation[1:].split(1):
+            progress.update(task, advance=1, description="decoding, in turns")
+            for runner in runners:
+                runner.step(token)
 
 
 def trained_byte_model(recipe: Recipe, corpus: Tensor) -> str:
@@ -150,14 +148,13 @@ def trained_byte_model(recipe: Recipe, corpus: Tensor) -> str:
         return str(load_or_train(recipe, corpus, on_step))
 
 
-def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, num_windows: int, new_tokens: int) -> Text:
-    """Windows of the held-out bytes, spread evenly, in the model's tokens."""
+def held_out_text(model_name: str, vocab_size: int, held_out: Tensor, context: int, new_tokens: int) -> Text:
+    """``context + new_tokens`` tokens from the middle of the held-out bytes."""
     encode, decode = codec(model_name, vocab_size)
-    tokens = torch.tensor(encode(bytes(held_out.tolist())))
-    length = PROMPT_TOKENS + new_tokens // CHUNK_TOKENS * CHUNK_TOKENS + 1
-    starts = torch.linspace(0, len(tokens) - length, num_windows).long()
-    windows = tokens[starts[:, None] + torch.arange(length)]
-    return Text(windows, sum(len(decode(window[1:])) for window in windows), decode)
+    middle = held_out[len(held_out) // 2 :][: 16 * (context + new_tokens)]
+    tokens = torch.tensor(encode(bytes(middle.tolist())))
+    prompt, continuation = tokens[: context + new_tokens].split([context, new_tokens])
+    return Text(prompt, continuation, len(decode(continuation[1:])))
 
 
 def codec(model_name: str, vocab_size: int) -> tuple[Callable[[bytes], list[int]], Callable[[Tensor], bytes]]:
@@ -171,23 +168,49 @@ def codec(model_name: str, vocab_size: int) -> tuple[Callable[[bytes], list[int]
     )
 
 
-def printable(text: str) -> str:
-    """Text without control characters: a barely trained model writes any byte, and a terminal would obey it."""
-    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
-
-
-def comparison(plain: Measurement, packed: Measurement, policy: str) -> Table:
-    table = Table()
-    for name in ("", "plain Inductor", f"kvquant, {policy}", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
-    rows: list[tuple[str, float, float, str]] = [
-        ("tokens per second", plain.tokens_per_second, packed.tokens_per_second, ",.1f"),
-        ("bytes of the KV cache", plain.cache_bytes, packed.cache_bytes, ",.0f"),
-        ("bits per byte", plain.bits_per_byte, packed.bits_per_byte, ".4f"),
-    ]
-    for name, before, after, style in rows:
-        table.add_row(name, format(before, style), format(after, style), f"{after / before:.4f}")
+def comparison(runners: Sequence[Runner], text: Text) -> Table:
+    plain = runners[0]
+    rows: dict[str, Callable[[Runner], str]] = {
+        "format of the cache": lambda runner: runner.format,
+        "KV cache, all layers": lambda runner: f"{runner.cache_bytes / 1e6:,.2f} MB",
+        "times smaller than plain": lambda runner: f"{plain.cache_bytes / runner.cache_bytes:.2f}",
+        "time of a token": lambda runner: f"{runner.milliseconds:,.2f} ms",
+        "times as fast as plain": lambda runner: f"{plain.milliseconds / runner.milliseconds:.2f}",
+        "bits per byte": lambda runner: f"{runner.bits_per_byte(text):.4f}",
+        "same choices as plain": lambda runner: f"{100 * runner.same_choices(plain):.1f} %",
+    }
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    for runner in runners:
+        table.add_column(runner.name, justify="right", no_wrap=True)
+    for title, cell in rows.items():
+        table.add_row(title, *map(cell, runners))
     return table
+
+
+def summary(runners: Sequence[Runner], text: Text, device: str) -> str:
+    """What the table says about speed, and what a GPU would show."""
+    plain, fused, packed = (runner.milliseconds for runner in runners)
+    threads = torch.get_num_threads()
+    where = "a GPU" if device.startswith("cuda") else f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    seen = (
+        f"With {len(text.prompt):,} tokens in the cache, on {where}, a token is {plain / packed:.1f} times as fast as "
+        f"under plain Inductor: {plain / fused:.1f} by the fused path, times {fused / packed:.1f} by fewer bits."
+    )
+    gpu = (
+        "On a GPU a model of this size would show less, because launching kernels takes its time; the README has the "
+        "figures of a GPU with a model as wide as Llama 3 8B, split in the same way."
+    )
+    return seen if device.startswith("cuda") else f"{seen}\n{gpu}"
+
+
+def variants(model: PreTrainedModel, policy: str, dtype: str, device: str) -> list[Runner]:
+    """Plain Inductor, the fused path with an unquantized cache, and the policy; on GPUs all with CUDA graphs."""
+    mode = "reduce-overhead" if device.startswith("cuda") else None
+    runners = [Runner("plain Inductor", model, None, backend="inductor", mode=mode)]
+    for name, of_cache in (("fused path", dtype), ("kvquant", policy)):
+        backend = kvcompile.kvquant(policy=of_cache, mode=mode)
+        runners.append(Runner(name, model, of_cache, backend=backend))
+    return runners
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -196,20 +219,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", default="int8_per_token_head", help=f"a file, or one of {presets}")
     parser.add_argument("--model", help="path or hub id of another model, instead of training one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="windows of held-out text (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60, help="time for training (default: %(default)s)")
+    dtypes = ["bfloat16", "float16", "float32"]
+    parser.add_argument("--dtype", choices=dtypes, help="of model and plain cache (default: float32 on a CPU)")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to predict (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=25, help="CPU time for training (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="train this many steps instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default: %(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="a smaller model, few steps, little text: a test of the program"
     )
     args = parser.parse_args(arguments)
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     if args.quick:
-        args.steps, args.new_tokens, args.windows = args.steps or 20, min(args.new_tokens, 64), 1
-    if args.new_tokens < CHUNK_TOKENS:
-        parser.error(f"--new-tokens must be at least {CHUNK_TOKENS}, got {args.new_tokens}")
+        args.steps, args.new_tokens, args.context = args.steps or 20, min(args.new_tokens, 32), min(args.context, 256)
+    if args.new_tokens <= UNTIMED_STEPS:
+        parser.error(f"--new-tokens must be more than {UNTIMED_STEPS}, got {args.new_tokens}")
+    if args.context < 1 or args.threads < 1:
+        parser.error("--context and --threads must be at least 1")
     try:
         kvcompile.Policy.load(args.policy)
     except kvcompile.PolicyError as error:
@@ -219,24 +247,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    disable_progress_bar()
+    torch.set_num_threads(args.threads)  # steps of a tiny model are too short to share among threads
     corpus, held_out = read_corpus()
-    recipe = Recipe(seconds=args.seconds, steps=args.steps, seed=args.seed, num_layers=1 if args.quick else 3)
+    recipe = Recipe(seconds=args.seconds, steps=args.steps, seed=args.seed, num_layers=1 if args.quick else 2)
     name = args.model or trained_byte_model(recipe, corpus)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype)).eval().to(args.device)
     except OSError as error:
         raise SystemExit(f"--model {name}: {str(error).splitlines()[0]}") from None
-    text = held_out_text(name, model.config.vocab_size, held_out, args.windows, args.new_tokens)
+    text = held_out_text(name, model.config.vocab_size, held_out, args.context, args.new_tokens)
 
-    plain = Runner("plain Inductor", model, args.new_tokens, args.seed, backend="inductor").measure(text)
-    with kvcompile.collect_reports() as report:
-        options = {"policy": args.policy}
-        packed = Runner("kvquant", model, args.new_tokens, args.seed, backend="kvquant", options=options).measure(text)
-
-    print(report)
-    for title, measurement in (("plain Inductor", plain), ("kvquant", packed)):
-        print(f"\n--- text under {title} ---\n{printable(measurement.text)}")
-    Console().print(comparison(plain, packed, args.policy))
+    runners = variants(model, args.policy, args.dtype, args.device)
+    measure(runners, text)
+    print(kvcompile.last_report())
+    console = Console()
+    console.print(comparison(runners, text))
+    console.print(summary(runners, text, args.device))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.version import VERSION
+
 if TYPE_CHECKING:
     from kvcompile.backend import ConfiguredBackend as ConfiguredBackend
     from kvcompile.backend import kvquant as kvquant
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from kvcompile.report.report import Report as Report
     from kvcompile.report.report import collect_reports as collect_reports
     from kvcompile.report.report import last_report as last_report
+
+__version__ = VERSION
 
 _HOME = {
     "CacheFileError": "errors",

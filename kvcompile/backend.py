@@ -42,9 +42,9 @@ from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.refusal import GiveUp, Reason, Refusal
 from kvcompile.passes.rewrite.caches import is_mutated
 from kvcompile.passes.site import Site, num_layers
-from kvcompile.policy.choice import Choice
-from kvcompile.policy.policy import OnUnsupported, Policy, PolicySpec
+from kvcompile.policy.policy import OnUnsupported, PolicySpec
 from kvcompile.report import report
+from kvcompile.report.origin import Origin, policy_name
 from kvcompile.report.weight_bytes import weight_bytes
 
 
@@ -157,11 +157,9 @@ class ConfiguredBackend:
         return hash((self.options.policy.fingerprint(), self.options.on_unsupported))
 
     def __repr__(self) -> str:
-        policy = self.options.policy
-        name = policy.default.dtype
-        if name is None or policy != Policy(default=Choice(dtype=name)):
-            name = f"Policy {policy.fingerprint()}"
-        given = {**self._given, "policy": name} | ({"mode": self._mode} if self._mode is not None else {})
+        given = {**self._given, "policy": policy_name(self.options.policy)} | (
+            {"mode": self._mode} if self._mode is not None else {}
+        )
         keywords = {option: value for option, value in given.items() if option.isidentifier()}
         if others := {option: value for option, value in given.items() if option not in keywords}:
             keywords = {"options": others, **keywords}
@@ -180,6 +178,7 @@ class _GraphCompiler:
         self.packing: Packing | None = None
         self.outcome: Outcome | None = None
         self.graph: report.GraphReport | None = None
+        self.origin: Origin | None = None
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
@@ -189,6 +188,7 @@ class _GraphCompiler:
             marked = mark_attention(self.marked)
         if not marked:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+        self.origin = Origin.of(self.marked, self.options.policy)
         self.stages.show(Stage.marked, self.marked)
         if self._records_gradients():
             sites = sites_of(self.marked)
@@ -315,7 +315,8 @@ class _GraphCompiler:
 
     def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
         passes = self.packing.seconds if self.packing is not None else {}
-        graph = report.record(sites, surroundings, weight_bytes(self.example_inputs), passes)
+        weights = weight_bytes(self.example_inputs)
+        graph = report.record(sites, surroundings, weights, passes, self.origin)
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(sites, num_layers(sites))

@@ -1,8 +1,11 @@
-"""Text for a terminal: plain ASCII tables, and lines of at most ``WIDTH`` columns."""
+"""Text for a terminal: plain ASCII tables, and lines of at most ``width()`` columns. No name breaks in mid-word."""
 
 from __future__ import annotations
 
 import io
+import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -11,19 +14,39 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-"""Columns of a table, at most."""
+"""Columns of a table, at most; a narrower terminal has fewer."""
+
+MIN_WIDTH = 60
+"""Columns of a table in the narrowest terminal."""
 
 LABEL_WIDTH = 28
 """Columns of a label, at most; longer labels are folded."""
 
 
+def width() -> int:
+    """The columns of lines and tables: those of the terminal, or ``WIDTH`` in a file or a pipe."""
+    if not sys.stdout.isatty():
+        return WIDTH
+    return max(MIN_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+
+def broken(name: str, room: int) -> str:
+    """A name in lines of at most ``room`` columns, broken after dots, slashes and underscores if it has any."""
+    lines = [""]
+    for piece in re.split(r"(?<=[._/])", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > room:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
 def wrapped(text: str, indent: int) -> str:
-    """A line of text, broken at ``WIDTH``; all lines but the first are indented."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    """A line of text, broken at ``width()``; all lines but the first are indented."""
+    return textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A table in plain ASCII. Columns that do not fit into ``WIDTH`` follow in further tables, with the labels again.
+    """A table in plain ASCII. Columns that do not fit into ``width()`` follow in further tables, with the labels again.
 
     Args:
         header: the titles of the columns.
@@ -32,14 +55,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
     """
     label_width = min(max(len(row[0]) for row in [header, *rows]), LABEL_WIDTH)
     tables: list[list[int]] = [[]]
-    room = WIDTH
+    room = whole = width()
     for column in range(1, len(header)):
-        width = max(len(row[column]) for row in [header, *rows]) + len(" | ")
-        if tables[-1] and width > room:
+        needed = max(len(row[column]) for row in [header, *rows]) + len(" | ")
+        if tables[-1] and needed > room:
             tables.append([])
         if not tables[-1]:
-            room = WIDTH - label_width - len("|  |")
-        room -= width
+            room = whole - label_width - len("|  |")
+        room -= needed
         tables[-1].append(column)
     return "\n\n".join(_render([0, *columns], label_width, text_columns, header, rows) for columns in tables)
 
@@ -58,7 +81,7 @@ def _render(
         else:
             grid.add_column(header[column], justify="left" if column < text_columns else "right", no_wrap=True)
     for row in rows:
-        grid.add_row(*(row[column] for column in columns))
+        grid.add_row(*(broken(row[0], label_width) if column == 0 else row[column] for column in columns))
     text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False).print(grid)
+    Console(file=text, width=width(), color_system=None, markup=False, emoji=False, highlight=False).print(grid)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

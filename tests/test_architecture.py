@@ -46,6 +46,7 @@ passes.notes
 passes.packing
 passes.pipeline
 
+version
 errors
 reading
 tables

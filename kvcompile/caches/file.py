@@ -20,7 +20,7 @@ from kvcompile.caches.description import Reader, Writer
 from kvcompile.errors import CacheFileError
 
 FORMAT = "kvcompile.cache"
-VERSION = 3
+VERSION = 4
 """Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
 
 _OWN_ENTRIES = ("format", "version", "content", "digests", "digest", "fingerprint", "transformers")
@@ -37,7 +37,7 @@ def save_cache(
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
-    number of tokens. ``digests`` holds the SHA-256 digest of each tensor, and ``digest`` covers all metadata. The file
+    number of tokens. ``digests`` holds the XXH3 digest of each tensor, and ``digest`` covers all metadata. The file
     is written beside ``path``, flushed to the disk, and then renamed, so that ``path`` never holds half a cache.
 
     Args:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcompile.cli.output import NEGATIVE, JsonOption, examples, items, print_json, print_wrapped
+from kvcompile.cli.output import (
+    INTERRUPTED,
+    NEGATIVE,
+    JsonOption,
+    examples,
+    items,
+    print_interrupted,
+    print_json,
+    print_wrapped,
+)
 from kvcompile.cli.progress import progress_bar
 from kvcompile.tables import table
 
@@ -77,15 +86,25 @@ def bench(
     except BenchError:
         raise BenchError(f"--heads: {heads!r}: give query heads and KV heads that divide them, such as 32/8") from None
     rows: list[DecodeTime] = []
-    with progress_bar() as on_progress:
-        for number, shape in enumerate(shapes):
-            on_progress(f"context {shape.context}", number, len(shapes))
-            rows.extend(decode_times(shape, formats))
+    total = len(shapes) * (1 + len(formats))
+    interrupted = False
+    try:
+        with progress_bar() as on_progress:
+            for shape in shapes:
+                on_progress(f"context {shape.context}: compiling and timing {len(formats)} formats", len(rows), total)
+                for row in decode_times(shape, formats):
+                    rows.append(row)
+                    on_progress(f"context {shape.context}: {row.policy}", len(rows), total)
+    except KeyboardInterrupt:
+        interrupted = True
     device = describe_device(DEVICE)
     if as_json:
         print_json({"device": device, "versions": versions(), "rows": [row.to_dict() for row in rows]})
     else:
         _print(device, rows)
+    if interrupted:
+        print_interrupted(f"{len(rows)} of {total} rows were measured")
+        raise typer.Exit(INTERRUPTED)
     if any(row.error for row in rows):
         raise typer.Exit(NEGATIVE)
 

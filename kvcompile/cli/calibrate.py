@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, print_json
-from kvcompile.cli.subject import Data, Device, Dtype, Model, Prefill, Windows
+from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json
+from kvcompile.cli.progress import progress_bar
+from kvcompile.cli.subject import Data, Device, Dtype, Model, Prefill, Windows, check_writable
 from kvcompile.tables import table
 
 EXAMPLES = (
@@ -40,12 +41,16 @@ def calibrate(
     from kvcompile.evaluation.schedule import Schedule
     from kvcompile.policy.static_scales import CalibrationFile
 
-    with output.open("a"):  # fails now, and not after the measurement, if the file cannot be written
-        pass
+    check_writable(output)
     models.silence_transformers()
     subject = models.load_model(model, device, dtype)
     read = text.read_text(subject, model, data, Schedule(prefill, 1), windows)
-    found = CalibrationFile(largest=largest_magnitudes(subject, read.windows[:, :prefill]))
+    try:
+        with progress_bar() as on_progress:
+            found = CalibrationFile(largest=largest_magnitudes(subject, read.windows[:, :prefill], on_progress))
+    except KeyboardInterrupt:
+        print_interrupted("nothing was written, because a calibration needs all windows")
+        raise typer.Exit(INTERRUPTED) from None
     output.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
     if as_json:
         print_json(found.model_dump(mode="json"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, print_json
+from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json
 from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
@@ -23,6 +23,9 @@ from kvcompile.cli.subject import (
     load,
     name_of,
 )
+
+if TYPE_CHECKING:
+    from kvcompile.evaluation.results import Evaluation
 
 EXAMPLES = examples(
     "compare --model . --policy int4_per_token_head",
@@ -61,8 +64,20 @@ def compare(
     loaded = Policy.load(policy)
     check_writable(output)
     subject, text = load(model, data, schedule, windows, device, dtype)
-    with progress_bar() as on_progress:
-        found = compare_on(subject, text, policy or loaded, model_name=name_of(model), on_progress=on_progress)
+    measured: list[Evaluation] = []
+    try:
+        with progress_bar() as on_progress:
+            found = compare_on(
+                subject,
+                text,
+                policy or loaded,
+                model_name=name_of(model),
+                on_progress=on_progress,
+                on_result=measured.append,
+            )
+    except KeyboardInterrupt:
+        _print_interrupted(measured, as_json)
+        raise typer.Exit(INTERRUPTED) from None
     if output is not None:
         better = found.suggestion.policy if found.suggestion is not None else loaded
         output.write_text(better.to_yaml(), encoding="utf-8")
@@ -70,3 +85,14 @@ def compare(
         print_json(found.to_dict())
     else:
         print(found)
+
+
+def _print_interrupted(measured: list[Evaluation], as_json: bool) -> None:
+    """Print the predictions if they were measured before Ctrl-C; the layers come after them."""
+    from kvcompile.evaluation.results_text import summary
+
+    if measured and as_json:
+        print_json(measured[-1].to_dict())
+    elif measured:
+        print(summary(measured[-1]))
+    print_interrupted("only the predictions were measured" if measured else "nothing was measured")

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, items, print_json, print_wrapped
+from kvcompile.cli.output import (
+    INTERRUPTED,
+    JsonOption,
+    examples,
+    items,
+    print_interrupted,
+    print_json,
+    print_wrapped,
+)
 from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
@@ -90,21 +98,32 @@ def evaluate(
         policy = parsed[0].model_copy(update={"key_outliers": "promote"})
         promote.write_text(Calibration(subject, read.windows[0], [policy]).promoted(policy).to_yaml(), "utf-8")
         names = [str(promote)]
-    with progress_bar() as on_progress:
-        evaluation = measure.evaluate(
-            subject,
-            read,
-            names,
-            model_name=name_of(model),
-            on_progress=on_progress,
-            on_result=lambda evaluation: _write(evaluation, output),
-        )
-    if plot is not None:
-        draw(evaluation, plot)
-    if as_json:
-        print_json(evaluation.to_dict())
-    else:
-        _print(evaluation, layers)
+    evaluation: Evaluation | None = None
+
+    def keep(measured: Evaluation) -> None:
+        nonlocal evaluation
+        evaluation = measured
+        _write(evaluation, output)
+
+    interrupted = False
+    try:
+        with progress_bar() as on_progress:
+            evaluation = measure.evaluate(
+                subject, read, names, model_name=name_of(model), on_progress=on_progress, on_result=keep
+            )
+    except KeyboardInterrupt:
+        interrupted = True
+    if evaluation is not None:
+        if plot is not None:
+            draw(evaluation, plot)
+        if as_json:
+            print_json(evaluation.to_dict())
+        else:
+            _print(evaluation, layers)
+    if interrupted:
+        measured = len(evaluation.results) if evaluation is not None else 0
+        print_interrupted(f"{measured} of {len(names)} policies were measured")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _write(evaluation: Evaluation, output: Path | None) -> None:

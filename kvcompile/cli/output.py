@@ -15,6 +15,8 @@ NEGATIVE = 1
 """The answer is no, or a check failed."""
 USAGE_ERROR = 2
 """The user's mistake."""
+INTERRUPTED = 130
+"""The user pressed Ctrl-C; what was measured before is printed."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -24,13 +26,18 @@ def print_error(message: str) -> None:
     print(f"kvcompile: error: {message}", file=sys.stderr, flush=True)
 
 
+def print_interrupted(remains: str) -> None:
+    """Say on stderr that the user has ended the measurement, and what remains of it."""
+    print(f"kvcompile: interrupted: {remains}", file=sys.stderr, flush=True)
+
+
 def print_json(data: Any) -> None:
     """Print ``data`` as JSON."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_wrapped(text: str, indent: int) -> None:
-    """Print a line of text, broken at ``WIDTH``; all lines but the first are indented."""
+    """Print a line of text, broken at the width of the terminal; all lines but the first are indented."""
     print(wrapped(text, indent))
 
 

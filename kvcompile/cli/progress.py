@@ -6,22 +6,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, if stderr is a terminal.
+    """A progress bar on stderr, if stderr is a terminal: what runs, percentage, time so far, time left.
+
+    A measurement may have several parts with other steps; the time left is that of the running part.
 
     Yields:
         A function that updates the bar with a description, the steps done, and the total number of steps.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")),
+        BarColumn(table_column=Column(ratio=1)),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
 
         def on_progress(doing: str, done: int, total: int) -> None:
+            known = progress.tasks[0]
+            if known.total is not None and (known.total != total or done < known.completed):
+                progress.reset(task, total=total)
             progress.update(task, description=doing, completed=done, total=total)
 
         yield on_progress

@@ -67,5 +67,7 @@ def check_writable(*paths: Path | None) -> None:
             continue
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         if not os.access(path.parent, os.W_OK):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist or cannot be written", str(path))

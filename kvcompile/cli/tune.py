@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvcompile.cli.output import JsonOption, examples, items, print_json
+from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, items, print_interrupted, print_json
 from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import (
     Chunk,
@@ -69,8 +69,13 @@ def tune(
     check_search(names, budget_bits)
     check_writable(output)
     subject, text = load(model, data, schedule, windows, device, dtype)
-    with progress_bar() as on_progress:
-        found = tune_on(subject, text, budget_bits, formats=names, model_name=name_of(model), on_progress=on_progress)
+    name = name_of(model)
+    try:
+        with progress_bar() as on_progress:
+            found = tune_on(subject, text, budget_bits, formats=names, model_name=name, on_progress=on_progress)
+    except KeyboardInterrupt:
+        print_interrupted("nothing was written, because the choice needs the costs of all layers")
+        raise typer.Exit(INTERRUPTED) from None
     if output is not None:
         found.save(output)
     if as_json:

@@ -175,7 +175,7 @@ def _summary(graph: DumpedGraph, report: Report) -> str:
     place = next(place for place, other in enumerate(report.graphs, start=1) if other is graph.report)
     totals = Report([graph.report]).totals
     counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.skipped} skipped"
-    return f"Graph {place} of the report. Attention sites: {counts}."
+    return f"Graph {place} of the report. Attention layers: {counts}."
 
 
 def _item(text: str) -> str:

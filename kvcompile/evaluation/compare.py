@@ -10,7 +10,7 @@ from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.comparison import Comparison, LayerError
-from kvcompile.evaluation.measure import OnProgress, counted, evaluate, ignore_progress
+from kvcompile.evaluation.measure import OnProgress, OnResult, counted, evaluate, ignore_progress
 from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.results import PolicyResult
 from kvcompile.evaluation.site_errors import SiteErrors, alone, divergence_when, measure_sites
@@ -57,12 +57,13 @@ def compare_on(
     *,
     model_name: str = "",
     on_progress: OnProgress = ignore_progress,
+    on_result: OnResult = lambda evaluation: None,
 ) -> Comparison:
-    """:func:`compare` on the windows of a text."""
+    """:func:`compare` on the windows of a text; ``on_result`` gets the predictions, before layers are measured."""
     model, loaded = uncompiled(model), Policy.load(policy)
     if loaded.key_outliers == "promote":
         policy = loaded = Calibration(model, text.windows[0], [loaded]).promoted(loaded)
-    evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)
+    evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress, on_result=on_result)
     return Comparison(evaluation, *_by_layer(model, text, loaded, evaluation.results[0], on_progress))
 
 

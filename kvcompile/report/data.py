@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,11 +15,15 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.policy.policy import OnUnsupported
+from kvcompile.report.origin import Origin, PlainCache
 from kvcompile.report.weight_bytes import WeightBytes
 
 log = logging.getLogger(__name__)
 
 Outcome = Literal["rewritten", "refused", "skipped"]
+
+Layer = tuple[str, int]
+"""An attention layer: the name of its module, and its number among the attentions of this module."""
 
 NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
 """Reasons without a fault: the policy leaves the cache alone, or the site has no cache."""
@@ -55,12 +59,21 @@ class GraphReport:
         surroundings: the graph around each site, for a drawing; empty if the graph was not analysed.
         weights: the parameters among the inputs of the graph.
         passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order.
+        origin: the model, the policy and the versions; None if they are not known.
     """
 
     sites: tuple[Site, ...]
     surroundings: tuple[SiteSurroundings, ...] = ()
     weights: tuple[WeightBytes, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
+    origin: Origin | None = None
+
+    def layers(self) -> Iterator[tuple[Layer, Site]]:
+        """Every site with the attention layer that it belongs to."""
+        places: Counter[str] = Counter()
+        for site in self.sites:
+            yield (site.module, places[site.module]), site
+            places[site.module] += 1
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
         """Raise on or warn of the refused sites; one warning for every reason.
@@ -108,12 +121,19 @@ class Totals:
     """Sums over a report.
 
     Attributes:
-        graphs, sites, rewritten, refused, skipped: counts.
+        graphs, sites, rewritten, refused, skipped: counts. A layer that is compiled twice has two sites.
+        layers: attention layers, each counted once.
+        packed_layers: layers that some graph packs.
+        refused_layers: layers that no graph packs, and some graph refuses. The other layers are skipped.
         calls: how often graphs with packed caches were called.
         plain_calls: how many of these calls ran as plain Inductor would.
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
             caches of a graph do not count if all its calls ran as plain Inductor would.
         bytes_per_token_after: the same caches packed, metadata included.
+        unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked: those of layers that are
+            refused or that the policy leaves alone, and those of graphs whose calls all ran plain. A cache that several
+            of these layers share counts once for each.
+        plain_dtypes: the dtypes of the caches before packing.
         residual_bytes: bytes per sequence and KV head of the recent and first tokens that caches keep exact.
         weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.
         weight_bytes_after: bytes of the same parameters as stored; fewer if a library such as torchao has quantized
@@ -125,17 +145,42 @@ class Totals:
     rewritten: int
     refused: int
     skipped: int
+    layers: int
+    packed_layers: int
+    refused_layers: int
     calls: int
     plain_calls: int
     bytes_per_token_before: int
     bytes_per_token_after: int
+    unpacked_bytes_per_token: int
+    plain_dtypes: tuple[str, ...]
     residual_bytes: int
     weight_bytes_before: int
     weight_bytes_after: int
 
     @property
+    def skipped_layers(self) -> int:
+        """Layers without a cache, or that the policy leaves alone."""
+        return self.layers - self.packed_layers - self.refused_layers
+
+    @property
+    def model_bytes_before(self) -> int:
+        """Bytes per token and KV head of the caches of all layers, in their original dtypes."""
+        return self.bytes_per_token_before + self.unpacked_bytes_per_token
+
+    @property
+    def model_bytes_after(self) -> int:
+        """Bytes per token and KV head of the same caches, packed where they are packed."""
+        return self.bytes_per_token_after + self.unpacked_bytes_per_token
+
+    @property
     def ratio(self) -> float | None:
-        """How many times smaller long caches are when packed; None without packed caches."""
+        """How many times smaller long caches of all layers together are; None without packed caches."""
+        return self.model_bytes_before / self.model_bytes_after if self.bytes_per_token_after else None
+
+    @property
+    def packed_ratio(self) -> float | None:
+        """How many times smaller the packed caches alone are; None without packed caches."""
         return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
 
     @property
@@ -194,7 +239,9 @@ class ReportData:
     @property
     def totals(self) -> Totals:
         outcomes = Counter(outcome(site) for site in self.sites)
-        caches = self._caches()
+        layers = self._outcomes_of_layers()
+        caches, unpacked = self._caches(), self._unpacked()
+        dtypes = [cache.dtype for cache in caches] + [plain.dtype for plain in unpacked]
         weights = {weight.identity: weight for graph in self.graphs for weight in graph.weights}.values()
         return Totals(
             graphs=len(self.graphs),
@@ -202,14 +249,46 @@ class ReportData:
             rewritten=outcomes["rewritten"],
             refused=outcomes["refused"],
             skipped=outcomes["skipped"],
+            layers=len(layers),
+            packed_layers=sum("rewritten" in found for found in layers.values()),
+            refused_layers=sum("refused" in found and "rewritten" not in found for found in layers.values()),
             calls=self.calls,
             plain_calls=sum(runs.num_plain for runs in self.runs.values()),
             bytes_per_token_before=sum(cache.bytes_per_token_before for cache in caches),
             bytes_per_token_after=sum(cache.bytes_per_token_after for cache in caches),
+            unpacked_bytes_per_token=sum(plain.bytes_per_token for plain in unpacked),
+            plain_dtypes=tuple(dict.fromkeys(dtypes)),
             residual_bytes=sum(cache.residual_bytes for cache in caches),
             weight_bytes_before=sum(weight.plain for weight in weights),
             weight_bytes_after=sum(weight.stored for weight in weights),
         )
+
+    def _ran_plain(self, graph: GraphReport) -> bool:
+        """Whether all calls of the graph ran as plain Inductor would."""
+        runs = self.runs.get(id(graph), Runs(graph))
+        return bool(runs.plain) and not runs.packed
+
+    def _outcomes_of_layers(self) -> dict[Layer, set[Outcome]]:
+        """For every attention layer its outcomes in all graphs."""
+        found: dict[Layer, set[Outcome]] = {}
+        for graph in self.graphs:
+            for layer, site in graph.layers():
+                found.setdefault(layer, set()).add(outcome(site))
+        return found
+
+    def _unpacked(self) -> list[PlainCache]:
+        """The caches of all layers that have a cache, and that no graph packs."""
+        packed: set[Layer] = set()
+        plain: dict[Layer, PlainCache] = {}
+        for graph in self.graphs:
+            for layer, site in graph.layers():
+                if site.rewritten and not self._ran_plain(graph):
+                    packed.add(layer)
+                elif graph.origin is not None and site.reason_code != Reason.no_cache.name:
+                    cache = graph.origin.plain_cache(site, layer[1])
+                    if cache is not None:
+                        plain[layer] = cache
+        return [cache for layer, cache in plain.items() if layer not in packed]
 
     def _caches(self) -> list[CacheSummary]:
         """Every packed cache once, although each graph that uses it reports it.
@@ -220,8 +299,7 @@ class ReportData:
         """
         caches: dict[tuple[str, str, int], CacheSummary] = {}
         for graph in self.graphs:
-            runs = self.runs.get(id(graph), Runs(graph))
-            if runs.plain and not runs.packed:
+            if self._ran_plain(graph):
                 continue
             places: Counter[tuple[str, str]] = Counter()
             seen: set[tuple[str, str]] = set()
@@ -238,7 +316,10 @@ class ReportData:
         """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "calls": 3, ...}, ...], "notes": [...]}``."""
         totals = {
             **dataclasses.asdict(self.totals),
+            "model_bytes_per_token_before": self.totals.model_bytes_before,
+            "model_bytes_per_token_after": self.totals.model_bytes_after,
             "ratio": self.totals.ratio,
+            "packed_ratio": self.totals.packed_ratio,
             "weight_ratio": self.totals.weight_ratio,
         }
         return {"totals": totals, "graphs": [self._graph_dict(graph) for graph in self.graphs], "notes": self.notes}
@@ -246,7 +327,11 @@ class ReportData:
     def _graph_dict(self, graph: GraphReport) -> dict[str, Any]:
         runs = self.runs.get(id(graph), Runs(graph))
         sites = [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]
-        return {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain, "passes": dict(graph.passes)}
+        found = {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain, "passes": dict(graph.passes)}
+        if graph.origin is not None:
+            named = ("model", "policy", "policy_text", "versions", "time")
+            found["origin"] = {name: getattr(graph.origin, name) for name in named}
+        return found
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON text."""

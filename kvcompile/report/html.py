@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import resources
 
 from kvcompile.passes.notes.surroundings import SiteSurroundings, Surroundings
@@ -28,7 +29,7 @@ def page(report: ReportData) -> str:
     """A complete HTML document."""
     drawings = _Drawings()
     sites = [element("tbody", *_graph_rows(report, number, drawings), role="rowgroup") for number in _numbers(report)]
-    body = [_summary(report), _reasons(report), _notes(report)]
+    body = [_origins(report), _summary(report), _reasons(report), _notes(report)]
     if report.sites:
         body += [_filters(report), _table(sites), element("p", "No site matches.", id="none", hidden=True)]
     script, style = _asset("filter.js"), _asset("style.css")
@@ -65,31 +66,60 @@ def _numbers(report: ReportData) -> range:
 # The summary
 
 
+def _origins(report: ReportData) -> Markup:
+    """The model, the policy, the versions and the time of the graphs; each different text once."""
+    origins = [graph.origin for graph in report.graphs if graph.origin is not None]
+    if not origins:
+        return Markup()
+    policies = dict.fromkeys((origin.policy, origin.policy_text) for origin in origins)
+    facts: dict[str, list[str]] = {
+        "Model": [_name(text) for text in dict.fromkeys(origin.model for origin in origins)],
+        "Policy": [_policy(name, text) for name, text in policies],
+        "Versions": list(dict.fromkeys(origin.versions for origin in origins)),
+        "Compiled": list(dict.fromkeys(origin.time for origin in origins)),
+    }
+    pairs = []
+    for name, texts in facts.items():
+        pairs.append(element("div", element("dt", name), *(element("dd", text) for text in texts)))
+    return element("dl", *pairs, class_="origin")
+
+
+def _policy(name: str, text: str) -> Markup:
+    """The name of a policy; the text of one that is no preset unfolds."""
+    if not text:
+        return _name(name)
+    return element("details", element("summary", name), element("pre", text))
+
+
 def _summary(report: ReportData) -> Markup:
     if not report.graphs:
         return element("p", "kvquant has compiled no graph with attention.")
     totals = report.totals
     counts: dict[Outcome, int] = {
-        "rewritten": totals.rewritten,
-        "refused": totals.refused,
-        "skipped": totals.skipped,
+        "rewritten": totals.packed_layers,
+        "refused": totals.refused_layers,
+        "skipped": totals.skipped_layers,
     }
     shares = [(kind.replace(" ", "-"), count) for kind, count in counts.items()]
     legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
-    graphs = f"{_plural(totals.sites, 'attention site')} in {_plural(totals.graphs, 'graph')}"
-    cards = [_card(graphs, _bar(shares, totals.sites), element("ul", *legend, class_="inline"))]
+    title = f"{_plural(totals.layers, 'attention layer')} in {_plural(totals.graphs, 'graph')}"
+    cards = [_card(title, _bar(shares, totals.layers), element("ul", *legend, class_="inline"))]
     if totals.plain_calls:
         shares = [("rewritten", totals.calls - totals.plain_calls), ("refused", totals.plain_calls)]
         title = f"{totals.plain_calls} of {_plural(totals.calls, 'call')} ran as plain Inductor would"
         what = element("p", "Bytes of a graph count where one of its calls ran on packed caches.", class_="muted")
         cards.append(_card(title, _bar(shares, totals.calls), what))
     if totals.ratio is not None:
-        rows = _saving(totals.bytes_per_token_before, totals.bytes_per_token_after)
-        text = "per token and KV head, all packed caches together, scales included"
+        rows = _saving(totals.model_bytes_before, totals.model_bytes_after)
+        text = "per token and KV head, all layers together, scales included"
+        if totals.unpacked_bytes_per_token:
+            text += f"; {totals.unpacked_bytes_per_token:,} of them in unpacked layers"
+            text += f"; packed layers alone are {totals.packed_ratio:.2f} times smaller"
         if totals.residual_bytes:
             text += f"; and {totals.residual_bytes:,} bytes per sequence and KV head for recent and first tokens"
         what = element("p", text, class_="muted")
-        cards.append(_card(f"Caches {totals.ratio:.2f} times smaller", *rows, what))
+        dtypes = ", ".join(totals.plain_dtypes)
+        cards.append(_card(f"Caches {totals.ratio:.2f} times smaller than {dtypes}", *rows, what))
     if totals.weight_ratio is not None:
         rows = _saving(totals.weight_bytes_before, totals.weight_bytes_after)
         what = element("p", "of all weights of the graphs, quantized beside the caches", class_="muted")
@@ -144,7 +174,9 @@ def _reasons(report: ReportData) -> Markup:
     for kind in ("refused", "skipped"):
         sites = [site for site in report.sites if outcome(site) == kind]
         for reason, modules in modules_by_reason(sites).items():
-            items.append(element("li", _badge(kind), " ", _name(enumerate_modules(modules)), ": ", reason))
+            remedy = next((site.remedy for site in sites if site.reason == reason and site.remedy), None)
+            todo = [element("div", element("strong", "To do: "), remedy)] if kind == "refused" and remedy else []
+            items.append(element("li", _badge(kind), " ", _name(enumerate_modules(modules)), ": ", reason, *todo))
     if not items:
         return Markup()
     lists = [element("ul", *items[:_REASONS_IN_SIGHT], class_="reasons")]
@@ -248,9 +280,19 @@ def _details(site: Site, around: SiteSurroundings, drawings: _Drawings) -> Itera
             yield element("p", f"To do: {site.remedy}.")
     for cache in site.caches:
         yield _cache(cache)
-    for name, surroundings in (("Before the rewrite", around.before), ("After the rewrite", around.after)):
-        if surroundings is not None:
-            yield drawings.figure(name, surroundings)
+    if around.before is not None:
+        yield drawings.figure("Before the rewrite", _as_called(around.before, site))
+    if around.after is not None:
+        yield drawings.figure("After the rewrite", around.after)
+
+
+def _as_called(before: Surroundings, site: Site) -> Surroundings:
+    """The drawing with the attention that the model calls, in place of the marker operator."""
+    boxes = [
+        replace(box, detail=(site.attention, *box.detail[1:])) if box.kind == "attention" else box
+        for box in before.boxes
+    ]
+    return replace(before, boxes=tuple(boxes))
 
 
 def _cache(cache: CacheSummary) -> Markup:

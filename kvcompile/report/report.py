@@ -20,6 +20,7 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.site import Site
 from kvcompile.report.data import GraphReport, ReportData, outcome
 from kvcompile.report.html import page
+from kvcompile.report.origin import Origin
 from kvcompile.report.table import render
 from kvcompile.report.weight_bytes import WeightBytes
 
@@ -60,10 +61,11 @@ def record(
     surroundings: Iterable[SiteSurroundings] = (),
     weights: Iterable[WeightBytes] = (),
     passes: Mapping[str, float] | None = None,
+    origin: Origin | None = None,
 ) -> GraphReport:
     """Count, log and keep the outcome of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {})
+    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {}, origin)
     with _lock:
         _last = Report([graph])
         for report in _collecting:

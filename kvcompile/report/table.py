@@ -1,4 +1,4 @@
-"""The text of a report for a terminal: plain ASCII, at most 100 columns."""
+"""The text of a report for a terminal: plain ASCII, at most 100 columns, and no more than the terminal has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.table import Table
 
 from kvcompile.passes.site import Site
 from kvcompile.report.data import ReportData, Totals, enumerate_modules, modules_by_reason, outcome
-from kvcompile.tables import WIDTH
+from kvcompile.tables import LABEL_WIDTH, broken, width
 
 Row = tuple[str, str, str, str, str]
+
+_HEADER = ("module", "cache", "attention", "formats (K / V)", "bytes")
 
 
 def render(report: ReportData) -> str:
@@ -21,12 +23,12 @@ def render(report: ReportData) -> str:
     if not report.graphs:
         return "\n".join(["kvquant has compiled no graph yet", *(f"note: {note}" for note in report.notes)])
     text = io.StringIO()
-    console = Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    console = Console(file=text, width=width(), color_system=None, markup=False, emoji=False, highlight=False)
     first_with: dict[tuple[Row, ...], int] = {}
     for number, graph in enumerate(report.graphs, start=1):
         rows = tuple(_row(site) for site in graph.sites)
         twin = first_with.setdefault(rows, number)
-        title = f"graph {number}: {len(rows)} attention site{'s' if len(rows) != 1 else ''}"
+        title = f"graph {number}: {len(rows)} attention layer{'s' if len(rows) != 1 else ''}"
         console.print(title if twin == number else f"{title}, as in graph {twin}")
         if rows and twin == number:
             console.print(_table(rows))
@@ -44,15 +46,26 @@ def render(report: ReportData) -> str:
 
 
 def _table(rows: tuple[Row, ...]) -> Table:
+    """Formats and bytes keep their lines, and other cells break between words; modules break after dots."""
     table = Table(box=box.MARKDOWN, header_style="")
-    table.add_column("module", overflow="fold", width=min(max(len(row[0]) for row in rows), 28))
-    table.add_column("cache", overflow="fold")
-    table.add_column("attention", overflow="fold")
-    table.add_column("formats (K / V)", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
+    longest = [max(len(word) for row in rows for word in row[column].split() or [""]) for column in range(len(_HEADER))]
+    kept = [max(len(line) for row in rows for line in row[column].splitlines() or [""]) for column in (3, 4)]
+    others = sum(max(room, len(title)) for room, title in zip([*longest[1:3], *kept], _HEADER[1:], strict=True))
+    borders = 3 * len(_HEADER) + 1
+    module_width = min(longest[0], LABEL_WIDTH, max(width() - others - borders, len("module")))
+    table.add_column(_HEADER[0], overflow="fold", width=max(module_width, _longest_piece(rows)))
+    table.add_column(_HEADER[1], min_width=longest[1])
+    table.add_column(_HEADER[2], min_width=longest[2])
+    table.add_column(_HEADER[3], no_wrap=True)
+    table.add_column(_HEADER[4], justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(broken(row[0], max(module_width, _longest_piece(rows))), *row[1:])
     return table
+
+
+def _longest_piece(rows: tuple[Row, ...]) -> int:
+    """The longest part of a module's name, at most LABEL_WIDTH."""
+    return min(LABEL_WIDTH, max(len(line) for row in rows for line in broken(row[0], 1).splitlines()))
 
 
 def _row(site: Site) -> Row:
@@ -72,13 +85,20 @@ def _joined(halves: Iterable[str], separator: str = " / ") -> str:
 
 
 def _totals(totals: Totals) -> str:
-    counts = f"{totals.rewritten} rewritten, {totals.refused} refused, {totals.skipped} skipped"
-    text = f"{totals.sites} attention sites: {counts}"
+    counts = f"{totals.packed_layers} rewritten, {totals.refused_layers} refused, {totals.skipped_layers} skipped"
+    text = f"{totals.layers} attention layer{'s' if totals.layers != 1 else ''}: {counts}"
+    if totals.graphs > 1:
+        text += f" (in {totals.graphs} graphs)"
     if totals.plain_calls:
         text += f"\n{totals.plain_calls} of {totals.calls} calls ran as plain Inductor would"
     if totals.ratio is not None:
+        dtypes = ", ".join(totals.plain_dtypes)
+        sizes = f"{totals.model_bytes_before} -> {totals.model_bytes_after} bytes per token and KV head"
+        text += f"\n{sizes} over all layers: {totals.ratio:.2f} times smaller than {dtypes}"
+    if totals.ratio is not None and totals.unpacked_bytes_per_token:
         sizes = f"{totals.bytes_per_token_before} -> {totals.bytes_per_token_after}"
-        text += f"\n{sizes} bytes per token and KV head over all packed caches: {totals.ratio:.2f} times smaller"
+        text += f"\n  {sizes} in packed layers, {totals.packed_ratio:.2f} times smaller; "
+        text += f"{totals.unpacked_bytes_per_token} in unpacked layers"
     if totals.residual_bytes:
         text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
     if totals.weight_ratio is not None:

@@ -58,7 +58,7 @@ def test_weights_and_caches_are_quantized_together(model: Any) -> None:
     assert saved > 0.6 * sum(weight.numel() * weight.dtype.itemsize for weight in linear)
     assert totals.weight_ratio is not None
     assert "bytes of weights, quantized beside the caches" in str(report)
-    assert "over all packed caches: 3." in str(report)
+    assert "over all layers: 3." in str(report)
     assert report.to_dict()["totals"]["weight_bytes_after"] == totals.weight_bytes_after
 
 

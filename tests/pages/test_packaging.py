@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -131,4 +130,4 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
 
 
 def version() -> str:
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+    return kvcompile.__version__

@@ -15,7 +15,7 @@ import pytest
 import quickstart
 import torch
 from byte_lm import Recipe, load_or_train, model_folder, read_corpus, train
-from quickstart import CHUNK_TOKENS, PROMPT_TOKENS, Runner, held_out_text, split_window
+from quickstart import Runner, held_out_text, measure
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
@@ -76,40 +76,63 @@ def test_a_trained_model_is_kept_in_the_cache_directory_and_used_again(
     assert model_folder(Recipe(steps=9, num_layers=1)) != folder
 
 
-def test_a_window_is_read_once_in_a_prefill_and_chunks() -> None:
-    parts = split_window(PROMPT_TOKENS + 2 * CHUNK_TOKENS)
-    assert parts[0] == slice(0, PROMPT_TOKENS)
-    assert [part.stop - part.start for part in parts[1:]] == [CHUNK_TOKENS] * 2
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(PROMPT_TOKENS + 2 * CHUNK_TOKENS))
+def plain_runner(model: LlamaForCausalLM) -> Runner:
+    return Runner("eager", model, None, backend="eager")
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_bits_per_byte_through_the_cache_are_those_of_one_forward_pass(corpus: tuple[Tensor, Tensor]) -> None:
     model = tiny_model()
-    text = held_out_text("", 256, corpus[1], num_windows=2, new_tokens=32)
+    text = held_out_text("", 256, corpus[1], context=2 * quickstart.PROMPT_CHUNK + 5, new_tokens=32)
+    runner = plain_runner(model)
+    measure([runner], text)
+    tokens = torch.cat([text.prompt, text.continuation])
     with torch.no_grad():
-        measured = Runner("eager", model, 32, 0, backend="eager").bits_per_byte(text)
-        logits = model(input_ids=text.windows[:, :-1]).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), text.windows[:, 1:].flatten()).item() / math.log(2)
-    assert text.num_bytes == text.windows[:, 1:].numel()
-    assert measured == pytest.approx(expected, rel=1e-4)
+        logits = model(input_ids=tokens[None, :-1]).logits[0, -31:]
+    expected = F.cross_entropy(logits, tokens[-31:]).item() / math.log(2)
+    assert text.num_bytes == 31
+    assert runner.bits_per_byte(text) == pytest.approx(expected, rel=1e-4)
+    assert runner.same_choices(runner) == 1
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_cache_bytes_are_those_of_the_storages_and_the_text_continues_the_prompt(
-    corpus: tuple[Tensor, Tensor],
-) -> None:
-    text = held_out_text("", 256, corpus[1], num_windows=1, new_tokens=32)
-    measurement = Runner("eager", tiny_model(), 32, 0, backend="eager").measure(text)
-    keys_and_values = 2 * (1 * 2 * (PROMPT_TOKENS + 32) * 64) * 4
-    assert 0 <= measurement.cache_bytes - keys_and_values < 64, "the rest is the cache's count of tokens"
-    assert measurement.text.startswith(text.decode(text.windows[0, :PROMPT_TOKENS]).decode())
+def test_all_variants_take_turns_and_each_predicts_every_token(corpus: tuple[Tensor, Tensor]) -> None:
+    order: list[tuple[str, int]] = []
+
+    class Observed(Runner):
+        def step(self, token: Tensor) -> None:
+            order.append((self.name, token.item()))
+            super().step(token)
+
+    text = held_out_text("", 256, corpus[1], context=64, new_tokens=8)
+    runners = [Observed(name, tiny_model(), None, backend="eager") for name in "ab"]
+    measure(runners, text)
+    assert order == [(name, token) for token in text.continuation.tolist() for name in "ab"]
+    assert [len(runner.step_seconds) for runner in runners] == [8, 8]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_cache_bytes_are_those_of_the_storages_of_all_layers(corpus: tuple[Tensor, Tensor]) -> None:
+    text = held_out_text("", 256, corpus[1], context=64, new_tokens=8)
+    runner = plain_runner(tiny_model())
+    measure([runner], text)
+    keys_and_values = 2 * (1 * 2 * (64 + 8) * 64) * 4
+    assert 0 <= runner.cache_bytes - keys_and_values < 64, "the rest is the cache's count of tokens"
+
+
+def test_the_summary_splits_the_speedup_into_the_fused_path_and_the_bits(corpus: tuple[Tensor, Tensor]) -> None:
+    text = held_out_text("", 256, corpus[1], context=64, new_tokens=8)
+    runners = [plain_runner(tiny_model()) for _ in range(3)]
+    for runner, seconds in zip(runners, (0.006, 0.003, 0.001), strict=True):
+        runner.step_seconds = [1.0] * quickstart.UNTIMED_STEPS + [seconds, seconds, 9.0]
+    shown = quickstart.summary(runners, text, "cpu")
+    assert "6.0 times as fast as under plain Inductor: 2.0 by the fused path, times 3.0 by fewer bits" in shown
 
 
 class WithoutInductor(Runner):
     """Runs without code generation: plain Inductor becomes eager code, and kvquant runs its graphs node by node."""
 
-    def __init__(self, *args: Any, backend: str, **how: Any) -> None:
+    def __init__(self, *args: Any, backend: Any, **how: Any) -> None:
         super().__init__(*args, backend="eager" if backend == "inductor" else backend, **how)
 
 
@@ -118,16 +141,23 @@ QUICK = ["--quick", "--policy", "int4_per_token_head"]
 
 def check_output(shown: str) -> None:
     def row(name: str) -> list[float]:
-        (cells,) = re.findall(rf"{name} *│([^│]*)│([^│]*)│", shown)
-        return [float(cell.replace(",", "")) for cell in cells]
+        (cells,) = re.findall(rf"^ *{name} +(.*)$", shown, re.MULTILINE)
+        return [float(cell) for cell in re.findall(r"[\d.]+", cells)]
 
-    assert min(row("tokens per second")) > 0
-    before, after = row("bytes of the KV cache")
-    assert after < before / 2
-    plain, packed = row("bits per byte")
+    table = shown[shown.index("plain Inductor") :]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert min(row("time of a token")) > 0
+    plain, fused, packed = row("KV cache, all layers")
+    assert fused == pytest.approx(plain, rel=0.2)
+    assert plain > 3 * packed
+    assert row("times smaller than plain") == pytest.approx([1, plain / fused, plain / packed], rel=0.2)
+    plain, fused, packed = row("bits per byte")
+    assert fused == pytest.approx(plain, rel=1e-3)
     assert packed == pytest.approx(plain, rel=0.05)
+    assert "int4_per_token_head" in shown
     assert "model.layers.0.self_attn" in shown
-    assert re.search(r"(\d+) attention sites: \1 rewritten, 0 refused, 0 skipped", shown)
+    assert re.search(r"1 attention \w+: 1 rewritten, 0 refused, 0 skipped", shown)
+    assert "by the fused path, times" in shown
 
 
 @pytest.fixture
@@ -142,6 +172,7 @@ def test_the_quickstart_compares_both_backends_and_reports_what_was_rewritten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quickstart, "Runner", WithoutInductor)
+    monkeypatch.setenv("COLUMNS", "80")
     quickstart.main(QUICK)
     check_output(capsys.readouterr().out)
 

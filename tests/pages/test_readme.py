@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import picture
+import pytest
 import torch
+from recording import Results
 
 from kvcompile.kernels.formats import FORMATS
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -27,6 +30,43 @@ def test_the_two_commands_are_those_that_are_promised() -> None:
         "pip install -e . && python examples/quickstart.py\n",
         'pip install -e ".[test]" && pytest\n',
     ]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_the_first_snippet_has_ten_lines_or_fewer() -> None:
+    assert len(code_blocks("python")[0].splitlines()) <= 10
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_all_snippets_run_in_order_and_need_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(code_blocks("python")), {"__name__": "snippets"})
+    shown = capsys.readouterr().out
+    assert re.search(r"2 attention \w+: 2 rewritten, 0 refused", shown), shown
+    assert {path.name for path in tmp_path.iterdir()} == {"prompt.safetensors", "report.html"}
+
+
+def test_every_speedup_names_its_baseline_and_its_parts_in_the_same_cell() -> None:
+    cells = [cell.strip() for line in README.splitlines() if line.startswith("|") for cell in line.split("|")]
+    speedups = [cell for cell in cells if re.search(r"\d+\.\d+x", cell)]
+    assert len(speedups) >= 8
+    for cell in speedups:
+        assert re.search(r"\d\.\d+x (plain|static)", cell), cell
+        assert re.search(r"fused path|^[\d.]+ s:", cell), cell
+
+
+def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
+    (name,) = re.findall(r"!\[[^]]*\]\(([^)]*)\)", README)
+    picture.draw(Results.read(picture.SOURCE), tmp_path / "picture.svg")
+    labels = re.compile(r"<!-- (.*?) -->")
+    drawn = labels.findall((tmp_path / "picture.svg").read_text())
+    assert drawn == labels.findall((ROOT / name).read_text()), "run: python benchmarks/picture.py"
+    assert {"20.4", "3.50", "2.58", "2.12"} <= set(drawn)
 
 
 def test_ci_runs_the_test_command() -> None:

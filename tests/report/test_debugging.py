@@ -187,7 +187,7 @@ def test_the_index_says_how_the_run_differed(dump: Dump) -> None:
     index = dump.read("index.md")
     assert "were compiled again" in index
     assert "caches of compiled graphs were off" in index
-    assert "Attention sites: 1 rewritten, 1 refused, 0 skipped." in index
+    assert "Attention layers: 1 rewritten, 1 refused, 0 skipped." in index
 
 
 def test_the_trace_has_the_same_graphs(dump: Dump) -> None:
@@ -206,7 +206,7 @@ def test_the_example_dumps_and_shows_excerpts(tmp_path: Path, capsys: pytest.Cap
     assert f"start with {tmp_path / 'out' / 'index.md'}" in shown
     assert re.search(r"^index_put: .* # layers\.0: key write$", shown, re.M)
     assert re.search(r"^expand.* # layers\.0: key store$", shown, re.M)
-    assert "2 attention sites: 1 rewritten, 1 refused, 0 skipped" in shown
+    assert "2 attention layers: 1 rewritten, 1 refused, 0 skipped" in shown
     assert max(len(line) for line in shown.splitlines() if "  # layers.0: " in line) <= 100
 
 

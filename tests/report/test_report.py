@@ -21,6 +21,7 @@ from kvcompile.errors import UnsupportedSiteError
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.report.data import GraphReport
+from kvcompile.report.origin import Origin, PlainCache
 from kvcompile.report.report import Report, collect_reports, last_report, note, ran, record
 
 
@@ -152,7 +153,7 @@ def test_bytes_of_a_graph_count_unless_all_its_calls_ran_plain() -> None:
     assert report.totals.ratio is None
     assert str(report).splitlines()[-3:] == [
         "note: graph 1: 1 of 1 calls ran as plain Inductor would: a view is alive",
-        "1 attention sites: 1 rewritten, 0 refused, 0 skipped",
+        "1 attention layer: 1 rewritten, 0 refused, 0 skipped",
         "1 of 1 calls ran as plain Inductor would",
     ]
 
@@ -218,6 +219,44 @@ def test_totals_add_up() -> None:
     assert totals.ratio == 1024 / 400
 
 
+def with_plain_caches(*sites: Site, bytes_per_token: int = 512) -> GraphReport:
+    """A graph whose model attends to keys and values of these bytes in every layer."""
+    plain = {site.module: [PlainCache("bfloat16", bytes_per_token)] for site in sites}
+    return GraphReport(sites, origin=Origin("Model", "int8", "", "kvcompile 0", "2026-01-01 12:00", plain))
+
+
+def test_the_whole_model_counts_its_unpacked_layers() -> None:
+    graph = with_plain_caches(rewritten(0), refused(1), refused(2, Reason.policy_auto), refused(3, Reason.no_cache))
+    totals = Report([graph]).totals
+    assert (totals.layers, totals.packed_layers, totals.refused_layers, totals.skipped_layers) == (4, 1, 1, 2)
+    assert totals.unpacked_bytes_per_token == 2 * 512, "a layer without a cache has no bytes"
+    assert (totals.model_bytes_before, totals.model_bytes_after) == (512 + 2 * 512, 200 + 2 * 512)
+    assert totals.ratio == 1536 / 1224
+    assert totals.packed_ratio == 512 / 200
+    assert str(Report([graph])).splitlines()[-3:] == [
+        "4 attention layers: 1 rewritten, 1 refused, 2 skipped",
+        "1536 -> 1224 bytes per token and KV head over all layers: 1.25 times smaller than bfloat16",
+        "  512 -> 200 in packed layers, 2.56 times smaller; 1024 in unpacked layers",
+    ]
+
+
+def test_a_layer_of_two_graphs_is_one_layer_and_packed_if_one_of_them_packs_it() -> None:
+    prefill = with_plain_caches(refused(0), refused(1))
+    decode = with_plain_caches(rewritten(0), refused(1))
+    decode.sites[0].module = prefill.sites[0].module
+    totals = Report([prefill, decode]).totals
+    assert (totals.sites, totals.layers, totals.packed_layers, totals.refused_layers) == (4, 2, 1, 1)
+    assert totals.unpacked_bytes_per_token == 512
+    assert "2 attention layers: 1 rewritten, 1 refused, 0 skipped (in 2 graphs)" in str(Report([prefill, decode]))
+
+
+def test_caches_of_a_graph_that_only_ran_plain_count_as_unpacked() -> None:
+    graph, other = with_plain_caches(rewritten(0)), with_plain_caches(rewritten(1))
+    report = Report([graph, other])
+    report.count_call(graph, "a view is alive")
+    assert (report.totals.model_bytes_before, report.totals.model_bytes_after) == (1024, 200 + 512)
+
+
 def test_a_cache_that_two_sites_share_counts_once() -> None:
     shared = Report([GraphReport((rewritten(0, "shared"), rewritten(1, "shared")))])
     assert shared.totals.bytes_per_token_before == 2 * 256
@@ -236,7 +275,7 @@ def test_two_caches_of_one_module_count_twice() -> None:
 def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
     text = str(Report([GraphReport((rewritten(0), refused(1)))], ["a remark"]))
     assert text.splitlines() == [
-        "graph 1: 2 attention sites",
+        "graph 1: 2 attention layers",
         "",
         "| module                    | cache          | attention      | formats (K / V)       |      bytes |",
         "|---------------------------|----------------|----------------|-----------------------|------------|",
@@ -249,8 +288,8 @@ def test_the_text_has_a_row_a_site_with_reasons_and_totals() -> None:
         "  to do: drop the other use, or move it out of the compiled function: eager code may read a packed",
         "cache in any way",
         "note: a remark",
-        "2 attention sites: 1 rewritten, 1 refused, 0 skipped",
-        "512 -> 200 bytes per token and KV head over all packed caches: 2.56 times smaller",
+        "2 attention layers: 1 rewritten, 1 refused, 0 skipped",
+        "512 -> 200 bytes per token and KV head over all layers: 2.56 times smaller than bfloat16",
     ]
 
 
@@ -265,7 +304,7 @@ def test_the_text_fits_100_columns_whatever_the_names() -> None:
 def test_graphs_with_the_same_rows_are_printed_once() -> None:
     graph = GraphReport((rewritten(0),))
     text = str(Report([graph, graph]))
-    assert "graph 2: 1 attention site, as in graph 1" in text
+    assert "graph 2: 1 attention layer, as in graph 1" in text
     assert text.count("model.layers.0.self_attn") == 1
 
 
@@ -287,6 +326,22 @@ def test_json_holds_everything() -> None:
 
 
 # explain
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_report_of_a_model_knows_its_class_its_policy_and_its_plain_caches() -> None:
+    policy = {"version": 1, "rules": [{"match": {"layers": "1"}, "dtype": "auto"}], "default": {"dtype": "fp8_e4m3"}}
+    report = kvcompile.explain(Model(), *INPUTS, policy=policy)
+    (graph,) = report.graphs
+    assert graph.origin is not None
+    assert (graph.origin.model, graph.origin.policy[:7]) == ("Model", "Policy ")
+    assert "fp8_e4m3" in graph.origin.policy_text
+    assert torch.__version__ in graph.origin.versions
+    totals = report.totals
+    assert totals.plain_dtypes == ("float32",)
+    assert totals.unpacked_bytes_per_token == 2 * 64 * 4
+    assert totals.model_bytes_before == 4 * 64 * 4
+    assert report.to_dict()["graphs"][0]["origin"]["model"] == "Model"
 
 
 class Attention(nn.Module):

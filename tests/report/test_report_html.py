@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +20,7 @@ from kvcompile.passes.notes.surroundings import Box, SiteSurroundings, Surroundi
 from kvcompile.passes.refusal import Reason
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.report.data import GraphReport
+from kvcompile.report.origin import Origin
 from kvcompile.report.report import Report
 
 ROOT = Path(__file__).parents[2]
@@ -124,10 +128,35 @@ def test_every_site_has_a_row_and_equal_drawings_are_there_once(page: Path) -> N
     assert [(row["data-graph"], row["data-layer"]) for row in rows] == [
         (str(number), str(layer)) for number in (1, 2) for layer in range(NUM_LAYERS)
     ]
-    assert len(elements.named("symbol")) == 2
-    drawn = [use["href"] for use in elements.named("use")]
-    rewritten = REPORT.totals.rewritten
-    assert (drawn.count("#drawing-1"), drawn.count("#drawing-2")) == (2 * NUM_LAYERS, rewritten)
+    drawn = Counter(use["href"] for use in elements.named("use"))
+    assert len(elements.named("symbol")) == len(drawn), "no drawing is unused"
+    called = Counter(site.attention for graph in REPORT.graphs for site in graph.sites)
+    assert sorted(drawn.values()) == sorted([*called.values(), REPORT.totals.rewritten])
+
+
+def test_the_page_names_the_model_the_policy_the_versions_and_the_time(tmp_path: Path) -> None:
+    origin = Origin(
+        "LlamaForCausalLM", "Policy 12ab", "default: {dtype: int8}", "kvcompile 9.9", "2026-01-02 03:04", {}
+    )
+    report = Report([dataclasses.replace(graph(), origin=origin)])
+    report.to_html(tmp_path / "report.html")
+    shown = re.sub(r"<[^>]+>", "", (tmp_path / "report.html").read_text().partition("<h1>")[2].partition("<h2>")[0])
+    for text in (origin.model, origin.policy, origin.policy_text, origin.versions, origin.time):
+        assert text in shown
+
+
+def test_the_remedy_of_a_refusal_is_in_sight(page: Path) -> None:
+    before_the_table = page.read_text().partition("<table")[0]
+    assert f"To do: </strong>{Reason.used_elsewhere.remedy}" in before_the_table
+
+
+def test_the_drawing_before_the_rewrite_names_the_attention_that_the_model_calls(tmp_path: Path) -> None:
+    marker = Surroundings((Box("attention", ("kvcompile.sdpa", "bfloat16 [1]"), "attention"),), ())
+    site = Site("layers.0", 0, "sdpa, causal", reason="no", reason_code="used_elsewhere")
+    Report([GraphReport((site,), (SiteSurroundings(marker, None),))]).to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "kvcompile.sdpa" not in text
+    assert "sdpa, causal</text>" in text
 
 
 def test_the_page_says_how_many_calls_ran_plain_and_counts_no_bytes_for_them(tmp_path: Path) -> None:

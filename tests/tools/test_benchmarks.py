@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from packed_bytes import empty_packed
-from recording import COLUMNS, Chart, Recorder, Results, argument
+from recording import COLUMNS, Chart, Recorder, Results, argument, in_words
 
 import kvcompile
 from kvcompile.benching import measuring, workloads
@@ -212,6 +212,19 @@ def test_saved_results_are_shown_and_plotted_again(tmp_path, monkeypatch, capsys
     assert (tmp_path / "decode-h.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("int8", "12.3", "3.10", "RuntimeError: no"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("(8, 32/8, 128, 32768)", "8 sequences of 32,768 tokens; 32 query heads, 8 KV heads, head_dim 128"),
+        ("(1, 128/1, 512, 131072)", "1 sequence of 131,072 tokens; 128 query heads, 1 KV head, head_dim 512"),
+        ("(8, 8, 128, 32768)", "8 sequences of 32,768 tokens; 8 KV heads, head_dim 128"),
+        ("attention module", "attention module"),
+    ],
+)
+def test_plots_name_shapes_in_words(shape, words):
+    assert in_words(shape) == words
 
 
 def test_every_column_is_explained_in_the_readme():
