@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any, overload
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, DequantizedInput, PackedCall
 from kvcompile.compat.backends import ensure_registered
-from kvcompile.compat.graphs import copy_codegen, copy_parameter_sources, copy_source, forget_example
+from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner, without_autograd_cache
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode
@@ -41,6 +41,8 @@ from kvcompile.policy.choice import Choice
 from kvcompile.policy.policy import OnUnsupported, Policy, PolicySpec
 from kvcompile.report import report
 from kvcompile.report.weight_bytes import weight_bytes
+from kvcompile.verification.check import VERIFY, verify
+from kvcompile.verification.dump import write_dump
 
 
 class _NothingRewritten(GiveUp):
@@ -58,6 +60,7 @@ def kvquant(
     *,
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
+    verify: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     **inductor_options: Any,
@@ -84,8 +87,9 @@ def kvquant(
         gm: Dynamo's graph, passed by ``torch.compile``.
         example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
-        options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``)
-            and Inductor configuration keys, which override the settings of the mode.
+        options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``),
+            ``verify`` (True: check every rewritten graph against its original, docs/verify.md) and Inductor
+            configuration keys, which override the settings of the mode.
         more_options: the same options as keywords; they override ``options``.
 
     Returns:
@@ -170,11 +174,12 @@ class _GraphCompiler:
         self.options = options
         self.example_inputs = example_inputs
         self.original = gm
-        self.marked = _copy(gm)  # compile_fx takes ownership of its graph
+        self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
         self.sites: list[Site] = []
         self.surroundings: list[SiteSurroundings] = []
+        self.verified_steps: int | None = None
         self.graph = report.GraphReport(())
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
@@ -196,7 +201,7 @@ class _GraphCompiler:
             compiled = self._compile_packed()
         except _NothingRewritten:
             return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
-        fallback = _plain_for_any_inputs(_copy(self.original), self.options.inductor_config)
+        fallback = _plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
         packing = self.packing
         assert packing is not None, "otherwise _NothingRewritten"
         assert packing.rewritten is not None, "otherwise _NothingRewritten"
@@ -254,19 +259,56 @@ class _GraphCompiler:
         """Run the passes on an ATen graph; refuse all its sites if its inputs do not match Dynamo's inputs."""
         static = set(kwargs["static_input_idxs"])
         inputs = [replace(known, is_static=index in static) for index, known in enumerate(self.inputs)]
-        packing = Packing(gm, example_inputs, inputs, self.options.policy.formats_for, bool(kwargs["cudagraphs"]))
+        policy, cudagraphs = self.options.policy.formats_for, bool(kwargs["cudagraphs"])
+        refused: dict[int, Refusal] = {}
+
+        def fresh(gm: GraphModule) -> Packing:
+            return Packing(gm, list(example_inputs), inputs, policy, cudagraphs, dict(refused))
+
         difference = mismatch(inputs, self.example_inputs, example_inputs)
         if difference is not None:
+            packing = fresh(gm)
             packing.candidates = [Candidate(site) for site in sites_of(gm)]
             for site in packing.sites:
                 site.refuse(Refusal(Reason.input_mismatch, detail=difference))
             self.stages.show(Stage.aten, gm, packing.sites)
             return packing
-        for step in run(packing):
-            self.stages.passed(step, packing)
+        before = copied_graph(gm) if self.options.verify else None
+        packing = self._run_passes(fresh(gm))
+        while before is not None and packing.rewritten is not None:
+            wrong = self._wrong_sites(before, fresh, packing)
+            if not wrong:
+                break
+            refused |= wrong
+            seconds, gm.graph = packing.seconds[VERIFY], copied_graph(before).graph
+            packing = self._run_passes(fresh(gm))
+            packing.seconds[VERIFY] = seconds
         if packing.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, packing.sites)
         return packing
+
+    def _run_passes(self, packing: Packing) -> Packing:
+        for step in run(packing):
+            self.stages.passed(step, packing)
+        return packing
+
+    def _wrong_sites(
+        self, before: GraphModule, fresh: Callable[[GraphModule], Packing], packing: Packing
+    ) -> dict[int, Refusal]:
+        """The sites whose rewrite differs from the original graph, or cannot be checked."""
+        with dynamo_timed(f"kvquant_{VERIFY}"):
+            verdict = verify(before, fresh, fresh(before).inputs, self.example_inputs)
+        packing.seconds[VERIFY] = packing.seconds.get(VERIFY, 0.0) + verdict.seconds
+        self.verified_steps = verdict.steps if not verdict.mismatches else 0
+        if verdict.impossible is not None:
+            return dict.fromkeys(verdict.pair.rewrite.accepted, Refusal(Reason.not_verified, detail=verdict.impossible))
+        if not verdict.mismatches:
+            return {}
+        dump = write_dump(verdict, self.options.policy)
+        return {
+            site: Refusal(Reason.differs, what=found.what, detail=found.detail, dump=dump)
+            for site, found in verdict.wrong.items()
+        }
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -283,7 +325,9 @@ class _GraphCompiler:
 
     def _report(self) -> None:
         passes = self.packing.seconds if self.packing is not None else {}
-        self.graph = report.record(self.sites, self.surroundings, weight_bytes(self.example_inputs), passes)
+        self.graph = report.record(
+            self.sites, self.surroundings, weight_bytes(self.example_inputs), passes, self.verified_steps
+        )
         self.stages.reported(self.graph)
         self.graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(self.sites, num_layers(self.sites))
@@ -299,7 +343,7 @@ def _precompile_kernels(graph: Graph) -> None:
 
 def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
     """The code of plain Inductor for ``gm``, which stays unchanged."""
-    return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
+    return compile_fx(copied_graph(gm), list(inputs), config_patches=inductor_config)
 
 
 def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:
@@ -310,25 +354,6 @@ def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> C
     compilation.
     """
     return torch.compile(gm, backend=lambda gm, inputs: _compile_plain(gm, inductor_config, inputs))
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    """A module with a copy of the graph and the same parameters and constants.
-
-    The copy holds no reference to its example inputs.
-    """
-    graph = Graph()
-    nodes: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, nodes))
-    copy_codegen(graph, gm.graph)
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
-    for node, copy in nodes.items():
-        forget_example(copy)
-        copy_source(copy, node)
-    result = GraphModule(gm, graph)
-    result.meta = dict(gm.meta)
-    copy_parameter_sources(result, gm)
-    return result
 
 
 def _dequantized_inputs(packing: Packing) -> list[DequantizedInput]:

@@ -56,6 +56,7 @@ caches
 debugging
 options
 launch_hint
+verification
 backend
 explaining
 generation

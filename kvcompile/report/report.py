@@ -60,10 +60,11 @@ def record(
     surroundings: Iterable[SiteSurroundings] = (),
     weights: Iterable[WeightBytes] = (),
     passes: Mapping[str, float] | None = None,
+    verified_steps: int | None = None,
 ) -> GraphReport:
     """Count, log and keep the outcome of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {})
+    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {}, verified_steps)
     with _lock:
         _last = Report([graph])
         for report in _collecting:
