@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.tune import tune as tune
     from kvcompile.evaluation.tuning import Tuning as Tuning
     from kvcompile.explaining import explain as explain
+    from kvcompile.explaining import verify as verify
     from kvcompile.packed.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed.pool import PackedPool as PackedPool
     from kvcompile.packed.stack import PackedStack as PackedStack
@@ -71,6 +72,7 @@ _HOME = {
     "static_cache": "caches.static",
     "tune": "evaluation.tune",
     "uncompile": "compiling",
+    "verify": "explaining",
 }
 
 __all__ = sorted(_HOME)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from kvcompile.call.digest import digest_of
@@ -18,7 +18,7 @@ from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
-from kvcompile.compat.graphs import copy_codegen, copy_parameter_sources, copy_source, forget_example
+from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode
@@ -46,6 +46,8 @@ from kvcompile.policy.policy import OnUnsupported, PolicySpec
 from kvcompile.report import report
 from kvcompile.report.origin import Origin, policy_name
 from kvcompile.report.weight_bytes import weight_bytes
+from kvcompile.verification.check import VERIFY, verify
+from kvcompile.verification.dump import write_dump
 
 
 class _NothingRewritten(GiveUp):
@@ -63,6 +65,7 @@ def kvquant(
     *,
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
+    verify: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     **inductor_options: Any,
@@ -89,8 +92,9 @@ def kvquant(
         gm: Dynamo's graph, passed by ``torch.compile``.
         example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
-        options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``)
-            and Inductor configuration keys, which override the settings of the mode.
+        options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``),
+            ``verify`` (True: check every rewritten graph against its original, docs/verify.md) and Inductor
+            configuration keys, which override the settings of the mode.
         more_options: the same options as keywords; they override ``options``.
 
     Returns:
@@ -173,12 +177,13 @@ class _GraphCompiler:
         self.options = options
         self.example_inputs = example_inputs
         self.original = gm
-        self.marked = _copy(gm)  # compile_fx takes ownership of its graph
+        self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
         self.inputs = graph_inputs(gm, example_inputs)
         self.packing: Packing | None = None
         self.outcome: Outcome | None = None
         self.graph: report.GraphReport | None = None
         self.origin: Origin | None = None
+        self.verified_steps: int | None = None
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
@@ -206,7 +211,7 @@ class _GraphCompiler:
             graph = self._report(outcome.sites, outcome.surroundings)
         if outcome.is_recordable_step:
             hint_at_cuda_graphs(self.options)
-        fallback = _plain_for_any_inputs(_copy(self.original), self.options.inductor_config)
+        fallback = _plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
         guard = None
         if self.options.policy.key_outliers != "ignore":
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
@@ -241,7 +246,7 @@ class _GraphCompiler:
     def _autograd_cache(self) -> AbstractContextManager[Any]:
         """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
         digest = None
-        if CAN_STORE and not self.stages.are_wanted:
+        if CAN_STORE and not self.stages.are_wanted and not self.options.verify:
             digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals)
         if digest is None:
             return without_autograd_cache()
@@ -286,19 +291,56 @@ class _GraphCompiler:
         """Run the passes on an ATen graph; refuse all its sites if its inputs do not match Dynamo's inputs."""
         static = set(kwargs["static_input_idxs"])
         inputs = [replace(known, is_static=index in static) for index, known in enumerate(self.inputs)]
-        packing = Packing(gm, example_inputs, inputs, self.options.policy.formats_for, bool(kwargs["cudagraphs"]))
+        policy, cudagraphs = self.options.policy.formats_for, bool(kwargs["cudagraphs"])
+        refused: dict[int, Refusal] = {}
+
+        def fresh(gm: GraphModule) -> Packing:
+            return Packing(gm, list(example_inputs), inputs, policy, cudagraphs, dict(refused))
+
         difference = mismatch(inputs, self.example_inputs, example_inputs)
         if difference is not None:
+            packing = fresh(gm)
             packing.candidates = [Candidate(site) for site in sites_of(gm)]
             for site in packing.sites:
                 site.refuse(Refusal(Reason.input_mismatch, detail=difference))
             self.stages.show(Stage.aten, gm, packing.sites)
             return packing
-        for step in run(packing):
-            self.stages.passed(step, packing)
+        before = copied_graph(gm) if self.options.verify else None
+        packing = self._run_passes(fresh(gm))
+        while before is not None and packing.rewritten is not None:
+            wrong = self._wrong_sites(before, fresh, packing)
+            if not wrong:
+                break
+            refused |= wrong
+            seconds, gm.graph = packing.seconds[VERIFY], copied_graph(before).graph
+            packing = self._run_passes(fresh(gm))
+            packing.seconds[VERIFY] = seconds
         if packing.rewritten is not None:
             self.stages.show(Stage.rewritten, gm, packing.sites)
         return packing
+
+    def _run_passes(self, packing: Packing) -> Packing:
+        for step in run(packing):
+            self.stages.passed(step, packing)
+        return packing
+
+    def _wrong_sites(
+        self, before: GraphModule, fresh: Callable[[GraphModule], Packing], packing: Packing
+    ) -> dict[int, Refusal]:
+        """The sites whose rewrite differs from the original graph, or cannot be checked."""
+        with dynamo_timed(f"kvquant_{VERIFY}"):
+            verdict = verify(before, fresh, fresh(before).inputs, self.example_inputs)
+        packing.seconds[VERIFY] = packing.seconds.get(VERIFY, 0.0) + verdict.seconds
+        self.verified_steps = verdict.steps if not verdict.mismatches else 0
+        if verdict.impossible is not None:
+            return dict.fromkeys(verdict.pair.rewrite.accepted, Refusal(Reason.not_verified, detail=verdict.impossible))
+        if not verdict.mismatches:
+            return {}
+        dump = write_dump(verdict, self.options.policy)
+        return {
+            site: Refusal(Reason.differs, what=found.what, detail=found.detail, dump=dump)
+            for site, found in verdict.wrong.items()
+        }
 
     def _logical_inputs(self) -> list[Any]:
         """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
@@ -316,7 +358,7 @@ class _GraphCompiler:
     def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
         passes = self.packing.seconds if self.packing is not None else {}
         weights = weight_bytes(self.example_inputs)
-        graph = report.record(sites, surroundings, weights, passes, self.origin)
+        graph = report.record(sites, surroundings, weights, passes, self.origin, self.verified_steps)
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(sites, num_layers(sites))
@@ -333,7 +375,7 @@ def _precompile_kernels(graph: Graph) -> None:
 
 def _compile_plain(gm: GraphModule, inductor_config: dict[str, Any], inputs: Sequence[Any]) -> Any:
     """The code of plain Inductor for ``gm``, which stays unchanged."""
-    return compile_fx(_copy(gm), list(inputs), config_patches=inductor_config)
+    return compile_fx(copied_graph(gm), list(inputs), config_patches=inductor_config)
 
 
 def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> Callable[..., Any]:
@@ -344,25 +386,6 @@ def _plain_for_any_inputs(gm: GraphModule, inductor_config: dict[str, Any]) -> C
     compilation.
     """
     return torch.compile(gm, backend=lambda gm, inputs: _compile_plain(gm, inductor_config, inputs))
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    """A module with a copy of the graph and the same parameters and constants.
-
-    The copy holds no reference to its example inputs.
-    """
-    graph = Graph()
-    nodes: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, nodes))
-    copy_codegen(graph, gm.graph)
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
-    for node, copy in nodes.items():
-        forget_example(copy)
-        copy_source(copy, node)
-    result = GraphModule(gm, graph)
-    result.meta = dict(gm.meta)
-    copy_parameter_sources(result, gm)
-    return result
 
 
 def _dequantized_inputs(packing: Packing) -> list[DequantizedInput]:

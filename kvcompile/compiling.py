@@ -23,6 +23,7 @@ def compile(
     *,
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
+    verify: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -35,6 +36,7 @@ def compile(
     *,
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
+    verify: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -47,6 +49,7 @@ def compile(
     *,
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
+    verify: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -67,6 +70,8 @@ def compile(
         policy: any argument of :meth:`Policy.load`.
         on_unsupported: the reaction to attention that cannot be packed: ``error``, ``warn`` or ``ignore``. By default
             the policy decides.
+        verify: True runs every rewritten graph beside its original when it is compiled, and leaves attention that
+            differs to plain Inductor (docs/verify.md).
         mode: a ``torch.compile`` mode.
         dynamic: see ``torch.compile``.
         fullgraph: see ``torch.compile``.
@@ -80,7 +85,7 @@ def compile(
         PolicyError: the policy is wrong.
         OptionsError: an unknown or mistyped option or mode.
     """
-    backend = kvquant(policy=policy, on_unsupported=on_unsupported, mode=mode, **inductor_options)
+    backend = kvquant(policy=policy, on_unsupported=on_unsupported, verify=verify, mode=mode, **inductor_options)
     compiled = partial(_compile, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     return compiled if model is None else compiled(model)
 

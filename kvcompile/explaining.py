@@ -1,4 +1,4 @@
-"""``explain``: a report on a model, made without touching the model's caches or compiled code."""
+"""``explain`` and ``verify``: reports on a model, made without touching the model's caches or compiled code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,46 @@ def explain(
     Raises:
         PolicyError: the policy does not exist or is wrong.
     """
-    backend = kvquant(policy=Policy.load(policy), on_unsupported="ignore")
+    return _report(model, args, kwargs, policy, verify=False)
+
+
+def verify(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Compile ``model`` for these arguments, and run every rewritten graph beside its original on random inputs.
+
+    Attention that differs is left to plain Inductor, with the reason ``differs`` and the folder of a dump in the
+    report. docs/verify.md says what is compared, what it costs, and what it cannot see. Caches and compiled code of the
+    caller stay as they are, as in :func:`explain`.
+
+    Args:
+        model: a module or function, compiled or not.
+        args: its positional arguments.
+        policy: anything that :meth:`Policy.load` takes.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The report of all graphs that were compiled; :attr:`Report.is_verified` is the answer.
+
+    Raises:
+        PolicyError: the policy does not exist or is wrong.
+        KVCompileError: a dump cannot be written.
+    """
+    return _report(model, args, kwargs, policy, verify=True)
+
+
+def _report(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: str | Path | Mapping[str, Any] | Policy | None,
+    verify: bool,
+) -> Report:
+    backend = kvquant(policy=Policy.load(policy), on_unsupported="ignore", verify=verify)
 
     def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch._inductor import list_mode_options
 from kvcompile.errors import OptionsError
 from kvcompile.policy.policy import OnUnsupported, Policy
 
-OWN_OPTIONS = ("policy", "on_unsupported")
+OWN_OPTIONS = ("policy", "on_unsupported", "verify")
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class BackendOptions:
         policy: chooses the format of each layer's keys and values.
         on_unsupported: the reaction to a site that cannot be rewritten.
         inductor_config: patches for ``torch._inductor.config``.
+        verify: whether every rewritten graph is checked against its original (docs/verify.md).
         mode: the mode that was given. Its settings are in ``inductor_config``.
     """
 
     policy: Policy
     on_unsupported: OnUnsupported
     inductor_config: dict[str, Any]
+    verify: bool = False
     mode: str | None = field(default=None, compare=False)
 
     @classmethod
@@ -38,7 +40,7 @@ class BackendOptions:
         """Check ``mode`` and ``options``; an option overrides the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
-        setting) and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
+        setting), ``verify`` and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
 
         Raises:
             OptionsError: an unknown or mistyped mode or option.
@@ -50,8 +52,11 @@ class BackendOptions:
         known = typing.get_args(OnUnsupported)
         if on_unsupported not in known:
             raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {on_unsupported!r}")
+        verify = options.pop("verify", False)
+        if not isinstance(verify, bool):
+            raise OptionsError(f"option verify: expected True or False, got {verify!r}")
         settings = _mode_settings(mode) if mode is not None else {}
-        return cls(policy, on_unsupported, settings | _inductor_settings(options), mode)
+        return cls(policy, on_unsupported, settings | _inductor_settings(options), verify, mode)
 
 
 def _mode_settings(mode: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.formats import ChooseFormats
+from kvcompile.passes.refusal import Refusal
 from kvcompile.passes.rewrite.caches import CacheRewriter
 from kvcompile.passes.site import Site
 
@@ -29,6 +30,7 @@ class Packing:
         inputs: the caller's record of each input, in the same order.
         policy: chooses the formats of each layer.
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
+        refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
         candidates: the sites, in the order of the graph, with their proven caches.
@@ -46,6 +48,7 @@ class Packing:
     inputs: Sequence[GraphInput]
     policy: ChooseFormats
     cudagraphs: bool = False
+    refused: Mapping[int, Refusal] = field(default_factory=dict)
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()
     candidates: list[Candidate] = field(default_factory=list)

@@ -87,6 +87,8 @@ def _find_caches(packing: Packing) -> None:
     inputs = zip(packing.placeholders, packing.inputs, strict=True)
     persistent = frozenset(node for node, known in inputs if known.is_persistent)
     packing.candidates = prove_sites(packing.gm, CacheFinder(packing.gm.graph, packing.packed_nodes(), persistent))
+    for place, refusal in packing.refused.items():
+        packing.candidates[place].site.refuse(refusal)
 
 
 def _note_sites(packing: Packing) -> None:

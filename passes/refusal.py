@@ -147,6 +147,15 @@ class Reason(enum.Enum):
         "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified",
         "pass every cache as a tensor of its own, which overlaps no other input",
     )
+    differs = (
+        "verify: the rewritten graph differs from the original in {what} ({detail}); {dump} has both graphs and the "
+        "inputs",
+        "report it with this folder, as a fault of kvcompile; keep verify on for this model",
+    )
+    not_verified = (
+        "verify: the rewrite could not be checked, because {detail}",
+        "pack it without the check (drop verify), or change what the reason names",
+    )
 
 
 class GiveUp(Exception):

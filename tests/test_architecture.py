@@ -58,6 +58,7 @@ caches
 debugging
 options
 launch_hint
+verification
 backend
 explaining
 generation

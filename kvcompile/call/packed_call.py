@@ -211,8 +211,26 @@ def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
     return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
 
 
-_Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
+Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
 """A plain tensor, its parts that must be packed, and its stacked dimensions."""
+
+
+class InputAdoption:
+    """Finds the inputs of a graph that must be packed before a call, and are still plain."""
+
+    def __init__(self, caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> None:
+        """Takes the caches and the stacks of :class:`AdoptingCall`."""
+        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
+        self._stacked_dims = {stack.index: stack.dims for stack in stacks}
+
+    def plain_among(self, args: Sequence[Any]) -> list[Adoption]:
+        """The plain tensors among the inputs of a call that :func:`adopt_all` must pack."""
+        return [
+            adoption
+            for index, parts in self._caches.items()
+            if type(args[index]) is not PackedTensor
+            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
+        ]
 
 
 class AdoptingCall:
@@ -240,8 +258,7 @@ class AdoptingCall:
         """
         self._compiled = compiled
         self._stacks = stacks
-        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
-        self._stacked_dims = {stack.index: stack.dims for stack in stacks}
+        self._inputs = InputAdoption(caches, stacks)
         self._fallback = fallback
         self._graph = graph
         self._collects_garbage = True
@@ -252,13 +269,7 @@ class AdoptingCall:
         guard, self._guard = self._guard, None  # another thread may make a first call at the same time
         if guard is not None:
             guard.look(with_parts(args, self._stacks))
-        plain = [
-            adoption
-            for index, parts in self._caches.items()
-            if type(args[index]) is not PackedTensor
-            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
-        ]
-        if plain:
+        if plain := self._inputs.plain_among(args):
             try:
                 self._adopt(plain)
             except AdoptionError as error:
@@ -270,16 +281,16 @@ class AdoptingCall:
         concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
         return revealed(self._compiled(*concealed))  # a model may return one of its input caches
 
-    def _adopt(self, plain: Sequence[_Adoption]) -> None:
+    def _adopt(self, plain: Sequence[Adoption]) -> None:
         try:
-            _adopt_all(plain)
+            adopt_all(plain)
         except AdoptionError:
             if not self._collects_garbage:
                 raise
             # Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
             self._collects_garbage = False
             gc.collect()
-            _adopt_all(plain)
+            adopt_all(plain)
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
@@ -292,7 +303,7 @@ def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> di
     return dict(result)
 
 
-def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[_Adoption]:
+def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[Adoption]:
     """The plain tensors of an input that must be adopted."""
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
@@ -300,7 +311,7 @@ def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) ->
     return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts, stacked_dims)]
 
 
-def _adopt_all(caches: Sequence[_Adoption]) -> None:
+def adopt_all(caches: Sequence[Adoption]) -> None:
     """Adopt all caches or none, because a graph runs packed or plain as a whole."""
     for tensor, parts, _ in caches:
         check_adoptable(tensor, parts)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from kvcompile.cli.output import NEGATIVE, USAGE_ERROR, print_error
 from kvcompile.errors import KVCompileError
 
-COMMANDS = ("plan", "policy", "eval", "compare", "tune", "calibrate", "explain", "bench", "doctor")
+COMMANDS = ("plan", "policy", "eval", "compare", "tune", "calibrate", "explain", "verify", "bench", "doctor")
 """Modules of this package, in the order of the help."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_json
 from kvcompile.cli.subject import Device, Dtype, PolicyOption, check_writable
+
+if TYPE_CHECKING:
+    from kvcompile.report.report import Report
 
 EXAMPLES = examples(
     "explain --model . --policy policy.yaml",
@@ -58,6 +61,25 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a step of a model and report every attention. Exits with 1 if an attention is refused or runs plain."""
+    report = print_report(model, policy, layers, cache, context, tokens, device, dtype, html, as_json, verified=False)
+    if report.totals.refused or report.totals.plain_calls:
+        raise typer.Exit(NEGATIVE)
+
+
+def print_report(
+    model: str,
+    policy: str | None,
+    layers: int | None,
+    cache: CacheKind,
+    context: int,
+    tokens: int,
+    device: str | None,
+    dtype: str | None,
+    html: Path | None,
+    as_json: bool,
+    verified: bool,
+) -> Report:
+    """Compile a step of a model and print the report; ``verified`` runs rewritten graphs beside their originals."""
     from kvcompile.evaluation import models
     from kvcompile.evaluation.explained_step import explain_step
     from kvcompile.policy.policy import Policy
@@ -69,12 +91,11 @@ def explain(
         subject = models.load_model(model, device, dtype)
     else:
         subject = models.random_model(model, layers, device, dtype)
-    report = explain_step(subject, loaded, kind=cache.value, context=context, tokens=tokens)
+    report = explain_step(subject, loaded, kind=cache.value, context=context, tokens=tokens, verified=verified)
     if html is not None:
         report.to_html(html)
     if as_json:
         print_json(report.to_dict())
     else:
         print(report)
-    if report.totals.refused or report.totals.plain_calls:
-        raise typer.Exit(NEGATIVE)
+    return report

@@ -54,3 +54,22 @@ def source_of(placeholder: Node) -> str:
 def forget_example(node: Node) -> None:
     """Drop a node's reference to its example input. Any reference, even a weak one, would prevent adoption."""
     node.meta.pop("grapharg", None)
+
+
+def copied_graph(gm: GraphModule) -> GraphModule:
+    """A module with a copy of the graph and the same parameters and constants.
+
+    The copy holds no reference to its example inputs.
+    """
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, nodes))
+    copy_codegen(graph, gm.graph)
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    for node, copy in nodes.items():
+        forget_example(copy)
+        copy_source(copy, node)
+    result = GraphModule(gm, graph)
+    result.meta = dict(gm.meta)
+    copy_parameter_sources(result, gm)
+    return result

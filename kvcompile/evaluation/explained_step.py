@@ -10,7 +10,7 @@ import torch
 from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, text_config, uncompiled
-from kvcompile.explaining import explain
+from kvcompile.explaining import explain, verify
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report
 
@@ -22,7 +22,13 @@ TOKENS_BEFORE = 4
 
 @torch.no_grad()
 def explain_step(
-    model: Any, policy: str | Path | Policy | None, *, kind: CacheKind, context: int, tokens: int
+    model: Any,
+    policy: str | Path | Policy | None,
+    *,
+    kind: CacheKind,
+    context: int,
+    tokens: int,
+    verified: bool = False,
 ) -> Report:
     """The report on the attention of ``model`` in a step of ``tokens`` tokens.
 
@@ -32,6 +38,7 @@ def explain_step(
         kind: the kind of the cache, ``static`` or ``growing``.
         context: the capacity of a static cache in tokens.
         tokens: 1 for a decode step, more for a chunk of a prefill.
+        verified: whether rewritten graphs run beside their originals, as in :func:`kvcompile.verify`.
 
     Raises:
         EvaluationError: the step does not fit, or the model does not run with such a cache.
@@ -53,4 +60,5 @@ def explain_step(
             "from Python with suitable inputs"
         ) from error
     step = ids[:, TOKENS_BEFORE:]
-    return explain(model, input_ids=step, use_cache=True, policy=policy, **with_cache(model, cache))
+    examine = verify if verified else explain
+    return examine(model, input_ids=step, use_cache=True, policy=policy, **with_cache(model, cache))

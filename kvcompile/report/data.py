@@ -58,8 +58,11 @@ class GraphReport:
         sites: the attention sites and their outcomes.
         surroundings: the graph around each site, for a drawing; empty if the graph was not analysed.
         weights: the parameters among the inputs of the graph.
-        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order.
+        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify``, those of
+            the check, too.
         origin: the model, the policy and the versions; None if they are not known.
+        verified_steps: in how many random steps the rewritten graph ran beside the original without a difference; None
+            without ``verify``.
     """
 
     sites: tuple[Site, ...]
@@ -67,6 +70,7 @@ class GraphReport:
     weights: tuple[WeightBytes, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
     origin: Origin | None = None
+    verified_steps: int | None = None
 
     def layers(self) -> Iterator[tuple[Layer, Site]]:
         """Every site with the attention layer that it belongs to."""
@@ -237,6 +241,17 @@ class ReportData:
         return tuple(site for graph in self.graphs for site in graph.sites)
 
     @property
+    def is_verified(self) -> bool:
+        """Whether ``verify`` was asked for, some site was rewritten, and the check has refused none."""
+        refused = {Reason.differs.name, Reason.not_verified.name}
+        checked = all(graph.verified_steps for graph in self.graphs if any(site.rewritten for site in graph.sites))
+        return (
+            checked
+            and any(site.rewritten for site in self.sites)
+            and refused.isdisjoint(site.reason_code for site in self.sites)
+        )
+
+    @property
     def totals(self) -> Totals:
         outcomes = Counter(outcome(site) for site in self.sites)
         layers = self._outcomes_of_layers()
@@ -327,7 +342,13 @@ class ReportData:
     def _graph_dict(self, graph: GraphReport) -> dict[str, Any]:
         runs = self.runs.get(id(graph), Runs(graph))
         sites = [{**dataclasses.asdict(site), "outcome": outcome(site)} for site in graph.sites]
-        found = {"sites": sites, "calls": runs.num_calls, "plain_calls": runs.num_plain, "passes": dict(graph.passes)}
+        found = {
+            "sites": sites,
+            "calls": runs.num_calls,
+            "plain_calls": runs.num_plain,
+            "passes": dict(graph.passes),
+            "verified_steps": graph.verified_steps,
+        }
         if graph.origin is not None:
             named = ("model", "policy", "policy_text", "versions", "time")
             found["origin"] = {name: getattr(graph.origin, name) for name in named}

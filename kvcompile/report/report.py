@@ -62,10 +62,11 @@ def record(
     weights: Iterable[WeightBytes] = (),
     passes: Mapping[str, float] | None = None,
     origin: Origin | None = None,
+    verified_steps: int | None = None,
 ) -> GraphReport:
     """Count, log and keep the outcome of a graph that is being compiled. Any thread may call this."""
     global _last
-    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {}, origin)
+    graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {}, origin, verified_steps)
     with _lock:
         _last = Report([graph])
         for report in _collecting:

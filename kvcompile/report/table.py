@@ -32,6 +32,8 @@ def render(report: ReportData) -> str:
         console.print(title if twin == number else f"{title}, as in graph {twin}")
         if rows and twin == number:
             console.print(_table(rows))
+        if graph.verified_steps:
+            console.print(f"verified: {graph.verified_steps} random steps give what the original graph gives")
     for kind in ("refused", "skipped"):
         sites = [site for site in report.sites if outcome(site) == kind]
         remedies = {site.reason: site.remedy for site in sites}

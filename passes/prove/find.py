@@ -371,12 +371,15 @@ def _is_zeros(node: Node) -> bool:
 
 
 def _is_new_rows(node: Node) -> bool:
-    """Whether a returned ``cat`` only assembles new rows, as rotary embeddings do, and extends no cache."""
+    """Whether a returned ``cat`` only assembles new rows, as rotary embeddings do, and extends no cache.
+
+    One step may extend a cache more than once.
+    """
     if node.target is not aten.cat.default:
         return False
-    base = node.args[0][0]
-    while base.op == "call_function" and base.target in (*SAME_OPS, aten.slice.Tensor):
-        base = base.args[0]
+    base = node
+    while base.op == "call_function" and base.target in (*SAME_OPS, aten.slice.Tensor, aten.cat.default):
+        base = base.args[0][0] if base.target is aten.cat.default else base.args[0]
     return base.op != "placeholder"
 
 

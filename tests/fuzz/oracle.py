@@ -128,6 +128,7 @@ class How:
         operators: without generated code, whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
         dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
         generate_code: whether Inductor generates code; otherwise graphs run node by node.
+        verify: whether kvcompile checks its own rewrites, too.
     """
 
     policy: str = "float32"
@@ -136,6 +137,7 @@ class How:
     operators: bool = False
     dynamic: bool = True
     generate_code: bool = False
+    verify: bool = False
 
     @property
     def loses_nothing(self) -> bool:
@@ -146,7 +148,7 @@ class How:
         return New(getattr(torch, self.dtype), self.device, policy=self.policy if packed else None)
 
     def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        backend = kvcompile.kvquant(policy=self.policy, on_unsupported="ignore")
+        backend = kvcompile.kvquant(policy=self.policy, on_unsupported="ignore", verify=self.verify)
         result: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=None if self.dynamic else False)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -55,6 +56,12 @@ class Statistics:
         if program.is_safe and result.verdict != "invalid":
             self.safe += 1
             self.rewritten += result.rewritten
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a file of counts."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        counts = {name: dict(value) if isinstance(value, Counter) else value for name, value in own.items()}
+        return {**counts, "programs": self.programs}
 
     def add(self, other: Statistics) -> None:
         for name in ("verdicts", "outcomes", "plain_calls"):

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "calibrate": "test_static_scales.py",
     "tune": "test_tuning.py",
     "explain": "test_explain_command.py",
+    "verify": "test_explain_command.py",
     "bench": "test_bench_command.py",
 }
 """Commands that need a model or much time, and the files that run their examples."""

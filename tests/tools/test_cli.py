@@ -102,6 +102,7 @@ PAGES = [
     ("compare",),
     ("tune",),
     ("explain",),
+    ("verify",),
     ("bench",),
     ("calibrate",),
     ("doctor",),

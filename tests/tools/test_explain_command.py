@@ -1,4 +1,4 @@
-"""``python -m kvcompile explain`` reports on a model, from its folder or from a config alone."""
+"""``python -m kvcompile explain`` and ``verify`` report on a model, from its folder or from a config alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
 from kvcompile.evaluation import explained_step, models
+from kvcompile.passes.rewrite import caches
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report
 from kvcompile.tables import WIDTH
+from kvcompile.verification import dump
 
 pytestmark = pytest.mark.usefixtures("without_code_generation")
 
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("without_code_generation")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: the folder of a model."""
     save(small_model(), tmp_path)
+    (tmp_path / "auto.yaml").write_text("default: {dtype: auto}\n")
     (tmp_path / "policy.yaml").write_text("rules: [{match: {layers: 0}, dtype: auto}]\ndefault: {dtype: fp8_e4m3}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)
@@ -69,22 +72,50 @@ def test_few_layers_are_few_in_every_field_that_lists_them(folder: Path) -> None
     assert models.has_weights(str(folder))
 
 
-def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, Policy]] = []
+@pytest.mark.parametrize("cache", ["static", "growing"])
+def test_a_step_of_a_model_is_verified(cache: str) -> None:
+    out, _ = run(f"verify --model . --policy int4 --layers 1 --cache {cache}")
+    assert "verified: 9 random steps give what the original graph gives" in out
+    assert "1 rewritten, 0 refused, 0 skipped" in out
 
-    def explain_step(model: Any, policy: Policy, **arguments: Any) -> Report:
-        asked.append((len(model.model.layers), policy))
-        return Report()
+
+def test_verify_says_no_if_nothing_is_rewritten_or_a_site_differs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "0 rewritten, 0 refused, 1 skipped" in run("verify --model . --layers 1 --policy auto.yaml", code=1)[0]
+    monkeypatch.setattr(dump.tempfile, "tempdir", str(folder))
+    insert = caches.insert_attention
+    swapped = lambda graph, marker, k, v, key, value, *rest: insert(graph, marker, v, k, value, key, *rest)  # noqa: E731
+    monkeypatch.setattr(caches, "insert_attention", swapped)
+    found = json.loads(run("verify --model . --layers 1 --json", code=1)[0])
+    assert found["graphs"][0]["sites"][0]["reason_code"] == "differs"
+
+
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_the_examples_of_the_help_and_of_the_pages_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Policy, bool]] = []
+
+    def explain_step(model: Any, policy: Policy, *, verified: bool, **arguments: Any) -> Report:
+        asked.append((len(model.model.layers), policy, verified))
+        return Verified()
 
     monkeypatch.setattr(explained_step, "explain_step", explain_step)
-    examples = [line.partition("kvcompile ")[2] for line in run("explain --help")[0].splitlines() if "    pyth" in line]
-    pages = [command for command in command_line() if command.startswith("explain ")]
+    lines = run(f"{command} --help")[0].splitlines()
+    examples = [line.partition("kvcompile ")[2] for line in lines if "    pyth" in line]
+    pages = [one for one in command_line() if one.startswith(f"{command} ")]
     assert len(examples) > 2
     assert pages
-    for command in (*examples, *pages):
-        assert run(command)[0]
-    assert [layers for layers, _ in asked] == [2, 2, 1, 2]
+    for example in (*examples, *pages):
+        assert run(example)[0]
+    assert [layers for layers, _, _ in asked] == [2, 2, 1, 2]
     assert asked[0][1] == Policy.load("policy.yaml")
+    assert {verified for _, _, verified in asked} == {command == "verify"}
+
+
+class Verified(Report):
+    """A report without graphs in which nothing differs."""
+
+    is_verified = True  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

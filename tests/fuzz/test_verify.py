@@ -1,0 +1,64 @@
+"""``verify`` refuses what a planted fault makes wrong, so that the program is right, and refuses nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuzz.faults import FAULTS
+from fuzz.fixed_seeds import corner_programs
+from fuzz.program import GROWING, STATIC, Attention, Layer, Program, Sizes, Step, Write
+from fuzz.search import run
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+WRITE = Write("index_copy_")
+LAYER = Layer(STATIC, "bthd", WRITE, WRITE, False, Attention())
+PROGRAM = Program(Sizes(2, 2, 2, 9, 16), (LAYER,), (Step(3), Step(1)))
+SCALED = replace(PROGRAM, layers=(replace(LAYER, attention=Attention(scale=0.3)),))
+GROWS = replace(PROGRAM, layers=(replace(LAYER, kind=GROWING, axes="bhtd", key=Write("cat"), value=Write("cat")),))
+
+REFUSED = ("differs", "not_verified")
+
+
+@pytest.mark.parametrize(
+    ("title", "program"),
+    [
+        ("the scale is dropped", SCALED),
+        ("the mask is dropped", PROGRAM),
+        ("the mask is off by one", PROGRAM),
+        ("positions are off by one", PROGRAM),
+        ("the sequences of new vectors are reversed", PROGRAM),
+        ("keys and values are exchanged", PROGRAM),
+        ("the output of another sequence is taken", PROGRAM),
+        ("attention reads the cache before its writes", PROGRAM),
+        ("the store is not written back", PROGRAM),
+        ("a growing cache loses its last token before it grows", GROWS),
+        ("the order of concatenated tensors is ignored", GROWS),
+    ],
+)
+def test_a_fault_is_refused_and_the_answer_is_right(title: str, program: Program) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.title == title]
+    with fault.planted():
+        assert run(program).verdict in ("wrong", "crash"), "the fault shows without verify"
+        result = run(program, verify=True)
+    assert set(result.outcomes) == {"differs"}
+    assert result.verdict == "equal"
+
+
+def test_programs_without_a_fault_stay_packed() -> None:
+    """A sample of the corner programs; all of them run so in the slow tests."""
+    _check(corner_programs()[::7])
+
+
+@pytest.mark.slow
+def test_all_corner_programs_stay_packed() -> None:
+    _check(corner_programs())
+
+
+def _check(programs: list[Program]) -> None:
+    for program in programs:
+        result = run(program, verify=True)
+        assert not result.failed, program
+        assert result.outcomes.keys().isdisjoint(REFUSED), (program, result.outcomes)
