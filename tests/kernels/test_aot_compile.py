@@ -224,6 +224,7 @@ FITS = [
     for capability in SHARED_MEMORY
     for key in ("float32", "bfloat16", INT8, "turboquant_3bit", "int4_per_channel" + RESIDUAL)
     for head_dim, q_len in ((64, 1), (96, 1), (128, 1), (256, 1), (128, 64), (256, 64))
+    if (key, head_dim, q_len) != ("float32", 256, 1) or SHARED_MEMORY[capability] >= 148 << 10
 ]
 WIDE_ON_SMALL = [(INT8, 256, 64, 89), ("float32", 256, 1, 90), ("bfloat16", 256, 1, 86)]
 
