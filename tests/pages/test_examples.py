@@ -25,12 +25,12 @@ EXAMPLES = {
     "long_context_memory": [r"bf16 +0\.25 .* 16\.00", r"int4_per_token_head +0\.07 .* 4\.25"],
     "prompt_cache": [r"cache 458760 -> 121864 bytes", r"same logits: True"],
 }
-"""The output of each example, as regular expressions. Two more examples have separate test files."""
+"""The output of each example, as regular expressions. Other examples have separate test files."""
 
 QUICK = ("hand_written_model", "long_context_memory", "prompt_cache")
 
 GENERATING = [name for name, patterns in EXAMPLES.items() if SAME in patterns]
-TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf"}
+TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf", "chat"}
 PARTS = {"byte_lm", "tiny_models"}
 
 
