@@ -19,6 +19,10 @@ REQUESTS = "generate-nvidia-h200.json"
 THROUGHPUT = "throughput-*.json"
 GRAPHS = "reduce-overhead"
 
+PLAIN = "plain `torch.compile`, bfloat16 cache"
+STATIC = "Transformers, static cache"
+FUSED = "the fused path alone, bfloat16 cache"
+
 Row = dict[str, Any]
 
 
@@ -37,10 +41,10 @@ def decode_step() -> str:
     header = ["", *(f"{_in_words(shape)}: {what}" for shape in by_shape for what in ("ms a token", "peak memory"))]
     lines = []
     for name in dict.fromkeys(row["format"] for row in rows):
-        cells = ["plain `torch.compile`, bfloat16 cache" if name == "plain" else _kvquant(name)]
+        cells = [_step_label(name)]
         for by_format in by_shape.values():
-            times = {other: row["microseconds"] / 1e3 for other, row in by_format.items()}
-            cells += [_time(times, name), _memory(by_format, name)]
+            times = {_step_label(other): row["microseconds"] / 1e3 for other, row in by_format.items()}
+            cells += [_time(times, _step_label(name), PLAIN, "plain"), _memory(by_format, name)]
         lines.append(cells)
     layers = max(row["packed_layers"] for row in rows)
     title = f"A decode step of {layers} layers as wide as Llama 3 8B, with CUDA graphs ({_source(results)}):\n\n"
@@ -48,22 +52,22 @@ def decode_step() -> str:
 
 
 def requests() -> str:
-    """What a call of ``generate()`` takes: first token, further tokens, memory."""
+    """What a call of ``generate()`` takes: first token, further tokens, memory. The static cache is the baseline."""
     results = read(RESULTS / REQUESTS)
-    rows = results["rows"]
-    plain = rows[0]
-    layers = re.search(r"--layers (\d+)", results["command"])
+    rows = [row for row in results["rows"] if "error" not in row]
     lines = []
-    times = {row["format"]: row["token_milliseconds"] for row in rows}
     for row in rows:
-        name = f"Transformers, {row['case']} cache" if row["case"] != "kvquant" else _kvquant(row["format"])
+        same = {_label(other): other for other in rows if other["shape"] == row["shape"]}
+        times = {label: other["token_milliseconds"] for label, other in same.items()}
         first = f"{row['first_token_milliseconds'] / 1e3:.2f} s"
-        if row is not plain:
-            first += f": {plain['first_token_milliseconds'] / row['first_token_milliseconds']:.2f}x static"
-        lines.append([name, first, _time(times, row["format"], "static"), f"{row['peak_megabytes'] / 1e3:.1f} GB"])
-    described = f"{layers[1]} such layers" if layers else "such layers"
-    title = f"`generate()` with {described} and {_in_words(plain['shape'])} ({_source(results)}):\n\n"
-    return title + table(["", "first token", "ms a token", "peak memory"], lines)
+        if _label(row) != STATIC and STATIC in same:
+            speed = same[STATIC]["first_token_milliseconds"] / row["first_token_milliseconds"]
+            first += f": {speed:.2f}x static"
+        cells = [_label(row), _in_words(row["shape"]), first, _time(times, _label(row), STATIC, "static")]
+        lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB"])
+    layers = re.search(r"--layers (\d+)", results["command"])
+    title = f"`generate()` with {layers[1] if layers else 8} such layers ({_source(results)}):\n\n"
+    return title + table(["", "prompts", "first token", "ms a token", "peak memory"], lines)
 
 
 def throughput() -> str:
@@ -75,13 +79,11 @@ def throughput() -> str:
     rows = [row for row in results["rows"] if "tokens_per_second" in row]
     lines = []
     for row in rows:
-        name = "Transformers, static cache" if row["case"] == "plain" else _kvquant(row["format"])
-        speeds = {
-            other["format"]: 1 / other["tokens_per_second"] for other in rows if other["context"] == row["context"]
-        }
-        gained = _gain(speeds, row["format"], rows[0]["format"], "static")
+        times = {_label(other): 1 / other["tokens_per_second"] for other in rows if other["context"] == row["context"]}
+        gained = _gain(times, _label(row), STATIC, "static")
         shown = f"{row['tokens_per_second']:,.0f}" + (f": {gained}" if gained else "")
-        lines.append([name, f"{row['context']:,}", str(row["users"]), shown, f"{row['peak_megabytes'] / 1e3:.1f} GB"])
+        cells = [_label(row), f"{row['context']:,}", str(row["users"]), shown]
+        lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB" if "peak_megabytes" in row else ""])
     title = f"As many users as fit into the memory of the run ({_source(results)}):\n\n"
     return title + table(["", "tokens of a user", "users", "tokens/s of all", "peak memory"], lines)
 
@@ -102,28 +104,43 @@ def _in_words(shape: str) -> str:
     return f"{batch} x {int(context):,} tokens"
 
 
+def _step_label(name: str) -> str:
+    return PLAIN if name == "plain" else _kvquant(name)
+
+
+def _label(row: Row) -> str:
+    """The way of running the model that a row measured."""
+    if row["case"] == "kvquant":
+        return _kvquant(row["format"])
+    if row["case"] in ("plain", "static"):
+        return STATIC
+    return f"Transformers, {row['case']} cache" + ("" if row["format"] == "plain" else f", {row['format']}")
+
+
 def _kvquant(name: str) -> str:
-    return "the fused path alone, bfloat16 cache" if name == "bfloat16" else f"`{name}`"
+    return FUSED if name == "bfloat16" else f"`{name}`"
 
 
-def _time(times: dict[str, float], name: str, baseline: str = "plain") -> str:
+def _time(times: dict[str, float], label: str, plain: str, baseline: str) -> str:
     """A time in milliseconds, and what was gained on the baseline."""
-    if name not in times:
+    if label not in times:
         return ""
-    gained = _gain(times, name, "plain", baseline)
-    return f"{times[name]:#.3g}" + (f": {gained}" if gained else "")
+    gained = _gain(times, label, plain, baseline)
+    return f"{times[label]:#.3g}" + (f": {gained}" if gained else "")
 
 
-def _gain(times: dict[str, float], name: str, plain: str, baseline: str) -> str:
+def _gain(times: dict[str, float], label: str, plain: str, baseline: str) -> str:
     """The speedup over the baseline, split into the fused path and the bits if the fused path alone was measured."""
-    if name == plain:
+    if label == plain or plain not in times:
         return ""
-    total = f"{times[plain] / times[name]:.1f}x {baseline}"
-    if name == "bfloat16":
+    total = f"{times[plain] / times[label]:.1f}x {baseline}"
+    if label.startswith("Transformers"):
+        return f"{total}, without the fused path"
+    if label == FUSED:
         return f"{total}, all by the fused path"
-    if "bfloat16" not in times:
+    if FUSED not in times:
         return f"{total}, by the fused path and the bits together"
-    fused, bits = times[plain] / times["bfloat16"], times["bfloat16"] / times[name]
+    fused, bits = times[plain] / times[FUSED], times[FUSED] / times[label]
     return f"{total} = {fused:.1f} (fused path) x {bits:.2f} (bits)"
 
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(report)
     for part in ("self_attention_cache", "cross_attention_cache"):
         before, after = (kvcompile.cache_nbytes(getattr(output.past_key_values, part)) for output in (plain, result))
-        print(f"{part}: {before} -> {after} bytes")
+        print(f"{part}, all layers: {before} bytes in float32 -> {after} bytes packed")
     print(f"{100 * (result.sequences == plain.sequences).float().mean():.0f} % of the tokens are the same")
 
 

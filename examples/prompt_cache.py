@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     plain_bytes = kvcompile.cache_nbytes(cache)
     compiled = torch.compile(model, backend="kvquant", options={"policy": options.policy})
     compiled(question, past_key_values=cache)  # packs the cache
-    print(f"cache {plain_bytes} -> {kvcompile.cache_nbytes(cache)} bytes")
+    print(f"cache of all layers: {plain_bytes} bytes in float32 -> {kvcompile.cache_nbytes(cache)} bytes packed")
 
     with tempfile.TemporaryDirectory() as folder:
         file = options.file or Path(folder, "prompt.safetensors")

@@ -37,6 +37,9 @@ PLAIN = "bf16 SDPA"
 
 Inputs = list[tuple[Any, ...]]
 
+OnStep = Callable[[str], None]
+"""Called with what begins, in a few words."""
+
 
 @dataclass(frozen=True)
 class PackedDecode:
@@ -134,20 +137,26 @@ class DecodeTime:
 
 
 @torch.no_grad()
-def decode_times(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+def decode_times(
+    shape: Shape, formats: Sequence[tuple[str, FormatPair]], on_step: OnStep = lambda doing: None
+) -> Iterator[DecodeTime]:
     """The times of PyTorch's attention and then of every format, for one shape. A failure is a row with its error.
+
+    ``on_step`` is called before each of ``len(formats) + 1`` steps.
 
     Raises:
         BenchError: PyTorch has no attention for this shape.
     """
-    yield from (_on_cuda if DEVICE.type == "cuda" else _on_cpu)(shape, formats)
+    yield from (_on_cuda if DEVICE.type == "cuda" else _on_cpu)(shape, formats, on_step)
 
 
-def _on_cuda(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+def _on_cuda(shape: Shape, formats: Sequence[tuple[str, FormatPair]], on_step: OnStep) -> Iterator[DecodeTime]:
     """Measure one attention after the other, so that each has the memory to itself."""
+    on_step(f"timing {PLAIN}")
     name, plain = next(iter(time_sdpa(decode_sdpa_calls(), plain_inputs(shape)).items()))
     yield _plain_row(shape, name, plain)
     for policy, pair in formats:
+        on_step(f"timing {policy}")
         yield _time_on_cuda(shape, policy, pair, plain)
 
 
@@ -159,17 +168,19 @@ def _time_on_cuda(shape: Shape, policy: str, pair: FormatPair, plain: Timing) ->
         return _failed(shape, policy, error)
 
 
-def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]]) -> Iterator[DecodeTime]:
+def _on_cpu(shape: Shape, formats: Sequence[tuple[str, FormatPair]], on_step: OnStep) -> Iterator[DecodeTime]:
     """Measure all attentions in turns, so that other load on the machine affects all of them alike."""
     inputs = plain_inputs(shape)
     calls = runnable(decode_sdpa_calls(), inputs[0])
     packed: dict[str, PackedDecode] = {}
     failed: dict[str, DecodeTime] = {}
     for policy, pair in formats:
+        on_step(f"compiling {policy}")
         try:
             packed[policy] = PackedDecode.of(shape, pair)
         except Exception as error:  # as in _time_on_cuda
             failed[policy] = _failed(shape, policy, error)
+    on_step("timing, in turns")
     turns = [(call, inputs) for call in calls.values()] + [(case.run, case.inputs) for case in packed.values()]
     timings = _in_turns(turns)
     name, plain = min(zip(calls, timings, strict=False), key=lambda item: item[1].seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -90,11 +91,14 @@ def bench(
     interrupted = False
     try:
         with progress_bar() as on_progress:
+            steps = itertools.count()
             for shape in shapes:
-                on_progress(f"context {shape.context}: compiling and timing {len(formats)} formats", len(rows), total)
-                for row in decode_times(shape, formats):
+
+                def on_step(doing: str, context: int = shape.context) -> None:
+                    on_progress(f"{context} tokens: {doing}", next(steps), total)
+
+                for row in decode_times(shape, formats, on_step):
                     rows.append(row)
-                    on_progress(f"context {shape.context}: {row.policy}", len(rows), total)
     except KeyboardInterrupt:
         interrupted = True
     device = describe_device(DEVICE)
@@ -113,7 +117,10 @@ def _print(device: dict[str, Any], rows: list[DecodeTime]) -> None:
     threads = f", {device['threads']} threads" if "threads" in device else ""
     print_wrapped(f"{device['name']}{threads}", indent=2)
     header = ["policy", "context", "us", "spread", "MB", "speedup", "error", "of ceiling"]
-    print(f"\n{table(header, [_cells(row) for row in rows])}\n")
+    cells = [_cells(row) for row in rows]
+    if not any(row[-1] for row in cells):  # a CPU has no read ceiling
+        header, cells = header[:-1], [row[:-1] for row in cells]
+    print(f"\n{table(header, cells)}\n")
     print_wrapped(LEGEND, indent=2)
     for row in rows:
         if row.note:

@@ -21,7 +21,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")),
+        TextColumn("{task.description}", table_column=Column(ratio=4, no_wrap=True, overflow="ellipsis")),
         BarColumn(table_column=Column(ratio=1)),
         TaskProgressColumn(),
         TimeElapsedColumn(),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcompile.debugging.output_code import marked, packed_inputs
 from kvcompile.debugging.stages import Stage
 from kvcompile.errors import KVCompileError
 from kvcompile.policy.policy import Policy
@@ -43,6 +44,8 @@ class DumpedGraph:
     """(file, its description), in the order of writing."""
     after_last_pass: str = ""
     """The graph as the last pass left it."""
+    packed: dict[str, str] = field(default_factory=dict)
+    """The packed caches among the inputs of the rewritten graph, by name, with their roles."""
 
 
 class DumpFolder:
@@ -81,6 +84,8 @@ class DumpFolder:
 
     def stage(self, number: int, stage: Stage, text: str) -> None:
         """Write a graph at one of its stages."""
+        if stage is Stage.rewritten:
+            self.graphs[number - 1].packed = packed_inputs(text)
         self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
 
     def passed(self, number: int, step: int, name: str, text: str) -> None:
@@ -103,7 +108,8 @@ class DumpFolder:
         files = self.graphs[number - 1].files
         earlier = sum("output_code" in name for name, _ in files)
         name = f"{len(Stage) + 1}_output_code{f'_{earlier + 1}' if earlier else ''}.py"
-        return self._add(number, name, "the code that Inductor generated, Triton kernels or C++ included", code)
+        what = "the code that Inductor generated, Triton kernels or C++ included; `# kvquant:` marks packed caches"
+        return self._add(number, name, what, marked(code, self.graphs[number - 1].packed))
 
     def finish(self, report: Report, remarks: list[str]) -> None:
         """Write the report and the index; ``remarks`` go to the top of the index."""

@@ -11,6 +11,7 @@ import contextlib
 import enum
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Protocol
@@ -150,6 +151,8 @@ class GraphStages:
 def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     """The graph as Python. Comments name the inputs, each change of module, and the role of a line for a site.
 
+    Each store, attention and other role that takes several lines has a heading.
+
     Args:
         gm: a graph of any stage.
         sources: the user's name of each input, by position.
@@ -160,7 +163,8 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     lines += ["", "import torch", "from torch import device, inf, nan", ""]
     nodes = {node.name: node for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
     source = re.sub(r"^class .*?\(", "class GraphModule(", gm.print_readable(print_output=False), count=1, flags=re.M)
-    module = ""
+    module, role = "", None
+    roles = Counter(_comment(node) for node in nodes.values())
     for line in source.splitlines():
         assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # what is deeper belongs to a graph within this one
         node = nodes.get(assigned[2]) if assigned else None
@@ -169,7 +173,11 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
             if inner and inner != module:
                 lines.append(f"{assigned[1]}# module {inner}")
                 module = inner
-            line = "  # ".join(filter(None, (line, _comment(node))))
+            comment = _comment(node)
+            if comment is not None and comment != role and roles[comment] > 1:
+                lines += ["", f"{assigned[1]}# ==== {comment} ===="]
+            role = comment or role
+            line = "  # ".join(filter(None, (line, comment)))
         lines.append(line)
     return "\n".join(_one_line(line) for line in lines) + "\n"
 

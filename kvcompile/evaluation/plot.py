@@ -22,7 +22,10 @@ def check_plot(path: Path) -> None:
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Two panels over the effective bits: the change of the metric, and the mean divergence on a logarithmic scale."""
+    """Two panels over the effective bits: the change of the metric with its standard error, and the mean divergence.
+
+    The divergence has a logarithmic scale. Its standard error is not known.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
@@ -32,8 +35,8 @@ def draw(evaluation: Evaluation, path: Path) -> None:
         fontsize="medium",
     )
     change, divergence = figure.subplots(1, 2)
-    _scatter(change, evaluation, "change", 100.0)
-    change.set_ylabel(f"change of {evaluation.metric}, %")
+    _scatter(change, evaluation, "change", 100.0, "change_error")
+    change.set_ylabel(f"change of {evaluation.metric}, % (bars: one standard error)")
     change.axhline(0, color="black", linewidth=0.8)
     _scatter(divergence, evaluation, "mean_divergence", 1.0)
     divergence.set_ylabel("mean KL divergence, nats")
@@ -44,10 +47,13 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _scatter(axes: Any, evaluation: Evaluation, attribute: str, factor: float) -> None:
-    """A point for every policy."""
+def _scatter(axes: Any, evaluation: Evaluation, attribute: str, factor: float, error: str | None = None) -> None:
+    """A point for every policy, with an error bar of one standard error if ``error`` names it."""
     axes.set_xlabel("effective bits per element of the cache")
     axes.grid(alpha=0.3)
     for index, result in enumerate(evaluation.results):
         value = factor * getattr(result, attribute)
-        axes.plot(result.effective_bits, value, MARKERS[index % len(MARKERS)], label=Path(result.policy).stem)
+        half = factor * getattr(result, error) if error is not None else None
+        marker = MARKERS[index % len(MARKERS)]
+        label = Path(result.policy).stem
+        axes.errorbar(result.effective_bits, value, yerr=half, fmt=marker, capsize=3, label=label)

@@ -19,18 +19,26 @@ FOLDER = Path(__file__).parents[2] / "examples"
 SAME = r"100 % of the tokens are the same"
 EXAMPLES = {
     "hugging_face_generate": [r"static index_put", r"growing cat", SAME],
-    "hand_written_model": [r"1 rewritten, 0 refused", r"cache 524288 -> 139264 bytes", SAME],
-    "encoder_decoder": [r"4 rewritten, 0 refused", r"cross_attention_cache: 65544 -> 17416 bytes", SAME],
+    "hand_written_model": [
+        r"1 rewritten, 0 refused",
+        r"all layers: 524288 bytes in float32 -> 139264 bytes packed",
+        SAME,
+    ],
+    "encoder_decoder": [
+        r"4 rewritten, 0 refused",
+        r"cross_attention_cache, all layers: 65544 bytes in float32 -> 17416 bytes packed",
+        SAME,
+    ],
     "per_layer_policy": [r"3 rewritten, 0 refused, 1 skipped", r"fp8_e4m3", r"int8_per_token_head /\s+\|[^\n]*\n"],
     "long_context_memory": [r"bf16 +0\.25 .* 16\.00", r"int4_per_token_head +0\.07 .* 4\.25"],
-    "prompt_cache": [r"cache 458760 -> 121864 bytes", r"same logits: True"],
+    "prompt_cache": [r"all layers: 458760 bytes in float32 -> 121864 bytes packed", r"same logits: True"],
 }
-"""The output of each example, as regular expressions. Two more examples have separate test files."""
+"""The output of each example, as regular expressions. Other examples have separate test files."""
 
 QUICK = ("hand_written_model", "long_context_memory", "prompt_cache")
 
 GENERATING = [name for name, patterns in EXAMPLES.items() if SAME in patterns]
-TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf"}
+TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf", "chat"}
 PARTS = {"byte_lm", "tiny_models"}
 
 

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvcompile
 
@@ -127,6 +128,11 @@ def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'kvcompile' has no attribute 'polciy'"):
         _ = kvcompile.polciy
+
+
+def test_all_files_name_the_same_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kvcompile.__version__
+    assert f"\n## {kvcompile.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def version() -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvcompile.benching import decode_attention
 from kvcompile.benching.decode_attention import PLAIN, DecodeTime, decode_times
 from kvcompile.benching.measuring import time_in_turns
-from kvcompile.benching.workloads import Shape, parse_formats
+from kvcompile.benching.workloads import DEVICE, Shape, parse_formats
 from kvcompile.cli.app import app
 from kvcompile.tables import WIDTH
 
@@ -67,6 +67,15 @@ def test_wrong_and_impossible_results_are_rows_that_failed_and_the_others_are_ti
     assert "is wrong: relative error" in row.error
 
 
+def test_each_step_is_announced() -> None:
+    heard: list[str] = []
+    shape = Shape(1, 2, 1, 32, 70)
+    rows = list(decode_times(shape, [parse_formats("int8_per_token_head")], heard.append))
+    assert [row.error for row in rows] == ["", ""]
+    expected = ["compiling int8_per_token_head", "timing, in turns"]
+    assert heard == (expected if DEVICE.type == "cpu" else ["timing bf16 SDPA", "timing int8_per_token_head"])
+
+
 def test_calls_take_turns_and_preparations_are_not_timed() -> None:
     heard: list[str] = []
     calls = [lambda: heard.append("a"), lambda: heard.append("b")]
@@ -78,7 +87,7 @@ def test_calls_take_turns_and_preparations_are_not_timed() -> None:
 def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Shape] = []
 
-    def times(shape: Shape, formats: Any) -> Iterator[DecodeTime]:
+    def times(shape: Shape, formats: Any, on_step: Any) -> Iterator[DecodeTime]:
         asked.append(shape)
         return iter([DecodeTime(shape, formats[0][0], note="not run")])
 

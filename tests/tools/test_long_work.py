@@ -155,7 +155,7 @@ def test_other_interrupted_commands_say_that_nothing_was_written(
 
 
 def test_an_interrupted_bench_prints_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(shape: Shape, formats: Any) -> Iterator[DecodeTime]:
+    def times(shape: Shape, formats: Any, on_step: Any) -> Iterator[DecodeTime]:
         yield DecodeTime(shape, "bf16 SDPA", Timing(1e-3, 0.0, "nothing"), 1000, 1.0)
         raise KeyboardInterrupt
 
