@@ -43,7 +43,7 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, PackedSubclass)]
     if not written:
         return NotImplemented
-    if torch.Tag.inplace_view in func.tags or func in _CHANGES_STORAGE:
+    if changes_tensor(func):
         raise NotImplementedError(
             f"{func} would change the shape or the storage of a packed KV cache; make a view or a clone() instead"
         )
@@ -68,6 +68,11 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         _count_write(x)
     originals = {id(plain[id(x)]): x for x in written}
     return tree_map_only(Tensor, lambda x: originals.get(id(x), x), result)
+
+
+def changes_tensor(func: Any) -> bool:
+    """Whether an operator changes the shape or the storage of its argument, which no packed tensor can do."""
+    return torch.Tag.inplace_view in func.tags or func in _CHANGES_STORAGE
 
 
 def _count_write(x: PackedSubclass) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import GROUPS
 from fuzz.mutations import SURVIVORS
+from fuzz.probes import PROBES, Probe
 from fuzz.program import STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import Failure, as_test, run, search
 
@@ -35,6 +36,19 @@ def test_a_simple_program_shows_a_fault_of_its_functions(title: str) -> None:
     with fault.planted():
         assert run(PROGRAM).verdict == "wrong"
     assert run(PROGRAM).verdict == "equal"
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.drive.__name__)
+def test_a_probe_shows_its_fault_and_runs_rightly_without_it(probe: Probe) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
+    assert not (result := probe.run()).failed, result
+    with fault.planted():
+        assert probe.run().failed
+
+
+def test_faults_without_a_program_are_explained() -> None:
+    assert SURVIVORS.keys().isdisjoint(probe.fault for probe in PROBES)
+    assert len({probe.fault for probe in PROBES}) == len(PROBES)
 
 
 def test_a_search_ends_with_the_program_that_differs() -> None:

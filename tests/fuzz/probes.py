@@ -1,0 +1,403 @@
+"""Programs that are written by hand, each for a fault that drawn programs reach rarely.
+
+A probe is a ``drive`` as the fuzzer writes it (:mod:`fuzz.oracle`): it yields everything that must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuzz.oracle import Drive, How, Outcome, compare
+
+B, H, S, D = 2, 2, 9, 16
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A program and its fault.
+
+    Attributes:
+        fault: the title of the fault that it shows.
+        drive: the program.
+        how: how it runs.
+    """
+
+    fault: str
+    drive: Drive = field(repr=False)
+    how: How
+
+    def run(self, **how: Any) -> Outcome:
+        """Compare the packed and the plain run; the program is compiled anew."""
+        torch._dynamo.reset()
+        return compare(self.drive, How(**{**vars(self.how), **how}))
+
+    def __reduce__(self) -> Any:
+        return probe_of, (self.fault,)  # processes pass it on
+
+
+PROBES: list[Probe] = []
+
+
+def probe_of(fault: str) -> Probe:
+    """The probe for a fault."""
+    return next(probe for probe in PROBES if probe.fault == fault)
+
+
+def shows(fault: str, **how: Any) -> Callable[[Drive], Drive]:
+    """A decorator that makes a probe of a ``drive``."""
+
+    def add(drive: Drive) -> Drive:
+        PROBES.append(Probe(fault, drive, How(**{"operators": True, "dynamic": False, **how})))
+        return drive
+
+    return add
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **more)
+
+
+def _tokens(new: Any, count: int = 1, heads: int = H, batch: int = B) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of new tokens."""
+    return new(batch, heads, count, D), new(batch, H, count, D), new(batch, H, count, D)
+
+
+def _caches(new: Any, count: int = 2, tokens: int = S) -> list[Tensor]:
+    return [new(B, H, tokens, D) for _ in range(count)]
+
+
+# Reads
+
+
+@shows("the shapes of query and caches are not checked")
+def queries_of_one_sequence_read_all_sequences(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return F.scaled_dot_product_attention(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    q, k, v = _tokens(new)
+    yield run(q[:1], k, v, kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("a cache may serve in both roles")
+def a_cache_of_keys_and_values_serves_as_values_elsewhere(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, both, pos):
+        kc.index_copy_(2, pos, k), both.index_copy_(2, pos, v)
+        return _sdpa(q, both, both) + _sdpa(q, kc, both)
+
+    run, (kc, both) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, both, new.range(3, 4)), kc, both
+
+
+@shows("the items of a list of views all begin at 0")
+def the_second_item_of_a_split_of_sequences_is_read(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q[1:], kc.split(1, 0)[1], vc.split(1, 0)[1])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("attention of some sequences reads the first ones")
+def the_second_sequence_is_read(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q[1:], kc[1:], vc[1:])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("a range of heads begins with the first head")
+def the_second_head_is_read(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q[:, 1:], kc[:, 1:], vc[:, 1:])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("reordered heads take the wrong stride")
+def three_query_heads_take_two_heads_in_turn(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc.repeat(1, 3, 1, 1), vc.repeat(1, 3, 1, 1))
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new, heads=3 * H), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("the mask of another row is taken")
+def each_query_has_a_mask_of_its_own(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc, torch.arange(kc.shape[2], device=q.device) <= pos[:, None])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new, 3), kc, vc, new.range(3, 6)), kc, vc
+
+
+@shows("the scale is dropped")
+def attention_has_a_scale_of_its_own(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc, scale=0.7)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("the causal mask is dropped")
+def attention_is_causal(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc, is_causal=True)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new, 3), kc, vc, new.range(3, 6)), kc, vc
+
+
+@shows("the softcap is dropped")
+def scores_are_capped(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return torch.softmax(torch.tanh(q @ kc.transpose(2, 3) / 2) * 2, -1) @ vc
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("a scale after a bias leaves the bias")
+def scores_with_a_bias_are_scaled(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, bias):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return torch.softmax((q @ kc.transpose(2, 3) + bias) * 0.3, -1) @ vc
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4), 3 * new(B, 1, 1, S)), kc, vc
+
+
+@shows("rows without a visible key are zero")
+def a_mask_of_minus_infinity_hides_every_key(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, visible):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        scores = (q @ kc.transpose(2, 3)).masked_fill(~visible, float("-inf"))
+        return torch.softmax(scores, -1) @ vc
+
+    run, (kc, vc) = compile(step), _caches(new)
+    visible = new.range(0, S)[None] < new.range(0, 3)[:, None]
+    yield run(*_tokens(new, 3), kc, vc, new.range(3, 6), visible), kc, vc
+
+
+@shows("steps within a dimension are ignored")
+def every_second_token_is_read(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc[:, :, ::2], vc[:, :, ::2])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+# Writes
+
+
+@shows("new tokens are stored in reverse")
+def three_tokens_are_written(compile: Any, new: Any) -> Iterator[Any]:
+    yield from each_query_has_a_mask_of_its_own(compile, new)
+
+
+@shows("heads and tokens of new vectors are exchanged")
+def three_tokens_of_two_heads_are_written(compile: Any, new: Any) -> Iterator[Any]:
+    yield from each_query_has_a_mask_of_its_own(compile, new)
+
+
+@shows("negative positions do not count from the end")
+def a_position_counts_from_the_end(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc[:, :, pos], vc[:, :, pos] = k, v
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(-2, -1)), kc, vc
+
+
+@shows("stores to other positions are merged")
+def keys_and_values_are_written_to_different_positions(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, other):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, other, v)
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4), new.range(5, 6)), kc, vc
+
+
+@shows("any index along the batch counts as all sequences")
+def sequences_are_written_in_another_order(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, rows, pos):
+        kc[rows, :, pos], vc[rows, :, pos] = k[:, :, 0], v[:, :, 0]
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(0, 2).flip(0), new.range(3, 5)), kc, vc
+
+
+@shows("the first sequence of a store is dropped")
+def the_second_sequence_is_written(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc[1:].index_copy_(2, pos, k[1:]), vc[1:].index_copy_(2, pos, v[1:])
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("a slice may be put back in another place")
+def a_written_sequence_is_copied_over_another(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc[1:] = kc[:1].index_copy(2, pos, k[:1])
+        vc[1:] = vc[:1].index_copy(2, pos, v[:1])
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("stores ignore which positions are valid")
+def tokens_are_written_where_a_mask_says(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        here = (torch.arange(kc.shape[2], device=q.device) == pos)[None, None, :, None]
+        kc.copy_(torch.where(here, k, kc)), vc.copy_(torch.where(here, v, vc))
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
+
+
+@shows("new tokens keep their own dtype", policy="int8_per_token_head", dtype="bfloat16")
+def new_tokens_have_more_bits_than_the_cache(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc):
+        kc[:, :, 3:6], vc[:, :, 3:6] = k, v
+        return _sdpa(q, kc, vc)
+
+    run = compile(step)
+    kc, vc = new.cache("key", "bhtd", B, H, S, D), new.cache("value", "bhtd", B, H, S, D)
+    q, k, v = _tokens(new, 3)
+    yield run(q, k.float() / 3, v.float() / 3, kc, vc), kc, vc
+
+
+# Caches that the graph makes, that grow, or that are windows
+
+
+@shows("the alias check of outputs is dropped")
+def a_returned_view_shares_memory_with_a_returned_cache(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v):
+        keys, values = k * 2, v * 2
+        return _sdpa(q, keys, values), keys, values, keys[:, :, :1]
+
+    out, keys, values, first = compile(step)(*_tokens(new, 3))
+    keys.zero_()
+    yield out, keys, values, first
+
+
+@shows("any buffer of the graph counts as zeros")
+def a_cache_is_made_of_ones(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v):
+        keys, values = k.new_full((B, H, S, D), 0.5), v.new_full((B, H, S, D), 0.5)
+        keys[:, :, :1], values[:, :, :1] = k, v
+        return _sdpa(q, keys, values), keys, values
+
+    yield compile(step)(*_tokens(new))
+
+
+@shows("a cache that drops tokens takes the outputs of grown caches")
+def a_growing_cache_stands_beside_a_window(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, k0, v0, k1, v1):
+        k0, v0 = torch.cat([k0, k], 2), torch.cat([v0, v], 2)
+        out = _sdpa(q, k0, v0)
+        k1, v1 = torch.cat([k1, k], 2)[:, :, -6:], torch.cat([v1, v], 2)[:, :, -6:]
+        return out + _sdpa(q, k1, v1), k0, v0, k1, v1
+
+    run = compile(step)
+    caches = [*_caches(new, tokens=4), *_caches(new, tokens=6)]
+    for _ in range(2):
+        out, *caches = run(*_tokens(new), *caches)
+        yield out, *caches
+
+
+# Stacks, partners, copies
+
+
+@shows("sites that share a refused cache are accepted")
+def two_layers_share_keys_and_one_reads_its_values_elsewhere(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, other, pos):
+        for cache, x in ((kc, k), (vc, v), (other, v)):
+            cache.index_copy_(2, pos, x)
+        return _sdpa(q, kc, vc) + _sdpa(q, kc, other), other.sum()
+
+    run, caches = compile(step), _caches(new, 3)
+    yield *run(*_tokens(new), *caches, new.range(3, 4)), *caches
+
+
+@shows("copies between inputs are dropped")
+def an_input_is_copied_and_then_changed(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, source, copied, pos):
+        total = source.sum()
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        copied.copy_(source[:, :, 2:])
+        source.add_(1)
+        return _sdpa(q, kc, vc), total
+
+    run, (kc, vc, copied), source = compile(step), _caches(new, 3), new(B, H, S + 2, D)
+    yield *run(*_tokens(new), kc, vc, source, copied, new.range(3, 4)), kc, vc, source, copied
+
+
+@shows("parts of a stack may become views of inputs")
+def parts_of_a_stack_are_copies_of_inputs_that_change(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, a, b, kc, vc, kv, pos):
+        total = a.sum() + b.sum()
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        out = _sdpa(q, kc, vc) + _sdpa(q, kv[0], kv[1])
+        kv[0].copy_(a), kv[1].copy_(b)
+        a.add_(1), b.add_(1)
+        return out, total
+
+    run, kv, (kc, vc) = compile(step), new(2, B, H, S, D), _caches(new)
+    a, b = _caches(new)
+    yield *run(*_tokens(new), a, b, kc, vc, kv, new.range(3, 4)), a, b, kv, kc, vc
+
+
+# Calls
+
+
+@shows("caches with aliases are adopted")
+def a_view_of_a_cache_is_kept(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc)
+
+    run, (kc, vc) = compile(step), _caches(new)
+    kept = kc.data[:, :, 2:6]  # holds no reference to the cache itself
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kept, kc, vc
+    yield run(*_tokens(new), kc, vc, new.range(4, 5)), kept, kc, vc
+
+
+@shows("packed inputs may share memory")
+def a_view_of_a_packed_cache_is_passed_beside_it(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, view, pos):
+        before = view.sum()
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc), before, view * 2
+
+    run, (kc, vc), other = compile(step), _caches(new), new(B, H, S, D)
+    yield *run(*_tokens(new), kc, vc, other, new.range(3, 4)), kc, vc
+    yield *run(*_tokens(new), kc, vc, kc[:, :, :8], new.range(4, 5)), kc, vc
