@@ -48,6 +48,7 @@ passes.pipeline
 
 errors
 tables
+digests
 packed
 policy
 report

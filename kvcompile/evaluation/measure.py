@@ -72,6 +72,9 @@ def evaluate(
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
     model = uncompiled(model)
+    for _, policy in loaded:
+        for transforms in policy.transforms:
+            transforms.check_model(model)
     calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
     run = _Run(model, text, calibration, len(loaded), on_progress)
     with torch.no_grad():

@@ -6,7 +6,7 @@ A policy may also describe a format: the dtype of its elements, the granularity 
 from __future__ import annotations
 
 from kvcompile.errors import PolicyError, did_you_mean
-from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, is_calibrated
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
 
@@ -44,7 +44,7 @@ def preset_names() -> list[str]:
 
 def known_names() -> list[str]:
     """All valid values of a dtype: presets, then formats with other names, then ``auto``."""
-    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *LATENT_FORMATS, AUTO]
+    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *CALIBRATED_FORMATS, *LATENT_FORMATS, AUTO]
 
 
 def resolve(name: str) -> FormatPair | None:
@@ -57,7 +57,7 @@ def resolve(name: str) -> FormatPair | None:
         return None
     if name in PRESETS:
         return PRESETS[name]
-    if name in FORMATS or name in LATENT_FORMATS:
+    if name in FORMATS or name in LATENT_FORMATS or is_calibrated(name):
         return FormatPair(name, name)
     known = known_names()
     raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Node
 
+from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.prove.cache import Cache
@@ -37,6 +38,7 @@ def choose_formats(
                 cache.role: _layout(cache, formats, packed_inputs.get(cache.base)) for cache in candidate.caches
             }
             for cache in candidate.caches:
+                _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
         except Refusal as refusal:
@@ -66,6 +68,26 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
     if unsupported is not None:
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=unsupported)
     return layout
+
+
+def _check_basis(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if a calibrated format was calibrated for other heads than those of a cache, or lacks kernels."""
+    fmt = layout.format
+    if not fmt.is_calibrated:
+        return
+    if not fmt.basis:
+        detail = "it has no calibration; name a transforms file in the policy"
+        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
+    basis = bases.find(fmt.basis)
+    if (basis.num_heads, basis.head_dim) != (cache.num_kv_heads, cache.head_dim):
+        detail = (
+            f"it was calibrated for {basis.num_heads} KV heads of {basis.head_dim} channels, but the {cache.role} "
+            f"cache has {cache.num_kv_heads} of {cache.head_dim}"
+        )
+        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
+    if cache.root.meta["val"].device.type == "cuda":
+        detail = "there are no GPU kernels for calibrated formats yet"
+        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:

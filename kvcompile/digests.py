@@ -1,4 +1,4 @@
-"""Digests that a cache file carries: of its tensors, of its header, and of the model that computed the cache."""
+"""Digests that files of this project carry: of their tensors, of their header, and of the model behind them."""
 
 from __future__ import annotations
 
