@@ -28,6 +28,7 @@ kernels.gather
 kernels.deepseek_v4
 kernels.latent
 kernels.launch
+kernels.calibrated
 kernels.ops
 kernels.precompile
 

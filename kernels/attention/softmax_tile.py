@@ -16,7 +16,9 @@ def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKEN
     if in_digits(KEY, factor.shape[0]):
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
-        if KEY.granularity != "channel":
+        if KEY.granularity == "plane":
+            products = _scaled_products_of(unpack(packed, scale, zero, KEY), scale, q_planes, KEY, PRECISION)
+        elif KEY.granularity != "channel":
             products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
         elif KEY.block_tokens < TOKENS:
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
@@ -38,6 +40,17 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
     OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
     for plane in tl.static_range(OTHER_PLANES):
         products = tl.dot(levels[plane + 1], q_planes[plane + 1], products, input_precision=PRECISION)
+    return products
+
+
+@jit
+def _scaled_products_of(levels, scale, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """``sum of scale * (level . q)`` over planes with scales of their own, float32 [tokens, rows]."""
+    products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION) * scale[0][:, None]
+    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        product = tl.dot(levels[plane + 1], q_planes[plane + 1], input_precision=PRECISION)
+        products += product * scale[plane + 1][:, None]
     return products
 
 
@@ -266,7 +279,9 @@ def attend_packed(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
     levels = value_levels(values[0], values[1], values[2], VALUE)
-    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8)
+    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (
+        VALUE.granularity == "group" or VALUE.granularity == "plane" or VALUE.code_dtype != tl.uint8
+    )
     accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 
@@ -275,9 +290,22 @@ def attend_packed(
 def value_levels(packed, scale, zero, VALUE: tl.constexpr):
     """The levels of each plane of values, [width, tokens]. A tensor that also serves as keys is transposed for it."""
     levels = unpack(packed, scale, zero, VALUE)
+    if VALUE.granularity == "plane":
+        levels = _times_scales(levels, scale, VALUE)
     if not VALUE.column_major:
         levels = transposed(levels, VALUE)
     return levels
+
+
+@jit
+def _times_scales(levels, scale, VALUE: tl.constexpr):
+    """Levels of planes times their scales, in the dtype of the products."""
+    values = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        factor = scale[plane][None, :] if VALUE.column_major else scale[plane][:, None]
+        values = values + ((levels[plane].to(tl.float32) * factor).to(VALUE.dtype),)  # noqa: RUF005
+    return values
 
 
 @jit

@@ -200,24 +200,30 @@ class Format(abc.ABC):
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Vectors in the stored basis: float32 [..., stored_dim] from float32 [..., head_dim], heads as in encode."""
-        if not self.is_calibrated:
-            return rotate(x, self.rotation_seed) if self.rotated else x
-        x = x - self.mean(x)
-        if self.has_matrices:
-            return bases.product(x, self.basis, "to_stored")
+        x = self.to_plain(x) if self.is_calibrated else x
         return rotate(x, self.rotation_seed) if self.rotated else x
 
     def from_stored_basis(self, x: Tensor) -> Tensor:
         """Inverse of :meth:`to_stored_basis`, except that it does not add the mean."""
-        if self.has_matrices:
-            return bases.product(x, self.basis, "from_stored")
-        return unrotate(x, self.rotation_seed) if self.rotated else x
+        return self.from_plain(unrotate(x, self.rotation_seed) if self.rotated else x)
 
     def query_in_stored_basis(self, q: Tensor) -> Tensor:
         """Queries whose product with keys in the stored basis is ``q . (k - mean)``; shapes as in to_stored_basis."""
-        if self.has_matrices:
-            return bases.product(q, self.basis, "query")
+        q = self.query_in_plain(q)
         return rotate(q, self.rotation_seed) if self.rotated else q
+
+    def to_plain(self, x: Tensor) -> Tensor:
+        """The vectors of a calibrated format as its plain format encodes them; shapes as in to_stored_basis."""
+        x = x - self.mean(x)
+        return bases.product(x, self.basis, "to_stored") if self.has_matrices else x
+
+    def from_plain(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`to_plain`, except that it does not add the mean."""
+        return bases.product(x, self.basis, "from_stored") if self.has_matrices else x
+
+    def query_in_plain(self, q: Tensor) -> Tensor:
+        """Queries whose product with the vectors of :meth:`to_plain` is ``q . (k - mean)``."""
+        return bases.product(q, self.basis, "query") if self.has_matrices else q
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of a calibrated format, float32 that broadcasts to ``x`` [batch, num_kv_heads, ..., head_dim].
@@ -234,6 +240,11 @@ class Format(abc.ABC):
                 f"vectors are {list(x.shape)}"
             )
         return bases.mean_of(x, self.basis).view(known.num_heads, *[1] * (x.dim() - 3), known.head_dim)
+
+    @property
+    def num_basis_heads(self) -> int | None:
+        """The number of KV heads of the basis; None without a basis."""
+        return bases.find(self.basis).num_heads if self.basis else None
 
     @property
     def has_matrices(self) -> bool:

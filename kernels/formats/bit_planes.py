@@ -165,9 +165,9 @@ class WordPacking:
         return Fraction(self.word_bits, self.num_parts)
 
     @property
-    def shifts(self) -> tuple[int, ...]:
-        """The first bit of each plane in a word."""
-        return tuple(sum(self.bits_of_planes[:i]) for i in range(self.num_planes))
+    def fields(self) -> tuple[tuple[int, int], ...]:
+        """The first bit and the bits of each plane in a word."""
+        return tuple((sum(self.bits_of_planes[:i]), bits) for i, bits in enumerate(self.bits_of_planes))
 
     @property
     def bits_of_sections(self) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class WordPacking:
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         """Pack codes, uint8 [..., channels of all planes], into sections [..., width], by name."""
         planes = codes.int().chunk(self.num_planes, dim=-1)
-        word = _combine([plane << shift for plane, shift in zip(planes, self.shifts, strict=True)])
+        word = _combine([plane << shift for plane, (shift, _) in zip(planes, self.fields, strict=True)])
         sections, offset = {}, 0
         for name, bits in zip(("codes", *HIGH_SECTIONS), self.bits_of_sections, strict=False):
             if bits >= 8:
@@ -206,8 +206,7 @@ class WordPacking:
     def planes(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`pack`: the codes of each plane, uint8 [..., width]."""
         word = self._words(sections)
-        fields = zip(self.shifts, self.bits_of_planes, strict=True)
-        return [((word >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift, bits in fields]
+        return [((word >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift, bits in self.fields]
 
     def _words(self, sections: dict[str, Tensor]) -> Tensor:
         """The words, int32 [..., columns]."""

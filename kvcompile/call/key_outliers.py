@@ -85,7 +85,7 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
     if not sample.shape[1] or fmt.has_matrices:  # a calibration has already weighed the channels
         return None
     if fmt.is_calibrated:
-        sample, format_name = sample - fmt.mean(sample[None])[:, 0], format_name.partition(MEAN)[0]
+        sample, format_name = sample - fmt.mean(sample[None]), format_name.partition(MEAN)[0]
     error = _median_channel_errors(sample, format_name)
     if not _is_too_large(error, format_name, head_dim):
         return None

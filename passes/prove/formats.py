@@ -85,9 +85,6 @@ def _check_basis(cache: Cache, layout: PackedLayout) -> None:
             f"cache has {cache.num_kv_heads} of {cache.head_dim}"
         )
         raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
-    if cache.root.meta["val"].device.type == "cuda":
-        detail = "there are no GPU kernels for calibrated formats yet"
-        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:
