@@ -149,6 +149,7 @@ class WordPacking:
     num_parts: int
 
     dtype = torch.uint8
+    low_bits = 0
     high = ()
 
     @property

@@ -228,7 +228,7 @@ def packed_operand(
         head_dim=head_dim,
         padded_head_dim=triton.next_power_of_2(head_dim),
         num_planes=fmt.num_planes,
-        low_bits=0 if words else fmt.packing.low_bits,
+        low_bits=fmt.packing.low_bits,
         word_fields=words.fields if words else (),
         word_sections=_word_sections(words, layout) if words else (),
         code_dtype=code_dtype,

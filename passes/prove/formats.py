@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Node
 
+from kvcompile.kernels.calibrated import refusal
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
-from kvcompile.passes.prove.cache import Cache
+from kvcompile.passes.marker import Marker
+from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
@@ -41,6 +43,7 @@ def choose_formats(
                 _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
+            _check_kernels(candidate)
         except Refusal as refusal:
             candidate.site.refuse(refusal)
 
@@ -71,20 +74,33 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
 
 
 def _check_basis(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if a calibrated format was calibrated for other heads than those of a cache, or lacks kernels."""
+    """Raise Refusal if a calibrated format was calibrated for other heads than those of a cache, or not at all."""
     fmt = layout.format
     if not fmt.is_calibrated:
         return
     if not fmt.basis:
         detail = "it has no calibration; name a transforms file in the policy"
-        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
     basis = bases.find(fmt.basis)
     if (basis.num_heads, basis.head_dim) != (cache.num_kv_heads, cache.head_dim):
         detail = (
             f"it was calibrated for {basis.num_heads} KV heads of {basis.head_dim} channels, but the {cache.role} "
             f"cache has {cache.num_kv_heads} of {cache.head_dim}"
         )
-        raise Refusal(Reason.unsupported_format, format=layout.format_name, detail=detail)
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+
+
+def _check_kernels(candidate: Candidate) -> None:
+    """Raise Refusal if no kernel computes the attention of a site on its formats on a GPU."""
+    attention = candidate.attention
+    if not isinstance(attention, Attention) or attention.marker.meta["val"].device.type != "cuda":
+        return
+    marker = Marker.of(attention.marker)
+    layouts = [candidate.layouts[cache.role] for cache in attention.caches]
+    reason = refusal(layouts[0], layouts[-1], has_sinks=marker.sinks is not None, has_softcap=marker.softcap != 0.0)
+    if reason is not None:
+        format_names = " and ".join(dict.fromkeys(layout.description for layout in layouts))
+        raise Refusal(Reason.unsupported_format, format=format_names, detail=reason)
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:
