@@ -235,7 +235,7 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 @constexpr_function
 def weighs_scales(value):
     """Whether weights contain a scale per token."""
-    return value.has_scale and value.granularity == "token"
+    return value.has_scale and value.granularity in ("token", "plane")
 
 
 @jit
@@ -258,10 +258,23 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
     """Scales and zero points per token of a tile of packed values, [tokens]; arbitrary if the format has none."""
     _, scale, zero = values
-    if VALUE.granularity != "token":
+    if VALUE.granularity == "plane":
+        scale = _largest_scale(scale, VALUE)
+        zero = scale
+    elif VALUE.granularity != "token":
         scale = tl.full([TOKENS], 1.0, tl.float32)
         zero = scale
     return scale, zero
+
+
+@jit
+def _largest_scale(scale, VALUE: tl.constexpr):
+    """The largest scale of a vector that has one for each plane, [tokens]."""
+    largest = scale[0]
+    OTHER_PLANES: tl.constexpr = VALUE.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        largest = tl.maximum(largest, scale[plane + 1], propagate_nan=tl.PropagateNan.ALL)
+    return largest
 
 
 @jit
@@ -279,10 +292,11 @@ def attend_packed(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
     levels = value_levels(values[0], values[1], values[2], VALUE)
-    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (
-        VALUE.granularity == "group" or VALUE.granularity == "plane" or VALUE.code_dtype != tl.uint8
-    )
-    accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
+    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8)
+    if VALUE.granularity == "plane":
+        accs = _accumulate_planes(state[4], levels, weight, values[1], in_cache, decay, VALUE, PRECISION)
+    else:
+        accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 
 
@@ -290,22 +304,9 @@ def attend_packed(
 def value_levels(packed, scale, zero, VALUE: tl.constexpr):
     """The levels of each plane of values, [width, tokens]. A tensor that also serves as keys is transposed for it."""
     levels = unpack(packed, scale, zero, VALUE)
-    if VALUE.granularity == "plane":
-        levels = _times_scales(levels, scale, VALUE)
     if not VALUE.column_major:
         levels = transposed(levels, VALUE)
     return levels
-
-
-@jit
-def _times_scales(levels, scale, VALUE: tl.constexpr):
-    """Levels of planes times their scales, in the dtype of the products."""
-    values = ()
-    NUM_PLANES: tl.constexpr = VALUE.num_planes
-    for plane in tl.static_range(NUM_PLANES):
-        factor = scale[plane][None, :] if VALUE.column_major else scale[plane][:, None]
-        values = values + ((levels[plane].to(tl.float32) * factor).to(VALUE.dtype),)  # noqa: RUF005
-    return values
 
 
 @jit
@@ -384,6 +385,23 @@ def accumulate(
         product = tl.dot(level, weight, input_precision=PRECISION)
         acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
+    return new_accs
+
+
+@jit
+def _accumulate_planes(accs, levels, weight, scale, in_cache, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`accumulate` for planes with scales of their own, of which the weights contain the largest one."""
+    largest = _largest_scale(scale, VALUE)
+    inverse = 1.0 / tl.where(largest == 0, 1.0, largest)
+    new_accs = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    decay = columns_of(decay[None, :], accs[0].shape[1])
+    for plane in tl.static_range(NUM_PLANES):
+        relative = tl.where(in_cache, scale[plane] * inverse, 0.0)  # bytes that were never written may be NaN
+        plane_weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
+        plane_weight = columns_of(plane_weight, accs[plane].shape[1])
+        product = tl.dot(levels[plane], plane_weight, input_precision=PRECISION)
+        new_accs = new_accs + (tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product),)  # noqa: RUF005
     return new_accs
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.formats.bit_planes import WordPacking
 from kvcompile.kernels.formats.codec import Codec
+from kvcompile.kernels.formats.words_ptx import halves_of_words
 from kvcompile.kernels.lang.tiles import round_to_integer
 from kvcompile.kernels.lang.triton import jit, tl
 
@@ -128,7 +129,8 @@ class LloydMax(Format):
         if not 1 <= len(bits) <= 4 or not set(bits) <= set(COEFFICIENTS):
             raise ValueError(f"{self.name} is no format: give bits from 1 to 6 for up to four planes, as lloyd_max_531")
         self.num_parts = len(bits) if num_parts is None else num_parts
-        self.packing = WordPacking(bits, self.num_parts)
+        packing = WordPacking(bits, self.num_parts)
+        self.packing = packing
         self.bits_of_planes = bits
         self.thresholds = {width: _thresholds(width) for width in bits}
         constants = SimpleNamespace(
@@ -138,7 +140,8 @@ class LloydMax(Format):
             least=LEAST_SCALE, steps=float(SCALE_STEPS), one=float(SCALE_OF_ONE), largest_byte=float(LARGEST_BYTE),
             nan=SCALE_OF_NAN,
         )  # fmt: skip
-        self.codec = Codec(_encode, _levels, constants=constants)
+        levels = [self.levels(torch.arange(1 << width, dtype=torch.uint8), i).tolist() for i, width in enumerate(bits)]
+        self.codec = Codec(_encode, _levels, {0: halves_of_words(packing, levels)}, constants=constants)
 
     @classmethod
     def parse(cls, name: str) -> LloydMax:

@@ -58,14 +58,17 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
 
 @jit
 def load_words(ptr, block_offset, row, exists, column, OPERAND: tl.constexpr):
-    """Load the sections of words: for each byte of a word, and for each section of fewer bits, an int32 tile.
+    """Load the sections of words: a tile for each byte of a word, and for each section of fewer bits.
 
-    The tile of a section of fewer bits has these bits of each column lowest; the bits above them are arbitrary.
+    Returns:
+        Without inline PTX int32 tiles. In the tile of a section of fewer bits, these bits of each column are lowest,
+        and the bits above them are arbitrary. With inline PTX tiles of unchanged bytes. The tile of a section of fewer
+        bits is then followed by a tile with the number of bits by which it must be shifted.
     """
     tiles = ()
     NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
     for i in tl.static_range(NUM_TILES):
-        tiles = tiles + (_load_word_tile(ptr, block_offset, row, exists, column, i, OPERAND),)  # noqa: RUF005
+        tiles = tiles + _load_word_tile(ptr, block_offset, row, exists, column, i, OPERAND)
     return tiles
 
 
@@ -84,7 +87,7 @@ def tiles_of_words(operand):
 
 @jit
 def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """Load one tile of :func:`load_words`."""
+    """Load one tile of :func:`load_words`, with the tile of its shifts if it has one: a tuple."""
     BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
     WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
     OFFSET: tl.constexpr = tiles_of_words(OPERAND)[TILE][3]
@@ -94,14 +97,19 @@ def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, 
     if BITS == 8:
         tile = _load_codes(
             ptr, block_offset, row, exists, column + FIRST, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
-        ).to(tl.int32)
+        )
+        tiles = (tile,) if OPERAND.unpack_ptx is not None else (tile.to(tl.int32),)
     else:
         tile = _load_codes(
             ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
         )
         shift = tl.where(in_vector, column // WIDTH, 0) * BITS
-        tile = tile.to(tl.int32) >> (shift[:, None] if OPERAND.column_major else shift[None, :])
-    return tile
+        shift = shift[:, None] if OPERAND.column_major else shift[None, :]
+        if OPERAND.unpack_ptx is not None:
+            tiles = (tile, tl.broadcast_to(shift.to(tl.uint8), tile.shape))
+        else:
+            tiles = (tile.to(tl.int32) >> shift,)
+    return tiles
 
 
 @jit
@@ -211,11 +219,7 @@ def _load_metadata(
     if OPERAND.granularity == "token":
         metadata = tl.load(ptr + block_offset + row, mask=exists, other=0.0).to(tl.float32)
     elif OPERAND.granularity == "plane":
-        metadata = ()
-        PLANES: tl.constexpr = OPERAND.num_planes
-        for plane in tl.static_range(PLANES):
-            byte = tl.load(ptr + block_offset + row * OPERAND.num_scales + plane, mask=exists, other=0)
-            metadata = metadata + (scales_of_bytes(byte.to(tl.int32), OPERAND),)  # noqa: RUF005
+        metadata = _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND)
     else:
         metadata = ()
         NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -237,6 +241,27 @@ def _load_metadata(
                 tile = tile.to(tl.float32)
             metadata = metadata + (tile,)  # noqa: RUF005
     return metadata
+
+
+@jit
+def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
+    """Load the scales of vectors that have one byte for each plane: a tuple of float32 [tokens].
+
+    Two or four bytes of a vector are loaded as one number, because small loads are not copied asynchronously.
+    """
+    scales = ()
+    PLANES: tl.constexpr = OPERAND.num_planes
+    if PLANES == 2 or PLANES == 4:
+        DTYPE: tl.constexpr = tl.uint16 if PLANES == 2 else tl.uint32
+        word = tl.load(ptr.to(tl.pointer_type(DTYPE)) + block_offset // PLANES + row, mask=exists, other=0)
+        word = word.to(tl.int32, bitcast=PLANES == 4)
+        for plane in tl.static_range(PLANES):
+            scales = scales + (scales_of_bytes((word >> (8 * plane)) & 0xFF, OPERAND),)  # noqa: RUF005
+    else:
+        for plane in tl.static_range(PLANES):
+            byte = tl.load(ptr + block_offset + row * PLANES + plane, mask=exists, other=0)
+            scales = scales + (scales_of_bytes(byte.to(tl.int32), OPERAND),)  # noqa: RUF005
+    return scales
 
 
 @jit
