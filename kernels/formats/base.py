@@ -9,7 +9,7 @@ Every format obeys one law. It lets one store kernel and one attention kernel se
 (``group``), or by the 64 tokens of a block in one channel (``channel``). A format may have scales without zero points,
 or neither.
 ``static_scale`` is one number for all vectors of a cache, known before the first vector is written. It is part of the
-format's name and takes no bytes in the cache; it is 1 except in calibrated formats.
+format's name and takes no bytes in the cache; it is 1 except in 8-bit floats with a known scale.
 A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
 (:mod:`kvcompile.kernels.formats.rotation`). A calibrated format first subtracts a mean, and may have any other matrix
 in the place of ``R`` (:mod:`kvcompile.kernels.formats.bases`). The result is called the vector in the stored basis.
