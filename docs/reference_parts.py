@@ -89,7 +89,15 @@ def _family(module: ModuleType, formats: list[Format]) -> str:
 
 def _format_row(fmt: Format) -> list[str]:
     nbytes = fmt.bytes_per_token()
-    rotated = "basis" if fmt.has_matrices else f"seed {fmt.rotation_seed}" if fmt.rotation_seed else "yes" if fmt.rotated else ""
+    rotated = (
+        "basis"
+        if fmt.has_matrices
+        else f"seed {fmt.rotation_seed}"
+        if fmt.rotation_seed
+        else "yes"
+        if fmt.rotated
+        else ""
+    )
     payload = HEAD_DIM * sympy.Rational(fmt.packing.bits) / 8
     share = f"{100 * float(((nbytes - payload) / payload).subs(HEAD_DIM, 128)):.2g} %"
     return [f"`{fmt.name}`", f"{fmt.bits:g}", _metadata(fmt), rotated, f"`{nbytes}`", *_sizes(nbytes), share]
@@ -143,7 +151,13 @@ def preset_table() -> str:
 def section_table() -> str:
     """The sections of a block, for formats of each kind."""
     rows = []
-    for name in ("int8_per_token_head", "int4_per_token_head", "int4_per_group_32", "turboquant_3bit", "transform_4321"):
+    for name in (
+        "int8_per_token_head",
+        "int4_per_token_head",
+        "int4_per_group_32",
+        "turboquant_3bit",
+        "transform_4321",
+    ):
         packed = PackedLayout(name, "key", 128)
         for section in packed.sections:
             offset = packed.section_offsets[section.name]

@@ -15,8 +15,8 @@ without it: of keys in full precision, or of attention sinks.
 ``y`` may have fewer channels than ``x``: the other channels are not stored. A basis without matrices only has a mean.
 
 A format refers to its basis by a digest of the numbers (``turboquant_3bit_mean@3f9a0c12de45``). The name thus says all
-that matters: compiled graphs, guards and cache files need nothing else. This process knows a basis after
-:func:`register`. ``@3f9a0c12de45_heads2-3`` are the KV heads 2 and 3 of a basis.
+that matters: compiled graphs, guards and cache files need nothing else. A process knows the bases of the transforms
+files and cache files that it has loaded. ``@3f9a0c12de45_heads2-3`` are the KV heads 2 and 3 of a basis.
 """
 
 from __future__ import annotations
