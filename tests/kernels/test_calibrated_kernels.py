@@ -135,3 +135,28 @@ def test_attention_without_a_kernel_is_refused(device):
     for sinks, softcap, reason in ((torch.zeros(2, device=device), 0.0, "attention sinks"), (None, 1.0, "a softcap")):
         with pytest.raises(ValueError, match=f"cannot have {reason} yet"):
             calibrated.attention(query, data, None, None, sinks, 64, False, 1.0, softcap, name, name, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_words_may_have_exact_tokens(tokens, device):
+    spec = "lloyd_max_4321[recent=1,sinks=1,bfloat16]"
+    layouts = PackedLayout.parse(spec, "key", 64), PackedLayout.parse(spec, "value", 64)
+    data, query = [], vectors(1, 4, 1, 64).bfloat16()
+    for layout in layouts:
+        expected = torch.zeros(layout.shape(256, 1, 2), dtype=torch.uint8)
+        write_tokens_(expected, layout, vectors(1, 2, 200, 64).bfloat16(), torch.arange(200))
+        packed = expected.to(device, copy=True)
+        x, positions = (
+            vectors(1, 2, tokens, 64, seed=1).bfloat16(),
+            torch.arange(30, 30 + tokens),
+        )  # opens a block again
+        write_tokens_(expected, layout, x, positions)
+        launch.store(packed, x.to(device), positions.to(device), None, spec, layout.role)
+        read = launch.dequantize(packed, 256, torch.float32, spec, layout.role, 64).cpu()
+        torch.testing.assert_close(read, read_tokens(expected, layout, 256), rtol=1e-3, atol=1e-3)
+        data.append((packed, expected))
+    actual = launch.attention(
+        query.to(device), data[0][0], data[1][0], None, None, 200, False, 0.2, 0.0, spec, spec, 64
+    ).cpu()
+    expected = attend(query.float(), data[0][1], data[1][1], *layouts, kv_len=200, scale=0.2)
+    assert (actual.float() - expected).norm() / expected.norm() < 1e-2  # the interpreter truncates to bfloat16

@@ -6,34 +6,19 @@ import json
 
 import pytest
 import torch
+from calibrated_bases import ORIGIN, transforms_tensors, write_transforms
 from safetensors.torch import load_file, save_file
 
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.formats import bases, get_format
 from kvcompile.policy.policy import Policy
 from kvcompile.policy.presets import CALIBRATED_PRESETS
-from kvcompile.policy.transforms import Origin, Transforms
-
-ORIGIN = Origin(model="tiny", fingerprint="0", text="a.txt", text_digest="1", windows=1, tokens=8, positions=(0, 7))
-
-
-def tensors(modules=("model.layers.0.self_attn", "model.layers.1.self_attn"), num_heads=2, head_dim=32):
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for module in modules:
-        for role in ("key", "value"):
-            matrix = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim, generator=generator))[0].contiguous()
-            made[f"{module}.{role}.mean"] = torch.randn(num_heads, head_dim, generator=generator)
-            made[f"{module}.{role}.to_stored"] = matrix
-            made[f"{module}.{role}.from_stored"] = matrix.mT.contiguous()
-    return made
+from kvcompile.policy.transforms import Transforms
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "transforms.safetensors"
-    Transforms(str(path), ORIGIN, tensors()).save(path)
-    return path
+    return write_transforms(tmp_path / "transforms.safetensors")
 
 
 def policy(path, dtype="transform_2.2bit"):
@@ -45,7 +30,7 @@ def test_every_layer_has_its_own_basis(name, path):
     pairs = [policy(path, name).formats_for(f"model.layers.{i}.self_attn", i, 2) for i in (0, 1)]
     found = {get_format(fmt).basis for pair in pairs for fmt in (pair.key, pair.value)}
     assert len(found) == 4
-    expected, plain = tensors(), CALIBRATED_PRESETS[name]
+    expected, plain = transforms_tensors(), CALIBRATED_PRESETS[name]
     for i, pair in enumerate(pairs):
         assert (pair.key.partition("@")[0], pair.value.partition("@")[0]) == (plain.key, plain.value)
         basis = bases.find(get_format(pair.key).basis)
@@ -54,7 +39,7 @@ def test_every_layer_has_its_own_basis(name, path):
 
 def test_a_format_takes_the_columns_that_it_stores(path):
     pair = policy(path).formats_for("model.layers.1.self_attn", 1, 2)
-    basis, expected = bases.find(get_format(pair.value).basis), tensors()
+    basis, expected = bases.find(get_format(pair.value).basis), transforms_tensors()
     assert torch.equal(basis.to_stored, expected["model.layers.1.self_attn.value.to_stored"][..., :16])
     assert torch.equal(basis.from_stored, expected["model.layers.1.self_attn.value.from_stored"][:, :16])
 
@@ -114,7 +99,7 @@ def test_wrong_files_are_one_line_errors(path, tmp_path):
     assert "is not valid" in error(tmp_path / "part.safetensors")
     Transforms("", ORIGIN, {"a.key.size": torch.zeros(2, 32)}).save(tmp_path / "unknown.safetensors")
     assert "is unknown" in error(tmp_path / "unknown.safetensors")
-    bad = {**tensors(), "model.layers.0.self_attn.key.mean": torch.full((2, 32), torch.nan)}
+    bad = {**transforms_tensors(), "model.layers.0.self_attn.key.mean": torch.full((2, 32), torch.nan)}
     Transforms("", ORIGIN, bad).save(tmp_path / "nan.safetensors")
     assert "must be float32 and finite" in error(tmp_path / "nan.safetensors")
     whole = path.read_bytes()
