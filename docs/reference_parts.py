@@ -18,7 +18,7 @@ import torch
 
 from kvcompile.cli.policy_schema import policy_schema
 from kvcompile.compat import versions
-from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS, bit_planes
+from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, bases, bit_planes, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.layout import packed_layout as layout
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -28,7 +28,7 @@ from kvcompile.policy import policy, presets
 from kvcompile.report.data import NOT_REFUSED
 
 HEAD_DIMS = (64, 128, 256)
-SHORT_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+SHORT_DTYPES = {torch.uint8: "8-bit", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -68,7 +68,8 @@ def pipeline_passes() -> str:
 def format_families() -> str:
     """The docstring of every file of formats, and the bytes of its formats."""
     families: dict[ModuleType, list[Format]] = {}
-    for fmt in (*FORMATS.values(), *LATENT_FORMATS.values()):
+    calibrated = map(get_format, (*CALIBRATED_FORMATS, "lloyd_max_4321"))
+    for fmt in (*FORMATS.values(), *calibrated, *LATENT_FORMATS.values()):
         families.setdefault(sys.modules[type(fmt).__module__], []).append(fmt)
     return "\n\n".join(_family(module, formats) for module, formats in families.items())
 
@@ -88,7 +89,15 @@ def _family(module: ModuleType, formats: list[Format]) -> str:
 
 def _format_row(fmt: Format) -> list[str]:
     nbytes = fmt.bytes_per_token()
-    rotated = f"seed {fmt.rotation_seed}" if fmt.rotation_seed else "yes" if fmt.rotated else ""
+    rotated = (
+        "basis"
+        if fmt.has_matrices
+        else f"seed {fmt.rotation_seed}"
+        if fmt.rotation_seed
+        else "yes"
+        if fmt.rotated
+        else ""
+    )
     payload = HEAD_DIM * sympy.Rational(fmt.packing.bits) / 8
     share = f"{100 * float(((nbytes - payload) / payload).subs(HEAD_DIM, 128)):.2g} %"
     return [f"`{fmt.name}`", f"{fmt.bits:g}", _metadata(fmt), rotated, f"`{nbytes}`", *_sizes(nbytes), share]
@@ -107,7 +116,7 @@ def _metadata(fmt: Format) -> str:
     ]
     of = {
         "token": "a vector",
-        "group": f"{fmt.group_size} channels",
+        "group": f"{fmt.group_size} channels" if fmt.group_size else "a run of channels",
         "channel": f"a channel of {layout.BLOCK_TOKENS} tokens",
     }
     return f"{' and '.join(parts)} for {of[fmt.granularity]}" if parts else "none"
@@ -123,11 +132,16 @@ def _unusable(formats: list[Format]) -> list[str]:
     return [f"Not for caches yet: {', '.join(names[reason])} ({reason})." for reason in names]
 
 
+def calibrated_bases() -> str:
+    """What a calibrated format does to vectors before they are quantized."""
+    return from_docstring(bases)[1]
+
+
 def preset_table() -> str:
     """The formats of every preset, their bytes, and the share of bfloat16."""
     rows = []
-    for name, pair in presets.PRESETS.items():
-        nbytes = FORMATS[pair.key].bytes_per_token() + FORMATS[pair.value].bytes_per_token()
+    for name, pair in (presets.PRESETS | presets.CALIBRATED_PRESETS).items():
+        nbytes = get_format(pair.key).bytes_per_token() + get_format(pair.value).bytes_per_token()
         sizes = [int(nbytes.subs(HEAD_DIM, head_dim)) for head_dim in HEAD_DIMS]
         of_bf16 = [f"{size} ({100 * size / (4 * dim):.0f} %)" for size, dim in zip(sizes, HEAD_DIMS, strict=True)]
         rows.append([f"`{name}`", f"`{pair.key}`", f"`{pair.value}`", f"`{nbytes}`", *of_bf16])
@@ -137,7 +151,13 @@ def preset_table() -> str:
 def section_table() -> str:
     """The sections of a block, for formats of each kind."""
     rows = []
-    for name in ("int8_per_token_head", "int4_per_token_head", "int4_per_group_32", "turboquant_3bit"):
+    for name in (
+        "int8_per_token_head",
+        "int4_per_token_head",
+        "int4_per_group_32",
+        "turboquant_3bit",
+        "transform_4321",
+    ):
         packed = PackedLayout(name, "key", 128)
         for section in packed.sections:
             offset = packed.section_offsets[section.name]
@@ -224,7 +244,9 @@ def policy_names() -> str:
     singles = [name for name in FORMATS if name not in presets.PRESETS]
     lists = {
         "Presets": list(presets.PRESETS),
+        "Presets that need `transforms`": list(presets.CALIBRATED_PRESETS),
         "Formats with names of their own": singles,
+        "Formats that need `transforms`": list(CALIBRATED_FORMATS),
         "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
         "No format, the cache stays unpacked": [presets.AUTO],
     }

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import launch
+from kvcompile.kernels import calibrated, launch
 from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
@@ -76,6 +76,11 @@ def _check_data(
             f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.spec} with head_dim "
             f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim with which it was written"
         )
+    if layout.format.num_basis_heads not in (None, shape[2]):
+        raise ValueError(
+            f"kvcompile::{op}: {name} has {shape[2]} KV heads, but {layout.spec} was calibrated for "
+            f"{layout.format.num_basis_heads}"
+        )
     if any(stride % BLOCK_TOKENS for stride in strides[:3]) or (strides[3] != 1 and any(strides)):
         raise ValueError(
             f"kvcompile::{op}: {name} has strides {strides}; blocks must be contiguous and start at multiples of "
@@ -109,7 +114,7 @@ def _store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, for
     layout = _layout_of("store", "x", x, format, role)
     _check_store(data, x, positions, valid, layout)
     if data.is_cuda:
-        launch.store(data, x, positions, valid, format, role)
+        calibrated.store(data, x, positions, valid, format, role)
     else:
         blocks = blocks_of(positions) if layout.residual is not None else None
         write_tokens_(data, layout, x, positions, valid, blocks)
@@ -137,7 +142,7 @@ def _store_pair(
             f"heads and tokens, and be on one device"
         )
     if k_data.is_cuda:
-        launch.store_pair(k_data, v_data, key, value, positions, valid, k_format, v_format)
+        calibrated.store_pair(k_data, v_data, key, value, positions, valid, k_format, v_format)
     else:
         _store(k_data, key, positions, valid, k_format, "key")
         _store(v_data, value, positions, valid, v_format, "value")
@@ -211,7 +216,7 @@ def _attention(
         value = PackedLayout.parse(v_format, "value", v_head_dim)
     _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
     if query.is_cuda:
-        return launch.attention(
+        return calibrated.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
             ranges,
         )  # fmt: skip
@@ -255,7 +260,7 @@ def _dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, 
     if not 0 <= num_tokens <= capacity:
         raise ValueError(f"kvcompile::dequantize: num_tokens {num_tokens} is not within the {capacity} of the cache")
     if data.is_cuda and layout.format.has_levels:
-        return launch.dequantize(data, num_tokens, dtype, format, cast(Role, role), head_dim)
+        return calibrated.dequantize(data, num_tokens, dtype, format, cast(Role, role), head_dim)
     return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype).contiguous()
 
 

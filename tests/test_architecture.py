@@ -28,6 +28,7 @@ kernels.gather
 kernels.deepseek_v4
 kernels.latent
 kernels.launch
+kernels.calibrated
 kernels.ops
 kernels.precompile
 
@@ -50,6 +51,7 @@ version
 errors
 reading
 tables
+digests
 packed
 policy
 report

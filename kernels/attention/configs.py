@@ -48,6 +48,7 @@ class AttentionConfig:
 # single 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
+    (9, 0, 0): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=5),  # words
     (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
     (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=4),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),

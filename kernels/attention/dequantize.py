@@ -149,6 +149,8 @@ def _of_codes(metadata, plane: tl.constexpr, OPERAND: tl.constexpr):
     """Scales or zero points of one block, as float32 that broadcasts to a plane of its codes."""
     if OPERAND.granularity == "channel":
         x = metadata[plane].to(tl.float32)
+    elif OPERAND.granularity == "plane":
+        x = metadata[plane][None, :] if OPERAND.column_major else metadata[plane][:, None]
     elif OPERAND.column_major:
         x = metadata[None, :]
     else:

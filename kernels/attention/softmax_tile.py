@@ -16,7 +16,9 @@ def packed_scores(keys, query, KEY: tl.constexpr, PRECISION: tl.constexpr, TOKEN
     if in_digits(KEY, factor.shape[0]):
         scores = scores_of_digits(integers_of_bytes(packed, KEY), query, KEY)
     else:
-        if KEY.granularity != "channel":
+        if KEY.granularity == "plane":
+            products = _scaled_products_of(unpack(packed, scale, zero, KEY), scale, q_planes, KEY, PRECISION)
+        elif KEY.granularity != "channel":
             products = products_of(unpack(packed, scale, zero, KEY), q_planes, KEY, PRECISION)
         elif KEY.block_tokens < TOKENS:
             products = _scores_of_blocks(packed, scale, zero, q_planes, KEY, PRECISION, TOKENS)
@@ -38,6 +40,17 @@ def products_of(levels, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
     OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
     for plane in tl.static_range(OTHER_PLANES):
         products = tl.dot(levels[plane + 1], q_planes[plane + 1], products, input_precision=PRECISION)
+    return products
+
+
+@jit
+def _scaled_products_of(levels, scale, q_planes, KEY: tl.constexpr, PRECISION: tl.constexpr):
+    """``sum of scale * (level . q)`` over planes with scales of their own, float32 [tokens, rows]."""
+    products = tl.dot(levels[0], q_planes[0], input_precision=PRECISION) * scale[0][:, None]
+    OTHER_PLANES: tl.constexpr = KEY.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        product = tl.dot(levels[plane + 1], q_planes[plane + 1], input_precision=PRECISION)
+        products += product * scale[plane + 1][:, None]
     return products
 
 
@@ -222,7 +235,7 @@ def store_log_sum(lse_ptr, row, maximum, total_log2, seen, in_query):
 @constexpr_function
 def weighs_scales(value):
     """Whether weights contain a scale per token."""
-    return value.has_scale and value.granularity == "token"
+    return value.has_scale and value.granularity in ("token", "plane")
 
 
 @jit
@@ -245,10 +258,23 @@ def empty_state(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, VALUE: tl.constexpr
 def token_metadata(values, VALUE: tl.constexpr, TOKENS: tl.constexpr):
     """Scales and zero points per token of a tile of packed values, [tokens]; arbitrary if the format has none."""
     _, scale, zero = values
-    if VALUE.granularity != "token":
+    if VALUE.granularity == "plane":
+        scale = _largest_scale(scale, VALUE)
+        zero = scale
+    elif VALUE.granularity != "token":
         scale = tl.full([TOKENS], 1.0, tl.float32)
         zero = scale
     return scale, zero
+
+
+@jit
+def _largest_scale(scale, VALUE: tl.constexpr):
+    """The largest scale of a vector that has one for each plane, [tokens]."""
+    largest = scale[0]
+    OTHER_PLANES: tl.constexpr = VALUE.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        largest = tl.maximum(largest, scale[plane + 1], propagate_nan=tl.PropagateNan.ALL)
+    return largest
 
 
 @jit
@@ -267,7 +293,10 @@ def attend_packed(
     )
     levels = value_levels(values[0], values[1], values[2], VALUE)
     MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8)
-    accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
+    if VALUE.granularity == "plane":
+        accs = _accumulate_planes(state[4], levels, weight, values[1], in_cache, decay, VALUE, PRECISION)
+    else:
+        accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 
 
@@ -356,6 +385,23 @@ def accumulate(
         product = tl.dot(level, weight, input_precision=PRECISION)
         acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
+    return new_accs
+
+
+@jit
+def _accumulate_planes(accs, levels, weight, scale, in_cache, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`accumulate` for planes with scales of their own, of which the weights contain the largest one."""
+    largest = _largest_scale(scale, VALUE)
+    inverse = 1.0 / tl.where(largest == 0, 1.0, largest)
+    new_accs = ()
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    decay = columns_of(decay[None, :], accs[0].shape[1])
+    for plane in tl.static_range(NUM_PLANES):
+        relative = tl.where(in_cache, scale[plane] * inverse, 0.0)  # bytes that were never written may be NaN
+        plane_weight = (weight.to(tl.float32) * relative[:, None]).to(weight.dtype)
+        plane_weight = columns_of(plane_weight, accs[plane].shape[1])
+        product = tl.dot(levels[plane], plane_weight, input_precision=PRECISION)
+        new_accs = new_accs + (tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product),)  # noqa: RUF005
     return new_accs
 
 

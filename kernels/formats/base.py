@@ -2,17 +2,19 @@
 
 Every format obeys one law. It lets one store kernel and one attention kernel serve all formats:
 
-    decode(code, scale, zero) = static_scale * (scale * level(code) + zero)        (in the rotated basis)
+    decode(code, scale, zero) = static_scale * (scale * level(code) + zero)        (in the stored basis)
 
 ``level`` maps a code to a number; integer, float and codebook formats differ in nothing else.
 ``scale`` and ``zero`` are shared by all channels of a vector (granularity ``token``), by ``group_size`` channels of it
 (``group``), or by the 64 tokens of a block in one channel (``channel``). A format may have scales without zero points,
 or neither.
 ``static_scale`` is one number for all vectors of a cache, known before the first vector is written. It is part of the
-format's name and takes no bytes in the cache; it is 1 except in calibrated formats.
+format's name and takes no bytes in the cache; it is 1 except in 8-bit floats with a known scale.
 A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
-(:mod:`kvcompile.kernels.formats.rotation`); ``x @ R`` is called the vector in the stored basis.
-All-zero bytes decode to zeros in every format.
+(:mod:`kvcompile.kernels.formats.rotation`). A calibrated format first subtracts a mean, and may have any other matrix
+in the place of ``R`` (:mod:`kvcompile.kernels.formats.bases`). The result is called the vector in the stored basis.
+All-zero bytes decode to zeros in every format. In a calibrated format, only the zero vector has scales and zero points
+of zero; the mean is not added to it.
 
 The plain-PyTorch ``encode`` and ``decode`` below are the specification. The CPU path traces them into the graph, and
 the Triton codec must agree with them.
@@ -28,7 +30,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats.bit_planes import Packing, Section
+from kvcompile.kernels.formats import bases
+from kvcompile.kernels.formats.bit_planes import Packing, Section, WordPacking
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.rotation import rotate, unrotate
 
@@ -70,12 +73,17 @@ class Format(abc.ABC):
         zero_dtype: dtype of zero points; None if the format has no zero points.
         static_scale: a factor of all vectors, exact in float32; vectors are divided by it before they are quantized.
         takes_static_scale: whether the static scale may be other than 1.
+        is_calibrated: whether vectors are quantized in a basis that a calibration has measured.
+        basis: the reference to this basis; empty for other formats, and for a calibrated format without its numbers,
+            which has sizes but encodes nothing.
+        least_scale: the stored scale of a vector of a calibrated format that equals the mean and is not zero.
+        nan_scale: the stored scale of a vector that is not finite.
         gain: the levels of :meth:`levels` over the levels of the codec.
         codec: the encoder and decoder in Triton, see :mod:`kvcompile.kernels.formats.codec`.
     """
 
     name: str
-    packing: Packing
+    packing: Packing | WordPacking
     rotated: bool = False
     rotation_seed: int = 0
     granularity: Granularity = "token"
@@ -86,6 +94,10 @@ class Format(abc.ABC):
     zero_dtype: torch.dtype | None = None
     static_scale: float = 1.0
     takes_static_scale: bool = False
+    is_calibrated: bool = False
+    basis: str = ""
+    least_scale: float = 2.0**-24
+    nan_scale: float = float("nan")
     gain: float = 1.0
     codec: Codec
 
@@ -107,6 +119,15 @@ class Format(abc.ABC):
     def kernel_name(self) -> str:
         """The format that kernels are compiled for: without its static scale, which is an argument of kernels."""
         return self.name
+
+    def stored_dim(self, head_dim: int) -> int:
+        """Channels of a vector in the stored basis."""
+        return head_dim
+
+    @property
+    def plain_name(self) -> str:
+        """The format that stores vectors in the stored basis, of ``stored_dim`` channels, in the same bytes."""
+        return self.name.partition("_mean")[0] if self.is_calibrated else self.name
 
     def num_scales(self, head_dim: int) -> int:
         """The number of scales of a token, or of a block if scales are per channel."""
@@ -150,24 +171,90 @@ class Format(abc.ABC):
         can mark it, and it is stored as zeros. (Formats of plain floats store it unchanged.)
 
         Args:
-            x: [..., n, head_dim], any float dtype. With scales per channel ``n`` is BLOCK_TOKENS, one block.
+            x: [..., n, head_dim], any float dtype. With scales per channel ``n`` is BLOCK_TOKENS, one block. A
+                calibrated format takes [batch, num_kv_heads, ..., n, head_dim].
 
         Returns:
             A tensor [..., n, width] for each section, by name; [..., 1, width] for a section that a block shares.
         """
-        x = rotate(x.float(), self.rotation_seed) if self.rotated else x.float()
+        original = x.float()
+        x = self.to_stored_basis(original)
         finite = x.isfinite().all(-1, keepdim=True)
         x = torch.where(finite, x, 0.0)
+        is_zero = None
+        if self.is_calibrated:
+            is_zero = (original == 0).all(-1, keepdim=True)
+            x = torch.where(is_zero, 0.0, x)
         if self.static_scale != 1.0:
             x = x * self.inverse_static_scale
         codes, scale, zero = self._quantize_grouped(x)
         assert codes is not None
         sections = self.packing.pack(codes)
         if scale is not None:
-            sections["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, torch.nan)
+            if is_zero is not None:
+                scale = torch.where((scale == 0) & ~is_zero, self.least_scale, scale)
+            sections["scale"] = scale if self.granularity == "channel" else torch.where(finite, scale, self.nan_scale)
         if zero is not None:
             sections["zero"] = zero
         return sections
+
+    def to_stored_basis(self, x: Tensor) -> Tensor:
+        """Vectors in the stored basis: float32 [..., stored_dim] from float32 [..., head_dim], heads as in encode."""
+        x = self.to_plain(x) if self.is_calibrated else x
+        return rotate(x, self.rotation_seed) if self.rotated else x
+
+    def from_stored_basis(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`to_stored_basis`, except that it does not add the mean."""
+        return self.from_plain(unrotate(x, self.rotation_seed) if self.rotated else x)
+
+    def query_in_stored_basis(self, q: Tensor) -> Tensor:
+        """Queries whose product with keys in the stored basis is ``q . (k - mean)``; shapes as in to_stored_basis."""
+        q = self.query_in_plain(q)
+        return rotate(q, self.rotation_seed) if self.rotated else q
+
+    def to_plain(self, x: Tensor) -> Tensor:
+        """The vectors of a calibrated format as its plain format encodes them; shapes as in to_stored_basis."""
+        x = x - self.mean(x)
+        return bases.product(x, self.basis, "to_stored") if self.has_matrices else x
+
+    def from_plain(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`to_plain`, except that it does not add the mean."""
+        return bases.product(x, self.basis, "from_stored") if self.has_matrices else x
+
+    def query_in_plain(self, q: Tensor) -> Tensor:
+        """Queries whose product with the vectors of :meth:`to_plain` is ``q . (k - mean)``."""
+        return bases.product(q, self.basis, "query") if self.has_matrices else q
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of a calibrated format, float32 that broadcasts to ``x`` [batch, num_kv_heads, ..., head_dim].
+
+        Raises:
+            ValueError: the format has no numbers of a calibration, or of another number of heads or channels.
+        """
+        if not self.basis:
+            raise ValueError(f"{self.name} has no calibration; name a transforms file in the policy")
+        known = bases.find(self.basis)
+        if tuple(x.shape[1 :: x.dim() - 2]) != (known.num_heads, known.head_dim):
+            raise ValueError(
+                f"{self.name} was calibrated for {known.num_heads} KV heads of {known.head_dim} channels, but the "
+                f"vectors are {list(x.shape)}"
+            )
+        return bases.mean_of(x, self.basis).view(known.num_heads, *[1] * (x.dim() - 3), known.head_dim)
+
+    @property
+    def num_basis_heads(self) -> int | None:
+        """The number of KV heads of the basis; None without a basis."""
+        return bases.find(self.basis).num_heads if self.basis else None
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the basis is calibrated and has matrices."""
+        return False
+
+    def is_written(self, sections: dict[str, Tensor]) -> Tensor:
+        """Whether vectors of a calibrated format are other than the zero vector: bool [..., n, 1]."""
+        metadata = [sections[name] for name in ("scale", "zero") if name in sections]
+        return torch.cat([(x != 0).any(-1, keepdim=True) for x in metadata], -1).any(-1, keepdim=True)
 
     def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """:meth:`quantize` for the channels that share a scale; scales and zero points are [..., n, width]."""
@@ -184,25 +271,26 @@ class Format(abc.ABC):
 
     def decode(self, sections: dict[str, Tensor]) -> Tensor:
         """Inverse of :meth:`encode`, up to the quantization error: float32 [..., n, head_dim] in the original basis."""
-        x = self.decode_levels(sections)
-        return unrotate(x, self.rotation_seed) if self.rotated else x
+        x = self.from_stored_basis(self.decode_levels(sections))
+        return x + torch.where(self.is_written(sections), self.mean(x), 0.0) if self.is_calibrated else x
 
     def decode_levels(self, sections: dict[str, Tensor]) -> Tensor:
-        """Decode without undoing the rotation: ``static_scale * (scale * level(code) + zero)``."""
+        """Decode in the stored basis: ``static_scale * (scale * level(code) + zero)``."""
         planes = [self.levels(codes, i) for i, codes in enumerate(self.packing.planes(sections))]
         x = planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
         if "scale" in sections:
-            x = x * self.per_channel(sections["scale"])
+            x = x * self.per_channel(sections["scale"], x.shape[-1])
         if "zero" in sections:
-            x = x + self.per_channel(sections["zero"])
+            x = x + self.per_channel(sections["zero"], x.shape[-1])
         return x if self.static_scale == 1.0 else x * self.static_scale
 
-    def per_channel(self, metadata: Tensor) -> Tensor:
-        """Scales or zero points [..., width] as float32 that broadcasts to [..., head_dim]."""
+    def per_channel(self, metadata: Tensor, channels: int) -> Tensor:
+        """Scales or zero points [..., width] as float32 that broadcasts to [..., channels] in the stored basis."""
         metadata = metadata.float()
         if self.granularity != "group":
             return metadata
-        return metadata.unsqueeze(-1).expand(*metadata.shape, self.group_size).flatten(-2)
+        repeats = channels // metadata.shape[-1]
+        return metadata.unsqueeze(-1).expand(*metadata.shape, repeats).flatten(-2)
 
     @abc.abstractmethod
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

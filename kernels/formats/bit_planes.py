@@ -16,6 +16,12 @@ has it:
 The section ``codes`` is cut into pieces as wide as the high section. Byte ``i`` of the high section serves byte ``i``
 of every piece, with the bits of the pieces interleaved: first plane 0 of every piece, then plane 1. One shift of a high
 byte then moves the bits of all planes of a piece beside their low bits.
+
+Planes of different widths (:class:`WordPacking`) form *words*: the word of column ``j`` holds the code of channel ``j``
+of every plane, with the first plane in the lowest bits. Words are cut into sections: whole bytes first, then 4, 2 and 1
+bits as the remainder needs them. A word of 9 bits takes one byte in ``codes`` and one bit in ``high``. Bytes of a
+section lie one after the other, each for all columns. A section of 4, 2 or 1 bits is cut into pieces of columns: byte
+``i`` holds column ``i`` of every piece, with the first piece in the lowest bits.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-HIGH_SECTIONS = ("high", "higher")
+HIGH_SECTIONS = ("high", "higher", "highest")
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,97 @@ class Packing:
             for i in range(count):
                 planes[i] = planes[i] | (((bits >> (pieces * i)) & 1) << (self.low_bits + k))
         return planes
+
+
+@dataclass(frozen=True)
+class WordPacking:
+    """A way to pack codes whose width differs between planes.
+
+    Attributes:
+        bits_of_planes: bits of a code in each plane.
+        num_parts: the runs of channels in a vector, of which the planes are the first.
+    """
+
+    bits_of_planes: tuple[int, ...]
+    num_parts: int
+
+    dtype = torch.uint8
+    low_bits = 0
+    high = ()
+
+    @property
+    def num_planes(self) -> int:
+        return len(self.bits_of_planes)
+
+    @property
+    def word_bits(self) -> int:
+        return sum(self.bits_of_planes)
+
+    @property
+    def bits(self) -> Fraction:
+        """Average bits per channel."""
+        return Fraction(self.word_bits, self.num_parts)
+
+    @property
+    def fields(self) -> tuple[tuple[int, int], ...]:
+        """The first bit and the bits of each plane in a word."""
+        return tuple((sum(self.bits_of_planes[:i]), bits) for i, bits in enumerate(self.bits_of_planes))
+
+    @property
+    def bits_of_sections(self) -> tuple[int, ...]:
+        """Bits of a word in each section."""
+        whole = self.word_bits // 8 * 8
+        return tuple(bits for bits in (whole, *(self.word_bits & bit for bit in (4, 2, 1))) if bits)
+
+    def plane_bits(self, plane: int) -> int:
+        """Bits per channel of the plane with number ``plane``."""
+        return self.bits_of_planes[plane]
+
+    def width(self, head_dim: int) -> int:
+        """Channels of a plane, which are the columns of words."""
+        return head_dim // self.num_parts
+
+    def sections(self, head_dim: int) -> tuple[Section, ...]:
+        """The sections of one token and head."""
+        names = zip(("codes", *HIGH_SECTIONS), self.bits_of_sections, strict=False)
+        return tuple(Section(name, torch.uint8, self.width(head_dim) * bits // 8) for name, bits in names)
+
+    def pack(self, codes: Tensor) -> dict[str, Tensor]:
+        """Pack codes, uint8 [..., channels of all planes], into sections [..., width], by name."""
+        planes = codes.int().chunk(self.num_planes, dim=-1)
+        word = _combine([plane << shift for plane, (shift, _) in zip(planes, self.fields, strict=True)])
+        sections, offset = {}, 0
+        for name, bits in zip(("codes", *HIGH_SECTIONS), self.bits_of_sections, strict=False):
+            if bits >= 8:
+                section = torch.cat([(word >> byte) & 0xFF for byte in range(0, bits, 8)], dim=-1)
+            else:
+                pieces = ((word >> offset) & ((1 << bits) - 1)).chunk(8 // bits, dim=-1)
+                section = _combine([piece << (bits * i) for i, piece in enumerate(pieces)])
+            sections[name] = section.to(torch.uint8)
+            offset += bits
+        return sections
+
+    def planes(self, sections: dict[str, Tensor]) -> list[Tensor]:
+        """Inverse of :meth:`pack`: the codes of each plane, uint8 [..., width]."""
+        word = self._words(sections)
+        return [((word >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift, bits in self.fields]
+
+    def _words(self, sections: dict[str, Tensor]) -> Tensor:
+        """The words, int32 [..., columns]."""
+        parts: list[Tensor] = []
+        offset = 0
+        for name, bits in zip(("codes", *HIGH_SECTIONS), self.bits_of_sections, strict=False):
+            section = sections[name].int()
+            if bits >= 8:
+                columns = section.chunk(bits // 8, dim=-1)
+                parts.extend(column << (8 * byte) for byte, column in enumerate(columns))
+            else:
+                pieces = 8 // bits
+                repeated = section.unsqueeze(-2).expand(*section.shape[:-1], pieces, section.shape[-1])
+                shift = bits * torch.arange(pieces, dtype=torch.int32, device=section.device)[:, None]
+                parts.append((((repeated >> shift) & ((1 << bits) - 1)) << offset).flatten(-2))
+            offset += bits
+        return _combine(parts)
 
 
 def _combine(fields: list[Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ def planes_of(x, OPERAND: tl.constexpr):
     WIDTH: tl.constexpr = OPERAND.padded_width
     if NUM == 1:
         planes = (x,)
-    elif OPERAND.head_dim == NUM * WIDTH:
+    elif OPERAND.head_dim == NUM * WIDTH and NUM != 3:
         x = tl.permute(tl.reshape(x, [ROWS, 2, NUM // 2, WIDTH]), (0, 3, 2, 1))
         low, high = tl.split(x)  # [ROWS, WIDTH, NUM // 2]
         if NUM == 2:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcompile.kernels.formats.base import Format
-from kvcompile.kernels.formats.bit_planes import HIGH_SECTIONS
+from kvcompile.kernels.formats.bit_planes import HIGH_SECTIONS, WordPacking
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.lang.triton import INTERPRETED, tl, triton
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
@@ -55,7 +55,9 @@ class PackedOperand:
         head_dim: channels of a vector.
         padded_head_dim: ``head_dim`` rounded up to a power of two.
         num_planes: planes of channels, see :mod:`kvcompile.kernels.formats.bit_planes`.
-        low_bits: bits of a code in the section ``codes``.
+        low_bits: bits of a code in the section ``codes``; 0 for words.
+        word_fields: for planes that make words, the first bit and the bits of each plane in a word; otherwise empty.
+        word_sections: for words, a tuple (bits of a word, bytes per vector, byte offset in a block) for each section.
         code_dtype: Triton dtype of the section ``codes``.
         width: elements of the section ``codes`` per vector.
         padded_width: ``width`` rounded up to a power of two, at least 16, the least depth of a tensor core product.
@@ -66,7 +68,7 @@ class PackedOperand:
         column_major: whether codes lie [width][BLOCK_TOKENS] (values) or [BLOCK_TOKENS][width] (keys).
         rotated: whether the stored basis is rotated.
         rotation_seed: seed of the random signs of the rotation; 0 without signs.
-        granularity: which channels share a scale: ``token``, ``group`` or ``channel``.
+        granularity: which channels share a scale: ``token``, ``group`` or ``channel``, or ``plane`` for words.
         num_scales: scales of a token, or of a block if scales are per channel.
         group_size: channels of a group.
         has_scale: whether there are scales.
@@ -95,6 +97,8 @@ class PackedOperand:
     padded_head_dim: int
     num_planes: int
     low_bits: int
+    word_fields: tuple[tuple[int, int], ...]
+    word_sections: tuple[tuple[int, int, int], ...]
     code_dtype: Any
     width: int
     padded_width: int
@@ -154,7 +158,9 @@ class PackedOperand:
 
     @property
     def tile_bits(self) -> int:
-        """Bits of a code in the section ``codes``."""
+        """Bits of a code in the section ``codes``; 0 for words."""
+        if self.word_fields:
+            return 0
         return self.code_dtype.primitive_bitwidth // self.num_planes
 
     @property
@@ -206,7 +212,8 @@ def packed_operand(
     layout = PackedLayout.parse(spec, role, head_dim)
     fmt, offsets = layout.format, layout.section_offsets
     sections = {section.name: section for section in layout.sections}
-    high = [section for section in layout.sections if section.name in HIGH_SECTIONS]
+    words = fmt.packing if isinstance(fmt.packing, WordPacking) else None
+    high = [] if words else [section for section in layout.sections if section.name in HIGH_SECTIONS]
     code_dtype = _TRITON_DTYPES[sections["codes"].dtype]()
     products = tl.float32 if float32 or code_dtype == tl.float32 else tl.float16
     if code_dtype == tl.bfloat16:
@@ -222,9 +229,11 @@ def packed_operand(
         padded_head_dim=triton.next_power_of_2(head_dim),
         num_planes=fmt.num_planes,
         low_bits=fmt.packing.low_bits,
+        word_fields=words.fields if words else (),
+        word_sections=_word_sections(words, layout) if words else (),
         code_dtype=code_dtype,
-        width=sections["codes"].width,
-        padded_width=max(16, triton.next_power_of_2(sections["codes"].width)),
+        width=fmt.packing.width(head_dim),
+        padded_width=max(16, triton.next_power_of_2(fmt.packing.width(head_dim))),
         num_high=len(high),
         high_planes=fmt.packing.high,
         high_widths=tuple(section.width for section in high),
@@ -232,7 +241,7 @@ def packed_operand(
         column_major=layout.column_major(sections["codes"]),
         rotated=fmt.rotated,
         rotation_seed=fmt.rotation_seed,
-        granularity=fmt.granularity,
+        granularity="plane" if words else fmt.granularity,
         num_scales=fmt.num_scales(head_dim),
         group_size=fmt.group_size,
         has_scale=scale is not None,
@@ -253,6 +262,16 @@ def packed_operand(
         query_exponent=_query_exponent(fmt),
         residual=_exact_blocks(layout),
         by_reference=by_reference,
+    )
+
+
+def _word_sections(words: WordPacking, layout: PackedLayout) -> tuple[tuple[int, int, int], ...]:
+    """The attribute ``word_sections`` of :class:`PackedOperand`."""
+    sections = [section for section in layout.sections if section.is_codes]
+    offsets = layout.section_offsets
+    return tuple(
+        (bits, section.width, offsets[section.name])
+        for bits, section in zip(words.bits_of_sections, sections, strict=True)
     )
 
 

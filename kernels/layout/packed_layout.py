@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import sympy
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.formats import get_format, of_heads
 from kvcompile.kernels.formats.base import BLOCK_TOKENS, HEAD_DIM, Format
 from kvcompile.kernels.formats.bit_planes import Section
 
@@ -131,10 +131,16 @@ class PackedLayout:
         """Format and residual in one text, as operators take it: ``int4_per_channel[recent=1,sinks=0,bfloat16]``."""
         return f"{self.format_name}{self.residual or ''}"
 
+    def of_heads(self, first: int, count: int) -> PackedLayout:
+        """The layout of ``count`` KV heads, from ``first`` on, of a cache; another one for calibrated formats only."""
+        name = of_heads(self.format_name, first, count)
+        return self if name == self.format_name else replace(self, format_name=name)
+
     @property
     def description(self) -> str:
         """Format and residual for people, with counts of tokens: ``int4_per_channel (64 recent)``."""
-        return self.format_name if self.residual is None else f"{self.format_name} ({self.residual.description})"
+        name = self.format_name.partition("@")[0]
+        return name if self.residual is None else f"{name} ({self.residual.description})"
 
     @property
     def residual_bytes(self) -> int:

@@ -5,7 +5,9 @@ are computed on levels:
 
     scores = scale * (level . q) + zero * sum(q)          output = sum(p * scale * level) + sum(p * zero)
 
-A rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. Scales of keys per
+A rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. A calibrated format
+costs one product each with a matrix of its basis, and adds the products with its mean
+(:mod:`kvcompile.kernels.formats.bases`). Scales of keys per
 channel multiply the query, once for each block: ``scores = level . (scale * q) + zero . q``. A static scale of keys
 multiplies the query, a static scale of values the output.
 
@@ -28,9 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.formats.base import Format
-from kvcompile.kernels.formats.rotation import rotate, unrotate
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.spec.packing import read_stored_tokens
+from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens
 from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
 
 MAX_DECODE_ROWS = 16  # most query rows (query heads of a KV head times q_len) of the decode path
@@ -94,14 +95,6 @@ def attend(
     return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
 
 
-def _to_stored_basis(q: Tensor, layout: PackedLayout) -> Tensor:
-    return rotate(q, layout.format.rotation_seed) if layout.format.rotated else q
-
-
-def _to_original_basis(out: Tensor, layout: PackedLayout) -> Tensor:
-    return unrotate(out, layout.format.rotation_seed) if layout.format.rotated else out
-
-
 def _attend_dequantized(
     q: Tensor,
     k_data: Tensor,
@@ -114,15 +107,17 @@ def _attend_dequantized(
     is_causal: bool,
     softcap: float,
 ) -> Tensor:
-    """Attention of scaled queries on dequantized keys and values, which stay in their stored bases."""
-    q = _to_stored_basis(q, k_layout)
-    k = read_stored_tokens(k_data, k_layout, kv_len)
-    v = read_stored_tokens(v_data, v_layout, kv_len)
+    """Attention of scaled queries on dequantized keys and values, which stay in the bases of their rotations."""
+    q = _rotated(q, k_layout)
+    k, v = (
+        read_tokens(data, layout, kv_len) if layout.format.is_calibrated else read_stored_tokens(data, layout, kv_len)
+        for data, layout in ((k_data, k_layout), (v_data, v_layout))
+    )
     if mask is not None:
         mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
     if sinks is None and not softcap:
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
-        return _to_original_basis(out, v_layout)
+        return _unrotated(out, v_layout)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
@@ -141,7 +136,17 @@ def _attend_dequantized(
         total = total + torch.exp(sinks[:, None, None].float() - top)
     out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
     out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
-    return _to_original_basis(out, v_layout)
+    return _unrotated(out, v_layout)
+
+
+def _rotated(q: Tensor, layout: PackedLayout) -> Tensor:
+    """Queries in the basis of :func:`read_stored_tokens`; calibrated formats are dequantized to the original basis."""
+    return q if layout.format.is_calibrated else layout.format.query_in_stored_basis(q)
+
+
+def _unrotated(out: Tensor, layout: PackedLayout) -> Tensor:
+    """Inverse of :func:`_rotated` for outputs."""
+    return out if layout.format.is_calibrated else layout.format.from_stored_basis(out)
 
 
 def _finite_maximum(scores: Tensor, dims: int | tuple[int, ...], sinks: Tensor | None) -> Tensor:
@@ -208,7 +213,11 @@ def _attend_levels(
 
 def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``q . k`` in block form for queries [batch, num_kv_heads, rows, head_dim]."""
-    scores = _packed_scores(_to_stored_basis(q, layout), data, layout)
+    fmt = layout.format
+    scores = _packed_scores(fmt.query_in_stored_basis(q), data, layout)
+    if fmt.is_calibrated:
+        of_mean = (q * fmt.mean(q)).sum(-1, keepdim=True)
+        scores = scores + torch.where(_is_written(data, layout), of_mean, 0.0)
     if layout.residual is None:
         return scores
     # The same products with the tokens of all entries; exact blocks then take the scores of their entry.
@@ -249,10 +258,10 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
 def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     """``sum(p * v)`` over all tokens for weights in block form; [batch, num_kv_heads, rows, head_dim]."""
     if layout.residual is None:
-        return _to_original_basis(_weighted_packed_values(p, in_cache, data, layout), layout)
+        return _weighted_decoded_values(p, in_cache, data, layout)
     _, exact = holding_entries(data, layout)
     packed_p = torch.where(exact[..., None, None], 0.0, p)
-    out = _to_original_basis(_weighted_packed_values(packed_p, in_cache, data, layout), layout)
+    out = _weighted_decoded_values(packed_p, in_cache, data, layout)
 
     block, holds = exact_blocks(data, layout)
     sequence, head = (torch.arange(size, device=data.device) for size in block.shape[:2])
@@ -261,6 +270,21 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
     values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # 0 * NaN would be NaN
     rows = [(values * row[..., None]).sum((2, 3)) for row in _computed_once(weights).unbind(3)]
     return out + torch.stack(rows, 2)
+
+
+def _weighted_decoded_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
+    """``sum(p * v)`` over the packed blocks, in the original basis."""
+    fmt = layout.format
+    out = fmt.from_stored_basis(_weighted_packed_values(p, in_cache, data, layout))
+    if fmt.is_calibrated:
+        weight = torch.where(in_cache & _is_written(data, layout), p, 0.0).sum((0, -1)).unsqueeze(-1)
+        out = out + weight * fmt.mean(out)
+    return out
+
+
+def _is_written(data: Tensor, layout: PackedLayout) -> Tensor:
+    """:meth:`Format.is_written` of all tokens, bool that broadcasts to scores in block form."""
+    return layout.format.is_written(layout.split(data)).squeeze(-1).unsqueeze(3)
 
 
 def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
@@ -300,7 +324,8 @@ def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> li
     if fmt.granularity == "group":
         for name in ("scale", "zero"):
             if name in sections:
-                metadata = fmt.per_channel(sections[name]).chunk(len(levels), dim=-1)
+                channels = sum(level.shape[-1] for level in levels)
+                metadata = fmt.per_channel(sections[name], channels).chunk(len(levels), dim=-1)
                 levels = [
                     level * plane if name == "scale" else level + plane
                     for level, plane in zip(levels, metadata, strict=True)

@@ -238,8 +238,17 @@ def read_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
 
     Tokens of exact blocks are read from the header, as they were written.
     """
-    x = layout.format.decode(layout.split(data))
+    x = _decoded(data, layout)
     return _token_major(x if layout.residual is None else with_exact_blocks(x, data, layout), num_tokens)
+
+
+def _decoded(data: Tensor, layout: PackedLayout) -> Tensor:
+    """The dequantized vectors of all blocks: float32 [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, head_dim]."""
+    sections, fmt = layout.split(data), layout.format
+    if not fmt.is_calibrated:
+        return fmt.decode(sections)
+    decoded = fmt.decode({name: section.flatten(0, 1) for name, section in sections.items()})  # heads are dimension 1
+    return decoded.unflatten(0, (-1, data.shape[1]))
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,7 +264,7 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_stored_tokens(data: Tensor, layout: PackedLayout, num_tokens: int) -> Tensor:
-    """:func:`read_tokens` in the stored basis: tokens of a rotated format stay rotated."""
+    """:func:`read_tokens` in the stored basis: tokens of a rotated format stay rotated. Not for calibrated formats."""
     x = layout.format.decode_levels(layout.split(data))
     if layout.residual is not None:
         x = with_exact_blocks(x, data, layout, stored_basis=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvcompile.kernels.lang.tiles import planes_of
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.store.code_pairs import packed_field, pairs_of
+from kvcompile.kernels.tiles.packed import tiles_of_words
 from kvcompile.kernels.tiles.rotation import rotates_by_products, rotation_matrix, to_stored_basis
 
 
@@ -215,7 +217,11 @@ def encode_tile(
         x = tl.where(finite[:, None], x, 0.0)
     if OPERAND.takes_static_scale:
         x = x * tl.div_rn(1.0, static_scale)
-    if OPERAND.granularity == "group":
+    if OPERAND.granularity == "plane":
+        in_plane = (tl.arange(0, OPERAND.padded_width) < OPERAND.width)[None, :]
+        codes, scale, zero = OPERAND.codec.encode(planes_of(x, OPERAND), in_plane, OPERAND)
+        scale = _marked(scale, finite, OPERAND)
+    elif OPERAND.granularity == "group":
         GROUPS: tl.constexpr = OPERAND.padded_head_dim // OPERAND.group_size
         in_group = tl.full([1, OPERAND.group_size], True, tl.int1)
         x = tl.reshape(x, [TOKENS * GROUPS, OPERAND.group_size])
@@ -230,14 +236,27 @@ def encode_tile(
     else:
         codes, scale, zero = OPERAND.codec.encode(x, in_head, OPERAND)
         scale = tl.where(finite, scale, float("nan"))
-    encoded = codes if OPERAND.num_planes == 1 or OPERAND.codec.paired else pairs_of(codes, OPERAND)
+    whole: tl.constexpr = OPERAND.num_planes == 1 or OPERAND.codec.paired or OPERAND.low_bits == 0
+    encoded = codes if whole else pairs_of(codes, OPERAND)
     return encoded, scale, zero
+
+
+@jit
+def _marked(scale, finite, OPERAND: tl.constexpr):
+    """Bytes of scales per plane, with that of NaN for vectors that are not finite."""
+    marked = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        marked = marked + (tl.where(finite, scale[plane], OPERAND.codec.constants.nan),)  # noqa: RUF005
+    return marked
 
 
 @jit
 def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
     """Pack codes, [tokens, channels] or pairs, and store them; arguments as in :func:`store_sections`."""
-    if OPERAND.num_planes == 1:
+    if OPERAND.low_bits == 0:
+        _store_words(block_ptrs, row, written, codes, OPERAND)
+    elif OPERAND.num_planes == 1:
         _store_columns(block_ptrs, row, written, codes, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
     else:
         low = packed_field(codes, 0, OPERAND.low_bits, OPERAND.low_bits, OPERAND.num_planes)
@@ -245,6 +264,50 @@ def _store_codes(block_ptrs, row, written, codes, OPERAND: tl.constexpr):
         NUM_HIGH: tl.constexpr = OPERAND.num_high
         for k in tl.static_range(NUM_HIGH):
             _store_high_bits(block_ptrs, row, written, codes, k, OPERAND)
+
+
+@jit
+def _store_words(block_ptrs, row, written, planes, OPERAND: tl.constexpr):
+    """Store a tuple of planes of codes, int32 [tokens, columns], as words."""
+    word = planes[0]
+    OTHER_PLANES: tl.constexpr = OPERAND.num_planes - 1
+    for plane in tl.static_range(OTHER_PLANES):
+        word |= planes[plane + 1] << OPERAND.word_fields[plane + 1][0]
+    NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
+    for i in tl.static_range(NUM_TILES):
+        _store_word_tile(block_ptrs, row, written, word, i, OPERAND)
+
+
+@jit
+def _store_word_tile(block_ptrs, row, written, word, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """Store the bits of words, int32 [tokens, columns], that lie in one tile of their sections."""
+    BEGIN: tl.constexpr = tiles_of_words(OPERAND)[TILE][0]
+    BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
+    WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
+    OFFSET: tl.constexpr = tiles_of_words(OPERAND)[TILE][3]
+    FIRST: tl.constexpr = tiles_of_words(OPERAND)[TILE][4]
+    byte = (word >> BEGIN) & ((1 << BITS) - 1)
+    if BITS < 8:
+        byte = _joined_pieces(byte, BITS, WIDTH)
+    count = OPERAND.width if BITS == 8 else WIDTH
+    ptrs = block_ptrs + OFFSET
+    column = tl.arange(0, byte.shape[1])
+    if OPERAND.column_major:
+        ptrs = (ptrs + row)[:, None] + ((column + FIRST) * OPERAND.block_tokens)[None, :]
+    else:
+        ptrs = (ptrs + row * WIDTH)[:, None] + (column + FIRST)[None, :]
+    tl.store(ptrs.to(tl.pointer_type(tl.uint8)), byte.to(tl.uint8), mask=written[:, None] & (column < count)[None, :])
+
+
+@jit
+def _joined_pieces(x, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Bytes whose lowest BITS bits are the bits of column ``i``, and the next ones those of column ``i + WIDTH``."""
+    PIECES: tl.constexpr = 8 // BITS
+    column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+    joined = x
+    for i in tl.static_range(PIECES - 1):
+        joined |= tl.gather(x, tl.minimum(column + (i + 1) * WIDTH, x.shape[1] - 1), 1) << (BITS * (i + 1))
+    return joined
 
 
 @jit
@@ -297,7 +360,11 @@ def _store_columns(
 def _store_metadata(section_ptrs, row, written, x, DTYPE: tl.constexpr, OPERAND: tl.constexpr):
     """Store scales or zero points, [tokens], [tokens, groups] or [channels]."""
     ptrs = section_ptrs.to(tl.pointer_type(DTYPE))
-    if OPERAND.granularity == "group":
+    if OPERAND.granularity == "plane":
+        PLANES: tl.constexpr = OPERAND.num_planes
+        for plane in tl.static_range(PLANES):
+            tl.store(ptrs + row * OPERAND.num_scales + plane, x[plane].to(DTYPE), mask=written)
+    elif OPERAND.granularity == "group":
         group = tl.arange(0, x.shape[1])[None, :]
         ptrs = (ptrs + row * OPERAND.num_scales)[:, None] + group
         tl.store(ptrs, x.to(DTYPE), mask=written[:, None] & (group < OPERAND.num_scales))

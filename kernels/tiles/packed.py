@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import unrotate
 
@@ -17,23 +18,27 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         ``codes``, then the high sections as :func:`_load_high_bits` returns them; the scales; and the zero points, or
         the scales again if there are none. Scales and zero points are float32 [tokens] if they are per token. Per group
         they are a tuple with a float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple
-        with a tile [blocks, width] for each plane, in the dtype of the section.
+        with a tile [blocks, width] for each plane, in the dtype of the section. Per plane they are a tuple with a
+        float32 tile [tokens] for each plane. Of words, the tuple of code sections is that of :func:`load_words`.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens
     exists = block * OPERAND.block_tokens < tokens_left
     block_offset = block.to(tl.int64) * stride_block
     column = tl.arange(0, OPERAND.padded_width)
-    HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
-    codes = _load_codes(
-        ptr, block_offset, row, exists, column, column < OPERAND.width, 0,
-        OPERAND.code_dtype, OPERAND.width, HAS_PADDING, OPERAND,
-    )  # fmt: skip
-    packed = (codes,)
-    NUM_HIGH: tl.constexpr = OPERAND.num_high
-    for k in tl.static_range(NUM_HIGH):
-        high = _load_high_bits(ptr, block_offset, row, exists, column, k, OPERAND)
-        packed = packed + high
+    if OPERAND.low_bits == 0:
+        packed = load_words(ptr, block_offset, row, exists, column, OPERAND)
+    else:
+        HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
+        codes = _load_codes(
+            ptr, block_offset, row, exists, column, column < OPERAND.width, 0,
+            OPERAND.code_dtype, OPERAND.width, HAS_PADDING, OPERAND,
+        )  # fmt: skip
+        packed = (codes,)
+        NUM_HIGH: tl.constexpr = OPERAND.num_high
+        for k in tl.static_range(NUM_HIGH):
+            high = _load_high_bits(ptr, block_offset, row, exists, column, k, OPERAND)
+            packed = packed + high
     scale = tl.full([TOKENS], 1.0, tl.float32)
     zero = scale
     if OPERAND.granularity == "channel":
@@ -49,6 +54,90 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
             ptr + OPERAND.zero_offset, stride_block, block, row, exists, column, OPERAND.zero_dtype, OPERAND
         )
     return packed, scale, zero
+
+
+@jit
+def load_words(ptr, block_offset, row, exists, column, OPERAND: tl.constexpr):
+    """Load the sections of words: a tile for each byte of a word, and for each section of fewer bits.
+
+    Returns:
+        Without inline PTX int32 tiles. In the tile of a section of fewer bits, these bits of each column are lowest,
+        and the bits above them are arbitrary. With inline PTX tiles of unchanged bytes. The tile of a section of fewer
+        bits is then followed by a tile with the number of bits by which it must be shifted.
+    """
+    tiles = ()
+    NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
+    for i in tl.static_range(NUM_TILES):
+        tiles = tiles + _load_word_tile(ptr, block_offset, row, exists, column, i, OPERAND)
+    return tiles
+
+
+@constexpr_function
+def tiles_of_words(operand):
+    """The tiles of words: a tuple (first bit in the word, bits, bytes per vector of the section, byte offset of the
+    section in a block, first byte in the section) for each.
+    """
+    tiles, first = [], 0
+    for bits, width, offset in operand.word_sections:
+        for begin in range(0, bits, 8):
+            tiles.append((first + begin, min(bits, 8), width, offset, begin // 8 * operand.width))
+        first += bits
+    return tuple(tiles)
+
+
+@jit
+def _load_word_tile(ptr, block_offset, row, exists, column, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """Load one tile of :func:`load_words`, with the tile of its shifts if it has one: a tuple."""
+    BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
+    WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
+    OFFSET: tl.constexpr = tiles_of_words(OPERAND)[TILE][3]
+    FIRST: tl.constexpr = tiles_of_words(OPERAND)[TILE][4]
+    HAS_PADDING: tl.constexpr = OPERAND.width != OPERAND.padded_width
+    in_vector = column < OPERAND.width
+    if BITS == 8:
+        tile = _load_codes(
+            ptr, block_offset, row, exists, column + FIRST, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
+        )
+        tiles = (tile,) if OPERAND.unpack_ptx is not None else (tile.to(tl.int32),)
+    else:
+        tile = _load_codes(
+            ptr, block_offset, row, exists, column % WIDTH, in_vector, OFFSET, tl.uint8, WIDTH, HAS_PADDING, OPERAND
+        )
+        shift = tl.where(in_vector, column // WIDTH, 0) * BITS
+        shift = shift[:, None] if OPERAND.column_major else shift[None, :]
+        if OPERAND.unpack_ptx is not None:
+            tiles = (tile, tl.broadcast_to(shift.to(tl.uint8), tile.shape))
+        else:
+            tiles = (tile.to(tl.int32) >> shift,)
+    return tiles
+
+
+@jit
+def codes_of_words(tiles, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The codes of a plane, int32, from the tiles of :func:`load_words`."""
+    BITS: tl.constexpr = OPERAND.word_fields[PLANE][1]
+    codes = tl.zeros(tiles[0].shape, tl.int32)
+    NUM_TILES: tl.constexpr = len(tiles)
+    for i in tl.static_range(NUM_TILES):
+        codes |= _bits_of_tile(tiles[i], i, PLANE, OPERAND)
+    return codes & ((1 << BITS) - 1)
+
+
+@jit
+def _bits_of_tile(tile, TILE: tl.constexpr, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The bits of the codes of a plane that lie in a tile, at their places in the codes."""
+    FIRST: tl.constexpr = tiles_of_words(OPERAND)[TILE][0]
+    COUNT: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
+    SHIFT: tl.constexpr = OPERAND.word_fields[PLANE][0]
+    BITS: tl.constexpr = OPERAND.word_fields[PLANE][1]
+    if FIRST + COUNT <= SHIFT or SHIFT + BITS <= FIRST:
+        bits = tile * 0
+    elif FIRST + COUNT < SHIFT + BITS:  # the code goes on in the next tile
+        bits = tile & ((1 << COUNT) - 1)
+        bits = bits >> (SHIFT - FIRST) if FIRST < SHIFT else bits << (FIRST - SHIFT)
+    else:
+        bits = tile >> (SHIFT - FIRST) if FIRST < SHIFT else tile << (FIRST - SHIFT)
+    return bits
 
 
 @jit
@@ -129,6 +218,8 @@ def _load_metadata(
     block_offset = block.to(tl.int64) * (stride_block // (DTYPE.primitive_bitwidth // 8))
     if OPERAND.granularity == "token":
         metadata = tl.load(ptr + block_offset + row, mask=exists, other=0.0).to(tl.float32)
+    elif OPERAND.granularity == "plane":
+        metadata = _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND)
     else:
         metadata = ()
         NUM_PLANES: tl.constexpr = OPERAND.num_planes
@@ -153,6 +244,27 @@ def _load_metadata(
 
 
 @jit
+def _load_scales_of_planes(ptr, block_offset, row, exists, OPERAND: tl.constexpr):
+    """Load the scales of vectors that have one byte for each plane: a tuple of float32 [tokens].
+
+    Two or four bytes of a vector are loaded as one number, because small loads are not copied asynchronously.
+    """
+    scales = ()
+    PLANES: tl.constexpr = OPERAND.num_planes
+    if PLANES == 2 or PLANES == 4:
+        DTYPE: tl.constexpr = tl.uint16 if PLANES == 2 else tl.uint32
+        word = tl.load(ptr.to(tl.pointer_type(DTYPE)) + block_offset // PLANES + row, mask=exists, other=0)
+        word = word.to(tl.int32, bitcast=PLANES == 4)
+        for plane in tl.static_range(PLANES):
+            scales = scales + (scales_of_bytes((word >> (8 * plane)) & 0xFF, OPERAND),)  # noqa: RUF005
+    else:
+        for plane in tl.static_range(PLANES):
+            byte = tl.load(ptr + block_offset + row * PLANES + plane, mask=exists, other=0)
+            scales = scales + (scales_of_bytes(byte.to(tl.int32), OPERAND),)  # noqa: RUF005
+    return scales
+
+
+@jit
 def unpack(packed, scale, zero, OPERAND: tl.constexpr):
     """Unpack a tile: the levels of each plane, divided by the gain of the plane, in the dtype of the products.
 
@@ -164,6 +276,11 @@ def unpack(packed, scale, zero, OPERAND: tl.constexpr):
         planes = halves_of_bytes(packed, OPERAND)
     elif OPERAND.code_dtype == OPERAND.dtype:
         planes = (packed[0],)
+    elif OPERAND.low_bits == 0:
+        planes = ()
+        for plane in tl.static_range(NUM_PLANES):
+            codes = codes_of_words(packed, plane, OPERAND)
+            planes = planes + (OPERAND.codec.levels(codes, plane, OPERAND).to(OPERAND.dtype),)  # noqa: RUF005
     else:
         planes = ()
         for plane in tl.static_range(NUM_PLANES):
@@ -231,8 +348,11 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
     token = first_row + tl.arange(0, TOKENS)[:, None]
     channel = tl.minimum(tl.arange(0, OPERAND.padded_head_dim), OPERAND.head_dim - 1)[None, :]
     column, plane = channel % OPERAND.width, channel // OPERAND.width
-    codes = _load_column(block_ptr, token, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
-    if OPERAND.num_planes > 1:
+    if OPERAND.low_bits == 0:
+        codes = _word_codes_of_columns(block_ptr, token, column, plane, OPERAND)
+    else:
+        codes = _load_column(block_ptr, token, column, 0, OPERAND.code_dtype, OPERAND.width, OPERAND)
+    if OPERAND.low_bits > 0 and OPERAND.num_planes > 1:
         codes = (codes.to(tl.int32) >> (OPERAND.low_bits * plane)) & ((1 << OPERAND.low_bits) - 1)
     NUM_HIGH: tl.constexpr = OPERAND.num_high
     for k in tl.static_range(NUM_HIGH):
@@ -249,11 +369,16 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
         index = channel
     elif OPERAND.granularity == "group":
         index = token * OPERAND.num_scales + channel // OPERAND.group_size
+    elif OPERAND.granularity == "plane":
+        index = token * OPERAND.num_scales + plane
     else:
         index = token
     if OPERAND.has_scale:
         scale_ptr = (block_ptr + OPERAND.scale_offset).to(tl.pointer_type(OPERAND.scale_dtype))
-        x = x * tl.load(scale_ptr + index).to(tl.float32)
+        scale = tl.load(scale_ptr + index)
+        if OPERAND.granularity == "plane":
+            scale = scales_of_bytes(scale.to(tl.int32), OPERAND)
+        x = x * scale.to(tl.float32)
     if OPERAND.has_zero:
         zero_ptr = (block_ptr + OPERAND.zero_offset).to(tl.pointer_type(OPERAND.zero_dtype))
         x = x + tl.load(zero_ptr + index).to(tl.float32)
@@ -263,6 +388,37 @@ def decode_rows(block_ptr, first_row, static_scale, OPERAND: tl.constexpr, TOKEN
     if OPERAND.rotated:
         x = unrotate(x, OPERAND)
     return x
+
+
+@jit
+def _word_codes_of_columns(block_ptr, token, column, plane, OPERAND: tl.constexpr):
+    """The codes, int32, of tokens and channels, the columns of planes."""
+    word = tl.zeros([token.shape[0], column.shape[1]], tl.int32)
+    NUM_TILES: tl.constexpr = len(tiles_of_words(OPERAND))
+    for i in tl.static_range(NUM_TILES):
+        word |= _word_bits_of_columns(block_ptr, token, column, i, OPERAND)
+    codes = tl.zeros(word.shape, tl.int32)
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for i in tl.static_range(NUM_PLANES):
+        field = (word >> OPERAND.word_fields[i][0]) & ((1 << OPERAND.word_fields[i][1]) - 1)
+        codes = tl.where(plane == i, field, codes)
+    return codes
+
+
+@jit
+def _word_bits_of_columns(block_ptr, token, column, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """The bits of the words of columns that lie in a tile, at their places in the words."""
+    BEGIN: tl.constexpr = tiles_of_words(OPERAND)[TILE][0]
+    BITS: tl.constexpr = tiles_of_words(OPERAND)[TILE][1]
+    WIDTH: tl.constexpr = tiles_of_words(OPERAND)[TILE][2]
+    OFFSET: tl.constexpr = tiles_of_words(OPERAND)[TILE][3]
+    FIRST: tl.constexpr = tiles_of_words(OPERAND)[TILE][4]
+    if BITS == 8:
+        bits = _load_column(block_ptr, token, column + FIRST, OFFSET, tl.uint8, WIDTH, OPERAND).to(tl.int32)
+    else:
+        byte = _load_column(block_ptr, token, column % WIDTH, OFFSET, tl.uint8, WIDTH, OPERAND).to(tl.int32)
+        bits = (byte >> (column // WIDTH * BITS)) & ((1 << BITS) - 1)
+    return bits << BEGIN
 
 
 @jit

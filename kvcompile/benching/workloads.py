@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 import kvcompile.kernels.ops  # noqa: F401
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, time_graph
+from kvcompile.benching.random_bases import with_random_bases
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import pack_blocks, pack_tokens
@@ -123,7 +124,7 @@ def fully_packed_formats() -> list[tuple[str, FormatPair]]:
 
 @dataclass(frozen=True)
 class Caches:
-    """Packed caches of one format pair for one shape."""
+    """Packed caches of one format pair for one shape; calibrated formats have random bases."""
 
     shape: Shape
     pair: FormatPair
@@ -131,7 +132,8 @@ class Caches:
     @functools.cached_property
     def layouts(self) -> tuple[PackedLayout, PackedLayout]:
         head_dim = self.shape.head_dim
-        return self.pair.layout("key", head_dim, DTYPE), self.pair.layout("value", head_dim, DTYPE)
+        pair = with_random_bases(self.pair, self.shape.num_kv_heads, head_dim)
+        return pair.layout("key", head_dim, DTYPE), pair.layout("value", head_dim, DTYPE)
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of the blocks of K and V that hold ``num_tokens`` tokens of all sequences, metadata included."""
@@ -228,7 +230,7 @@ class Caches:
                 query[part].float(),
                 k_part,
                 v_part,
-                *self.layouts,
+                *(layout.of_heads(head, 1) for layout in self.layouts),
                 mask=None if mask is None else mask[:1, :1],
                 kv_len=self.shape.context if kv_len is None else kv_len,
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcompile.caches import objects
 from kvcompile.errors import CacheFileError
+from kvcompile.kernels.formats import bases
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import PackedPool, exchanged
@@ -22,6 +23,10 @@ from kvcompile.packed.tensor import CacheMeta, PackedTensor
 _PLAIN = (type(None), bool, int, float, str)
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+_BASIS = "basis/"
+"""The beginning of the names of tensors of bases: ``basis/3f9a0c12de45/mean``."""
 
 
 class Writer:
@@ -82,6 +87,7 @@ class Writer:
                 "shape": list(tensor.shape),
             }
             data = tensor.packed
+            self._add_basis(meta.layout.format.basis)
         elif type(tensor) is Tensor:
             description, data = {"tensor": name}, tensor.detach()
         else:
@@ -89,6 +95,11 @@ class Writer:
         # Copy, because safetensors writes only contiguous tensors that share no storage.
         self.tensors[name] = data.clone(memory_format=torch.contiguous_format)
         return description
+
+    def _add_basis(self, reference: str) -> None:
+        """Add the tensors of a calibrated format's basis, so that the file can be read without the transforms file."""
+        for name, x in (bases.root(reference) if reference else {}).items():
+            self.tensors[f"{_BASIS}{reference[: bases.DIGEST_DIGITS]}/{name}"] = x
 
 
 class Reader:
@@ -100,6 +111,16 @@ class Reader:
         self._device = device
         self._path = path
         self._made: dict[str, Tensor] = {}
+        self._register_bases()
+
+    def _register_bases(self) -> None:
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name in [name for name in self._tensors if name.startswith(_BASIS)]:
+            _, digest, part = name.split("/")
+            tensors.setdefault(digest, {})[part] = self._tensors.pop(name)
+        for digest, parts in tensors.items():
+            if bases.register(bases.Basis(**parts)) != digest:
+                raise self._contradiction(f"{_BASIS}{digest}", f"the digest {digest}", "other numbers")
 
     def make(self, content: Any) -> Any:
         """The object that ``content`` describes.

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvcompile.caches import digests, objects
+from kvcompile import digests
+from kvcompile.caches import objects
 from kvcompile.caches.description import Reader, Writer
 from kvcompile.errors import CacheFileError
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.formats import MEAN, get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, heads_first
 from kvcompile.packed.subclass import PackedSubclass
@@ -81,9 +81,11 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
         format_name: a registry name.
         module: the name of the attention module, for the result.
     """
-    sample, head_dim = _sample(keys), keys.shape[-1]
-    if not sample.shape[1]:
+    sample, head_dim, fmt = _sample(keys), keys.shape[-1], get_format(format_name)
+    if not sample.shape[1] or fmt.has_matrices:  # a calibration has already weighed the channels
         return None
+    if fmt.is_calibrated:
+        sample, format_name = sample - fmt.mean(sample[None]), format_name.partition(MEAN)[0]
     error = _median_channel_errors(sample, format_name)
     if not _is_too_large(error, format_name, head_dim):
         return None
@@ -92,7 +94,7 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
     rms = sample[worst].square().mean(0).sqrt()
     return KeyOutliers(
         module=module,
-        format=format_name,
+        format=fmt.name,
         ratio=(rms.max() / rms.median()).item(),
         relative_error=error[worst].item(),
         usual_error=_usual_error(format_name, head_dim),

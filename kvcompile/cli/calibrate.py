@@ -1,24 +1,54 @@
-"""``kvcompile calibrate``: measures the magnitudes from which static scales of 8-bit floats follow."""
+"""``kvcompile calibrate``: measures what calibrated formats and static scales need to know of a model."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json
+from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json, print_wrapped
 from kvcompile.cli.progress import progress_bar
-from kvcompile.cli.subject import Data, Device, Dtype, Model, Prefill, Windows, check_writable
+from kvcompile.cli.subject import Data, Device, Dtype, Model, check_writable, name_of
 from kvcompile.tables import table
 
+if TYPE_CHECKING:
+    from kvcompile.evaluation.text import Text
+
+TRANSFORMS = ".safetensors"
+
 EXAMPLES = (
-    examples("calibrate --model . --output scales.json", "calibrate --model . --data text.txt --output scales.json")
-    + "\n\n\b\nA policy with these scales:"
+    examples(
+        "calibrate --model . --output transforms.safetensors",
+        "calibrate --model . --data text.txt --positions 4096 --output transforms.safetensors",
+        "calibrate --model . --output scales.json",
+    )
+    + "\n\n\b\nPolicies with these files:"
+    + "\n  default: {dtype: transform_2.2bit, transforms: transforms.safetensors}"
     + "\n  default: {dtype: fp8_e4m3, granularity: per_tensor, scales: scales.json}"
 )
 
-Output = Annotated[Path, typer.Option(metavar="FILE.json", help="Where the calibration is written.")]
+Output = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE", help="FILE.safetensors: transforms of calibrated formats.  FILE.json: static scales of fp8."
+    ),
+]
+Prefill = Annotated[
+    int | None, typer.Option(metavar="TOKENS", min=1, help="Tokens of a window.  [default: 2048; scales: 512]")
+]
+Windows = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Windows of text, spread evenly.  [default: 24; scales: 8]")
+]
+Positions = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        min=1,
+        help="Windows of transforms begin at random positions, and end within this context.  [default: the model's]",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,28 +59,76 @@ def calibrate(
     model: Model,
     output: Output,
     data: Data = None,
-    prefill: Prefill = 512,
-    windows: Windows = 8,
+    prefill: Prefill = None,
+    windows: Windows = None,
+    positions: Positions = None,
     device: Device = None,
     dtype: Dtype = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the largest keys and values of every layer, for policies with granularity: per_tensor."""
+    """Measure the keys and values of every layer: transforms of calibrated formats, or static scales."""
     from kvcompile.evaluation import models, text
-    from kvcompile.evaluation.magnitudes import largest_magnitudes
+    from kvcompile.evaluation.errors import EvaluationError
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.policy.static_scales import CalibrationFile
 
+    for_transforms = output.suffix == TRANSFORMS
+    if positions is not None and not for_transforms:
+        raise EvaluationError(f"--positions is for transforms; give --output FILE{TRANSFORMS}, or drop it")
     check_writable(output)
+    prefill, windows = prefill or (2048 if for_transforms else 512), windows or (24 if for_transforms else 8)
     models.silence_transformers()
     subject = models.load_model(model, device, dtype)
     read = text.read_text(subject, model, data, Schedule(prefill, 1), windows)
     try:
-        with progress_bar() as on_progress:
-            found = CalibrationFile(largest=largest_magnitudes(subject, read.windows[:, :prefill], on_progress))
+        if for_transforms:
+            path = text.text_path(subject, model, data)
+            _write_transforms(subject, name_of(model), read, path, output, positions, as_json)
+        else:
+            _write_scales(subject, read, output, as_json)
     except KeyboardInterrupt:
         print_interrupted("nothing was written, because a calibration needs all windows")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _write_transforms(
+    subject: Any, name: str, read: Text, path: Path, output: Path, positions: int | None, as_json: bool
+) -> None:
+    from kvcompile import digests
+    from kvcompile.evaluation.models import text_config
+    from kvcompile.evaluation.transforms import calibrate_transforms
+    from kvcompile.policy.transforms import Origin, Transforms
+
+    windows = read.windows[:, : read.schedule.prefill]
+    context = positions or getattr(text_config(subject), "max_position_embeddings", None) or windows.shape[1]
+    with progress_bar() as on_progress:
+        tensors, least, largest = calibrate_transforms(subject, windows, context=context, on_progress=on_progress)
+    origin = Origin(
+        model=name,
+        fingerprint=digests.of_model(subject),
+        text=path.name,
+        text_digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        windows=len(windows),
+        tokens=windows.shape[1],
+        positions=(least, largest),
+    )
+    Transforms(str(output), origin, tensors).save(output)
+    if as_json:
+        print_json(origin.model_dump(mode="json"))
+        return
+    print_wrapped(
+        f"{output}: transforms of {len(tensors) // 6} layers, from {len(windows)} windows of {windows.shape[1]} tokens "
+        f"of {path.name} at positions {least} to {largest}",
+        indent=2,
+    )
+
+
+def _write_scales(subject: Any, read: Text, output: Path, as_json: bool) -> None:
+    from kvcompile.evaluation.magnitudes import largest_magnitudes
+    from kvcompile.policy.static_scales import CalibrationFile
+
+    with progress_bar() as on_progress:
+        largest = largest_magnitudes(subject, read.windows[:, : read.schedule.prefill], on_progress)
+    found = CalibrationFile(largest=largest)
     output.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
     if as_json:
         print_json(found.model_dump(mode="json"))

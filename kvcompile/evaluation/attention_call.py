@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,6 +53,17 @@ class AttentionCall:
         """The keys or the values."""
         return self.key if role == "key" else self.value
 
+    @functools.cached_property
+    def repeats(self) -> int:
+        """How often keys and values repeat each KV head, side by side, as models do that expand them for attention."""
+        heads = self.key.shape[1]
+        divisors = [count for count in range(heads, 0, -1) if heads % count == 0]
+        return next(count for count in divisors if _repeats(self.key, count) and _repeats(self.value, count))
+
+    def of_kv_heads(self, role: Role) -> Tensor:
+        """The keys or the values without repeated heads: [batch, num_kv_heads, kv_len, channels]."""
+        return self.operand(role)[:, :: self.repeats]
+
     def sampled(self, queries: int) -> AttentionCall:
         """The same attention on at most ``queries`` query positions, spread evenly up to the last."""
         q_len, kv_len = self.query.shape[2], self.key.shape[2]
@@ -74,7 +86,8 @@ class AttentionCall:
     def stored(self, formats: FormatPair, role: Role) -> Tensor:
         """The keys or the values after a round trip through a cache of these formats, in float32."""
         layout = self.layout(formats, role)
-        return read_tokens(self._data(layout), layout, self.operand(role).shape[2])
+        stored = read_tokens(self._data(layout), layout, self.operand(role).shape[2])
+        return stored.repeat_interleave(self.repeats, 1)
 
     def on_packed(self, formats: FormatPair) -> Tensor:
         """The attention on keys and values packed in these formats, computed by the specification in float32.
@@ -99,5 +112,11 @@ class AttentionCall:
     def _data(self, layout: PackedLayout) -> Tensor:
         """The keys or values packed in a layout. Kept, because several format pairs share a layout."""
         if layout not in self._packed:
-            self._packed[layout] = pack_tokens(layout, self.operand(layout.role))
+            self._packed[layout] = pack_tokens(layout, self.of_kv_heads(layout.role))
         return self._packed[layout]
+
+
+def _repeats(x: Tensor, count: int) -> bool:
+    """Whether each head of ``x`` stands there ``count`` times, side by side."""
+    groups = x.detach().unflatten(1, (-1, count))
+    return count == 1 or bool((groups == groups[:, :, :1]).all())

@@ -29,19 +29,32 @@ class AttentionTap:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        def run(model: nn.Module, tokens: Tensor) -> Tensor:
-            return model(input_ids=tokens, use_cache=False).logits[0]
+        def run(model: nn.Module, tokens: Tensor, arguments: dict[str, Tensor]) -> Tensor:
+            return model(input_ids=tokens, use_cache=False, **arguments).logits[0]
 
         self._model = model
         self._listener: Listener = lambda site, call: None
         self._run = torch.compile(with_new_code(run, "tap"), backend=self._backend, dynamic=False)
 
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor, listener: Listener) -> Tensor:
-        """Run over ``tokens`` (int64 [n]) without a cache; returns the logits [n, vocab_size]."""
+    def __call__(
+        self, tokens: Tensor, listener: Listener, *, first_position: int | None = None, gradients: bool = False
+    ) -> Tensor:
+        """Run over ``tokens`` (int64 [n]) without a cache; returns the logits [n, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            listener: called for every attention.
+            first_position: the position of the first token; None leaves positions to the model.
+            gradients: whether gradients are recorded.
+        """
         self._listener = listener
-        with without_recompile_limit():
-            return self._run(self._model, tokens[None].to(next(self._model.parameters()).device))
+        tokens = tokens[None].to(next(self._model.parameters()).device)
+        arguments = {}
+        if first_position is not None:
+            positions = torch.arange(first_position, first_position + tokens.shape[1], device=tokens.device)
+            arguments["position_ids"] = positions[None]
+        with without_recompile_limit(), torch.set_grad_enabled(gradients):
+            return self._run(self._model, tokens, arguments)
 
     def _backend(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         mark_attention(gm)

@@ -32,7 +32,7 @@ class Calibration:
         def look(site: Site, call: AttentionCall) -> None:
             for name in wanted.get(site.module, ()):
                 if self._examined.get((site.module, name)) is None:
-                    self._examined[site.module, name] = examine(call.key, name, site.module)
+                    self._examined[site.module, name] = examine(call.of_kv_heads("key"), name, site.module)
 
         if any(wanted.values()):
             listen(model, tokens[:SAMPLE_TOKENS], look)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcompile.call.key_outliers import KeyOutliers
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
@@ -21,6 +21,7 @@ from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
+from kvcompile.evaluation.text_distance import text_distance
 from kvcompile.policy.policy import Policy
 from kvcompile.report.data import enumerate_modules, modules_by_reason
 from kvcompile.report.report import Report, collect_reports
@@ -72,13 +73,21 @@ def evaluate(
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
     model = uncompiled(model)
+    for _, policy in loaded:
+        for transforms in policy.transforms:
+            transforms.check_model(model)
+    distances = {
+        transforms.source: str(text_distance(model, text.windows[0], transforms))
+        for _, policy in loaded
+        for transforms in policy.transforms
+    }
     calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
     run = _Run(model, text, calibration, len(loaded), on_progress)
     with torch.no_grad():
         reference, nats, bits = run.reference()
         evaluation = _describe(model, text, model_name, nats, bits)
         for name, policy in loaded:
-            found = calibration.outliers(policy)
+            found = [*map(str, calibration.outliers(policy)), *(distances[one.source] for one in policy.transforms)]
             if policy.key_outliers == "promote":
                 policy = calibration.promoted(policy)
             evaluation.results.append(run.policy(name, policy, reference, found))
@@ -144,7 +153,7 @@ class _Run:
                 windows.append(steps)
         return windows, sum(nats) / (len(windows) * self.text.schedule.num_tokens), effective_bits(cache)
 
-    def policy(self, name: str, policy: Policy, reference: list[list[Step]], found: list[KeyOutliers]) -> PolicyResult:
+    def policy(self, name: str, policy: Policy, reference: list[list[Step]], found: list[str]) -> PolicyResult:
         """Compile the model under a policy, run it over the windows, and compare."""
         begin = time.monotonic()
         compared = StepComparison()
@@ -161,7 +170,7 @@ class _Run:
                     step = next(steps)
                     compared.add(step, exact.to(window.device), _targets(window, step))
                     self._advance(name)
-        notes = [*_skipped(report), *report.notes, *map(str, found)]
+        notes = [*_skipped(report), *report.notes, *found]
         return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
 
     def _compiled(self, policy: Policy) -> Callable[..., Any]:
@@ -198,6 +207,7 @@ class _Run:
                 exact.mean().item(), difference.std().item() / len(difference) ** 0.5
             ),
             mean_divergence=divergence.mean().item(),
+            divergence_error=_standard_error(divergence.view(len(self.windows), -1).mean(1)),
             median_divergence=divergence.median().item(),
             p999_divergence=divergence.quantile(0.999).item(),
             same_top1=torch.cat(compared.same_top).double().mean().item(),
@@ -205,6 +215,11 @@ class _Run:
             seconds=seconds,
             notes=tuple(notes),
         )
+
+
+def _standard_error(means: torch.Tensor) -> float:
+    """The standard error of the mean of ``means``; NaN for a single one."""
+    return (means.std() / len(means) ** 0.5).item() if len(means) > 1 else math.nan
 
 
 def _formats(report: Report) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class PolicyResult:
             assumed to be independent.
         mean_divergence, median_divergence, p999_divergence: Kullback-Leibler divergence of the predictions from the
             reference's, in nats: mean, median and 99.9th percentile over the tokens.
+        divergence_error: standard error of ``mean_divergence``, from the means of the windows; NaN for one window.
         same_top1: the fraction of positions at which both models predict the same most likely token.
         attention_errors: by module, the relative L2 error of its outputs, which contains the errors of earlier layers.
         seconds: the duration, most of it compilation.
@@ -49,6 +50,7 @@ class PolicyResult:
     same_top1: float
     attention_errors: dict[str, float]
     seconds: float
+    divergence_error: float = math.nan
     unpacked_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -72,7 +72,7 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
             f"--prefill {schedule.prefill} and --decode {schedule.decode} make {schedule.num_tokens} tokens, but the "
             f"model reads at most {limit}; give smaller numbers"
         )
-    path = path if path is not None else _held_out(model, model_name)
+    path = text_path(model, model_name, path)
     tokens = _tokens(read_file(path, MAX_TEXT), model, model_name)
     if len(tokens) < schedule.window_tokens:
         raise EvaluationError(
@@ -82,6 +82,11 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
     windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)].long()
     return Text(path.name, windows, schedule, reads_bytes(model))
+
+
+def text_path(model: Any, model_name: str, path: Path | None) -> Path:
+    """The file of :func:`read_text`; EvaluationError if none is given and the model has none."""
+    return path if path is not None else _held_out(model, model_name)
 
 
 def _held_out(model: Any, model_name: str) -> Path:

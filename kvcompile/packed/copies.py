@@ -49,11 +49,14 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     """Copies bytes, so reordering beams or evicting tokens quantizes nothing again.
 
     A selection of tokens from a cache with a residual is a read: moved to other blocks, they would be quantized again.
+    So is a selection of heads from a cache in a calibrated format, in which every head has a basis of its own.
     """
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
     axis = cache.axes[dim]
     if axis == "t" and cache.packed_layout.residual is not None:
+        return NotImplemented
+    if axis == "h" and cache.packed_layout.format.is_calibrated:
         return NotImplemented
     index = index.reshape(-1)
     size = list(cache.shape)
@@ -119,6 +122,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     if axis == "t":
         return _append(cache, others, dim)
+    if axis == "h" and cache.packed_layout.format.is_calibrated:
+        return NotImplemented
     joined = [cache]
     for other in others:
         if not isinstance(other, PackedTensor) or _kind(other) != _kind(cache):

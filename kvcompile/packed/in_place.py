@@ -141,7 +141,7 @@ def _store_changed_vectors(cache: PackedTensor, values: Tensor) -> None:
         return
     sequence, head, token = changed.nonzero(as_tuple=True)
     if token.numel():
-        vectors = encoded(cache, new[sequence, head, token])
+        vectors = encoded(cache, new[sequence, head, token], head)
         put(cache, cache.packed_for_write(), (sequence, head, cache.start + token), vectors)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
+from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.packing import pack_blocks
@@ -473,18 +474,24 @@ class PackedTensor(PackedSubclass):
         meta = self.cache_meta
         data = self.packed.clone(memory_format=torch.contiguous_format)
         layout = (meta.layout.spec, meta.layout.role, meta.layout.head_dim)
-        return rebuild_packed_tensor, (
-            data,
-            layout,
-            (meta.dtype, meta.axes, meta.start, meta.growing),
-            tuple(self.shape),
-        )
+        fields = (meta.dtype, meta.axes, meta.start, meta.growing)
+        basis = meta.layout.format.basis
+        return rebuild_packed_tensor, (data, layout, fields, tuple(self.shape), bases.root(basis) if basis else {})
 
 
 def rebuild_packed_tensor(
-    data: Tensor, layout: tuple[Any, ...], meta: tuple[Any, ...], shape: tuple[int, ...]
+    data: Tensor,
+    layout: tuple[Any, ...],
+    meta: tuple[Any, ...],
+    shape: tuple[int, ...],
+    basis: dict[str, Tensor] | None = None,
 ) -> PackedTensor:
-    """Rebuilds a saved cache from the names of its layout and the fields of CacheMeta; ``torch.load`` calls this."""
+    """Rebuilds a saved cache from the names of its layout and the fields of CacheMeta; ``torch.load`` calls this.
+
+    ``basis`` has the tensors of a calibrated format's basis.
+    """
+    if basis:
+        bases.register(bases.Basis(**basis))
     return PackedTensor.owning(data, CacheMeta(PackedLayout.parse(*layout), *meta), shape)
 
 

@@ -34,8 +34,13 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     size[dim], stride[dim] = (length + step - 1) // step, stride[dim] * step
     if axis == "t":
         return _token_range(cache, start, length, size, stride, skipped=start * cache.stride(dim))
+    changes: dict[str, Any] = {}
+    if axis == "h" and cache.packed_layout.format.is_calibrated:
+        if step != 1 or not isinstance(length, int) or length == 0:
+            return NotImplemented
+        changes = {"layout": cache.packed_layout.of_heads(start, length)}
     packed = aten.slice.Tensor(cache.packed, PACKED_DIM[axis], start, end, step)
-    return cache.view_as_part(size, stride, packed, skipped=start * cache.stride(dim))
+    return cache.view_as_part(size, stride, packed, skipped=start * cache.stride(dim), **changes)
 
 
 def _clamp(index: int, extent: int) -> int:
@@ -87,6 +92,8 @@ def _select(cache: PackedTensor, dim: int, index: int) -> Any:
     }
     if axis == "t":
         return _token_range(cache, index, 1, **geometry)
+    if axis == "h":
+        geometry["layout"] = cache.packed_layout.of_heads(index, 1)
     return cache.view_as_part(packed=cache.packed.narrow(PACKED_DIM[axis], index, 1), **geometry)
 
 

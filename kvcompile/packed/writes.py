@@ -54,11 +54,25 @@ def _extent(cache: PackedTensor, axis: str) -> int:
     return cache.num_tokens if axis == "t" else cache.packed.shape[PACKED_DIM[axis]]
 
 
-def encoded(cache: PackedTensor, x: Tensor) -> Tensor:
-    """Encodes vectors [..., head_dim], rounded to the cache's dtype, to the values for :func:`put`, [..., width]."""
+def encoded(cache: PackedTensor, x: Tensor, head: Tensor | None = None) -> Tensor:
+    """Encodes vectors, rounded to the cache's dtype, to the values for :func:`put`, [..., width].
+
+    Args:
+        cache: the cache to which the vectors will be written.
+        x: [batch, heads, tokens, head_dim]; or [*N, head_dim] with their ``head``.
+        head: int64, broadcasts to [*N]: the head of each vector, for formats that treat heads differently.
+    """
     layout = cache.packed_layout
     x = x.detach().to(cache.device, cache.dtype)
-    return x if layout.residual is not None else layout.token_bytes(layout.format.encode(x))
+    if layout.residual is not None:
+        return x
+    if head is None or not layout.format.is_calibrated:
+        return layout.token_bytes(layout.format.encode(x))
+    # Encoded for every head, and then selected.
+    vectors = x.reshape(1, 1, -1, x.shape[-1]).expand(1, _extent(cache, "h"), -1, -1)
+    values = layout.token_bytes(layout.format.encode(vectors))[0]
+    index = torch.arange(values.shape[1], device=x.device)
+    return values[head.expand(x.shape[:-1]).reshape(-1), index].view(*x.shape[:-1], -1)
 
 
 def stored(cache: PackedTensor, source: Tensor) -> Tensor:
@@ -188,9 +202,9 @@ def _fill_(cache: Tensor, value: Any) -> Any:
 
 
 def _constant(cache: PackedTensor, value: Any) -> Tensor:
-    """Encodes a vector whose channels all equal ``value``, a number or a 0-dimensional tensor."""
-    vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device)
-    return encoded(cache, vector.fill_(plain(value)))
+    """Encodes vectors whose channels all equal ``value``, a number or a 0-dimensional tensor: [1, heads, 1, width]."""
+    vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device).fill_(plain(value))
+    return encoded(cache, vector.expand(1, _extent(cache, "h"), 1, -1))
 
 
 @handles(PackedTensor, aten.zero_.default)
@@ -267,7 +281,7 @@ def _index_put_(
     logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]
     coordinates = [aten.index.Tensor(c, indices)[..., 0] for c in logical]
     vectors = plain(values).expand(*coordinates[0].shape, cache.packed_layout.head_dim)
-    put(cache, cache.packed_for_write(), coordinates, encoded(cache, vectors))
+    put(cache, cache.packed_for_write(), coordinates, encoded(cache, vectors, coordinates[1]))
     return cache
 
 

@@ -165,7 +165,7 @@ def _stored(cache: LayerCache, policy: Policy, model: ModelCaches, refusals: Cou
     reason.
     """
     plain = of_dtype(model.dtype)
-    formats = policy.formats_for(cache.module, cache.layer, model.num_layers)
+    formats = policy.formats_for(cache.module, cache.layer, model.num_layers, sizes_only=True)
     if formats is None:
         return StoredCache(cache, plain, plain)
     dtype = getattr(torch, model.dtype)

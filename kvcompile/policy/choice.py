@@ -23,6 +23,7 @@ from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy import presets
 from kvcompile.policy.static_scales import StaticScales
+from kvcompile.policy.transforms import Transforms
 from kvcompile.reading import expanded
 
 Granularity = Literal["per_token_head", "per_channel", "per_group", "per_tensor"]
@@ -45,6 +46,8 @@ class _Elements(Strict):
         scales: the source of the scales of ``per_tensor``: a file that ``python -m kvcompile calibrate`` wrote; a
             checkpoint (a safetensors file, or a folder of them) with tensors ``k_scale`` and ``v_scale``; or a number,
             the scale of all layers, 1 for plain 8-bit floats. In a policy file, paths are relative to its folder.
+        transforms: the file with the numbers of calibrated formats (``transform_*``, ``*_mean``), which ``python -m
+            kvcompile calibrate`` wrote. In a policy file, the path is relative to its folder.
         rotation_seed: the seed of random signs before the Hadamard matrix of a rotated format, from 1 to 999999999.
             Caches with different seeds have independent errors.
     """
@@ -54,7 +57,9 @@ class _Elements(Strict):
     group_size: int | None = None
     scales: Annotated[float, Field(strict=True)] | str | None = None
     rotation_seed: Annotated[int, Field(ge=1, le=999_999_999, strict=True)] | None = None
+    transforms: str | None = None
     _scales_of_layers: StaticScales | None = PrivateAttr(None)
+    _transforms_of_layers: Transforms | None = PrivateAttr(None)
 
     @field_validator("scales")
     @classmethod
@@ -63,7 +68,12 @@ class _Elements(Strict):
             return scales
         with contextlib.suppress(ValueError):
             return float(scales.encode("ascii"))  # parse_yaml leaves fractions as strings
-        return str(Path((info.context or {}).get("folder", ".")).absolute() / expanded(Path(scales)))
+        return _absolute(scales, info)
+
+    @field_validator("transforms")
+    @classmethod
+    def _absolute_path(cls, transforms: str | None, info: ValidationInfo) -> str | None:
+        return None if transforms is None else _absolute(transforms, info)
 
     @model_validator(mode="after")
     def _elements_fit(self) -> Self:
@@ -78,11 +88,31 @@ class _Elements(Strict):
             raise PolicyError("granularity, scales and rotation_seed need a dtype beside them; give dtype")
         if isinstance(self.scales, str):
             self._scales_of_layers = StaticScales.read(Path(self.scales))
+        if self.transforms is not None:
+            self._transforms_of_layers = Transforms.read(Path(self.transforms))
         return self
 
-    def format_name(self, role: Role, module: str = "", layer: int | None = None) -> str:
-        """The format of the keys or values of a layer; PolicyError if there is no such format."""
+    @property
+    def transforms_of_layers(self) -> Transforms | None:
+        """The content of the file ``transforms``."""
+        return self._transforms_of_layers
+
+    def format_name(
+        self, role: Role, module: str = "", layer: int | None = None, transforms: Transforms | None = None
+    ) -> str:
+        """The format of the keys or values of a layer; PolicyError if there is no such format.
+
+        Args:
+            role: ``key`` or ``value``.
+            module: qualified name of the module that calls attention.
+            layer: its layer index, if it has one.
+            transforms: the transforms of a calibrated format, if this object names none. Without any, the result has
+                sizes only.
+        """
         fmt = self.format_of_all_layers(role)
+        known = self._transforms_of_layers or transforms
+        if fmt.is_calibrated and known is not None:
+            fmt = known.calibrated(fmt, role, module, layer)
         if self._scales_of_layers is not None:
             fmt = self._scales_of_layers.scaled(fmt, role, module, layer)
         return fmt.name
@@ -105,6 +135,11 @@ class _Elements(Strict):
             return fmt if self.rotation_seed is None else with_rotation_seed(fmt, self.rotation_seed)
         except ValueError as error:
             raise PolicyError(str(error)) from None
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    """A path of a policy, which is relative to the folder of its file."""
+    return str(Path((info.context or {}).get("folder", ".")).absolute() / expanded(Path(path)))
 
 
 class RoleFormat(_Elements):
@@ -173,5 +208,7 @@ class Choice(_Elements):
         """
         if self._is_auto:
             return None
-        key, value = self.key or self, self.value or self
-        return FormatPair(key.format_name("key", module, layer), value.format_name("value", module, layer))
+        key, value, transforms = self.key or self, self.value or self, self._transforms_of_layers
+        return FormatPair(
+            key.format_name("key", module, layer, transforms), value.format_name("value", module, layer, transforms)
+        )

@@ -42,11 +42,13 @@ from pydantic import (
 )
 
 from kvcompile.errors import PolicyError, cut, did_you_mean, shown
+from kvcompile.kernels.formats import get_format
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
 from kvcompile.policy.choice import Choice, RoleFormat, Strict
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.text import parse_json, parse_yaml
+from kvcompile.policy.transforms import Transforms
 from kvcompile.reading import expanded, is_file, read_text_file
 
 log = logging.getLogger(__name__)
@@ -258,28 +260,48 @@ class Policy(Strict):
                 lines[MAX_FAULTS:] = [f"{source}: {len(lines) - MAX_FAULTS} more faults"]
             raise PolicyError("\n".join(lines)) from None
 
-    def formats_for(self, module: str, layer: int | None, num_layers: int) -> FormatPair | None:
+    def formats_for(
+        self, module: str, layer: int | None, num_layers: int, *, sizes_only: bool = False
+    ) -> FormatPair | None:
         """The formats of the attention site in ``module``; None leaves its cache unpacked.
 
         Args:
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none, and then no rule with ``layers`` matches.
             num_layers: layers of the whole model, which negative indices count from.
+            sizes_only: whether the formats need no transforms, because nothing will be stored in them.
 
         Raises:
-            PolicyError: the policy has static scales, but none for this module.
+            PolicyError: the policy has static scales, but none for this module; or it has no transforms for a
+            calibrated
+                format.
         """
         index = self._rule_for(module, layer, num_layers)
         rule = self.rules[index] if index is not None else None
         formats = (rule or self.default).formats(module, layer)
         if formats is None:
             return None
+        for name in (formats.key, formats.value):
+            fmt = get_format(name)
+            if fmt.is_calibrated and not fmt.basis and not sizes_only:
+                raise PolicyError(
+                    f"{name} needs a calibration of the model: give `transforms: FILE` beside its dtype (`python -m "
+                    "kvcompile calibrate --output FILE.safetensors` writes one)"
+                )
         residual_length, sink_tokens = self.residual_length, self.sink_tokens
         if rule is not None and rule.residual_length is not None:
             residual_length = rule.residual_length
         if rule is not None and rule.sink_tokens is not None:
             sink_tokens = rule.sink_tokens
         return replace(formats, residual_length=residual_length, sink_tokens=sink_tokens)
+
+    @property
+    def transforms(self) -> list[Transforms]:
+        """The transforms files that the policy names."""
+        choices = [self.default, *self.rules]
+        elements = [part for choice in choices for part in (choice, choice.key, choice.value) if part is not None]
+        named = {part.transforms: part.transforms_of_layers for part in elements if part.transforms is not None}
+        return [transforms for transforms in named.values() if transforms is not None]
 
     def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
         matches = (i for i, rule in enumerate(self.rules) if rule.match.matches(module, layer, num_layers))

@@ -6,7 +6,7 @@ A policy may also describe a format: the dtype of its elements, the granularity 
 from __future__ import annotations
 
 from kvcompile.errors import PolicyError, did_you_mean
-from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
+from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, is_calibrated
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
 
@@ -30,6 +30,18 @@ PRESETS: dict[str, FormatPair] = {
 cache, and values with scales per token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves
 the increase of bits per byte (docs/quality.md)."""
 
+CALIBRATED_PRESETS: dict[str, FormatPair] = {
+    "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),
+    "turboquant_3bit_nc_mean": FormatPair("turboquant_3bit_mean", "turboquant_3bit_mean"),
+    "transform_3.2bit": FormatPair("transform_5443", "transform_5300"),
+    "transform_2.6bit": FormatPair("transform_5421", "transform_5200"),
+    "transform_2.2bit": FormatPair("transform_4321", "transform_4200"),
+}
+"""Presets that need a calibration of the model, which the policy names as ``transforms``.
+
+Those of TurboQuant subtract the mean of keys and of values. The others are named after their bits per element at a
+head_dim of 128, scales included."""
+
 PER_TENSOR = "per_tensor"
 """The granularity of one static scale for all vectors of a cache."""
 
@@ -38,13 +50,23 @@ GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group
 
 
 def preset_names() -> list[str]:
-    """The presets, which ``dtype`` and ``options={"policy": ...}`` accept besides ``auto`` and single formats."""
+    """The presets, which ``dtype`` and ``options={"policy": ...}`` accept besides ``auto`` and single formats.
+
+    Presets that need a calibration are not among them.
+    """
     return list(PRESETS)
 
 
 def known_names() -> list[str]:
     """All valid values of a dtype: presets, then formats with other names, then ``auto``."""
-    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS), *LATENT_FORMATS, AUTO]
+    return [
+        *PRESETS,
+        *CALIBRATED_PRESETS,
+        *(name for name in FORMATS if name not in PRESETS),
+        *CALIBRATED_FORMATS,
+        *LATENT_FORMATS,
+        AUTO,
+    ]
 
 
 def resolve(name: str) -> FormatPair | None:
@@ -55,9 +77,9 @@ def resolve(name: str) -> FormatPair | None:
     """
     if name == AUTO:
         return None
-    if name in PRESETS:
-        return PRESETS[name]
-    if name in FORMATS or name in LATENT_FORMATS:
+    if name in PRESETS or name in CALIBRATED_PRESETS:
+        return (PRESETS | CALIBRATED_PRESETS)[name]
+    if name in FORMATS or name in LATENT_FORMATS or is_calibrated(name):
         return FormatPair(name, name)
     known = known_names()
     raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")

@@ -31,6 +31,7 @@ from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.modules import layer_index
+from kvcompile.policy.modules import module_in
 from kvcompile.policy.text import parse_json
 from kvcompile.reading import read_text_file
 
@@ -129,11 +130,10 @@ class StaticScales:
             raise PolicyError(f"scales: {self.source}: {role}s of {module or f'layer {layer}'}: {error}") from None
 
     def _of_module(self, module: str, layer: int | None) -> dict[Role, float]:
-        if module in self.numbers:
-            return self.numbers[module]
+        found = module_in(list(self.numbers), module, layer)
+        if found is not None:
+            return self.numbers[found]
         same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
-        if len(same_layer) == 1:
-            return self.numbers[same_layer[0]]
         known = ", ".join(list(self.numbers)[:3]) + (", ..." if len(self.numbers) > 3 else "")
         raise PolicyError(
             f"scales: {self.source} has no scales for {module or 'attention at top level'}"

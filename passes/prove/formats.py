@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Node
 
+from kvcompile.kernels.calibrated import refusal
+from kvcompile.kernels.formats import bases
 from kvcompile.kernels.lang.launcher import why_unsupported
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import PackedInput
-from kvcompile.passes.prove.cache import Cache
+from kvcompile.passes.marker import Marker
+from kvcompile.passes.prove.cache import Attention, Cache
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.refusal import Reason, Refusal
 from kvcompile.passes.site import FormatPair, num_layers
@@ -40,8 +43,10 @@ def choose_formats(
                 cache.role: _layout(cache, formats, packed_inputs.get(cache.base)) for cache in candidate.caches
             }
             for cache in candidate.caches:
+                _check_basis(cache, candidate.layouts[cache.role])
                 _check_shared(cache, candidate.layouts[cache.role])
                 _check_moves(cache, candidate.layouts[cache.role])
+            _check_kernels(candidate)
         except Refusal as refusal:
             candidate.site.refuse(refusal)
 
@@ -76,6 +81,36 @@ def _check_device(cache: Cache) -> None:
     detail = why_unsupported(cache.root.meta["val"].device)
     if detail is not None:
         raise Refusal(Reason.unsupported_device, detail=detail)
+
+
+def _check_basis(cache: Cache, layout: PackedLayout) -> None:
+    """Raise Refusal if a calibrated format was calibrated for other heads than those of a cache, or not at all."""
+    fmt = layout.format
+    if not fmt.is_calibrated:
+        return
+    if not fmt.basis:
+        detail = "it has no calibration; name a transforms file in the policy"
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+    basis = bases.find(fmt.basis)
+    if (basis.num_heads, basis.head_dim) != (cache.num_kv_heads, cache.head_dim):
+        detail = (
+            f"it was calibrated for {basis.num_heads} KV heads of {basis.head_dim} channels, but the {cache.role} "
+            f"cache has {cache.num_kv_heads} of {cache.head_dim}"
+        )
+        raise Refusal(Reason.unsupported_format, format=layout.description, detail=detail)
+
+
+def _check_kernels(candidate: Candidate) -> None:
+    """Raise Refusal if no kernel computes the attention of a site on its formats on a GPU."""
+    attention = candidate.attention
+    if not isinstance(attention, Attention) or attention.marker.meta["val"].device.type != "cuda":
+        return
+    marker = Marker.of(attention.marker)
+    layouts = [candidate.layouts[cache.role] for cache in attention.caches]
+    reason = refusal(layouts[0], layouts[-1], has_sinks=marker.sinks is not None, has_softcap=marker.softcap != 0.0)
+    if reason is not None:
+        format_names = " and ".join(dict.fromkeys(layout.description for layout in layouts))
+        raise Refusal(Reason.unsupported_format, format=format_names, detail=reason)
 
 
 def _check_shared(cache: Cache, layout: PackedLayout) -> None:

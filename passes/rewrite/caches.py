@@ -158,7 +158,8 @@ class CacheRewriter:
         v_data = k_data if data[1] is data[0] else data_of_heads(self.graph, data[1], heads.value, heads.num_heads)
         if heads.tiles != 1:
             call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
-        result = insert_attention(self.graph, call, k_data, v_data, *layouts, kv_len)
+        key, value = layouts[0].of_heads(heads.key, heads.num_heads), layouts[1].of_heads(heads.value, heads.num_heads)
+        result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
         if heads.tiles != 1:
             result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
         return result

@@ -468,3 +468,39 @@ def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
         instructions = compiled["gather"][-1].asm["sass"].splitlines()
         assert uses(instructions, rf"LDG\.E\.{width}")
         assert not uses(instructions, "LDL")
+
+
+@pytest.mark.parametrize(
+    ("key", "head_dim", "value", "v_head_dim"),
+    [
+        ("lloyd_max_4321", 128, "lloyd_max_42", 64),
+        pytest.param("lloyd_max_5421", 128, "lloyd_max_52", 64, marks=pytest.mark.slow),
+        pytest.param("lloyd_max_5433", 128, "lloyd_max_63", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_on_words_compiles_without_spills(key, head_dim, value, v_head_dim, compiled):
+    layouts = PackedLayout(key, "key", head_dim), PackedLayout(value, "value", v_head_dim)
+    data = [empty_packed(layout, 1000, 1, 2, CPU) for layout in layouts]
+    query = torch.zeros(1, 8, 1, head_dim, dtype=torch.bfloat16)
+    launch.attention(query, *data, None, None, 1000, False, 0.1, 0.0, key, value, v_head_dim)
+    (kernel,) = compiled["attention"]
+    assert not re.search(r"\b(LDL|STL)\b", kernel.asm["sass"])
+
+
+@pytest.mark.parametrize(("role", "tokens"), [("key", 1), ("value", 64)])
+def test_storing_words_compiles(role, tokens, compiled):
+    layout = PackedLayout("lloyd_max_4321", role, 128)
+    data, x = empty_packed(layout, 64, 1, 2, CPU), torch.zeros(1, 2, tokens, 128)
+    launch.store(data, x, torch.arange(tokens), None, layout.spec, role)
+    (kernel,) = compiled["store"]
+    instructions = kernel.asm["sass"].splitlines()
+    assert count(instructions, "LDL") + count(instructions, "STL") <= (0 if tokens == 1 else len(instructions) // 20)
+
+
+def test_prefill_on_words_compiles(compiled):
+    layouts = PackedLayout("lloyd_max_432", "key", 96), PackedLayout("lloyd_max_42", "value", 64)
+    data = [empty_packed(layout, 1000, 1, 2, CPU) for layout in layouts]
+    query = torch.zeros(1, 8, 512, 96, dtype=torch.bfloat16)
+    launch.attention(query, *data, None, None, 1000, True, 0.1, 0.0, "lloyd_max_432", "lloyd_max_42", 64)
+    assert len(compiled["dequantize"]) == 2
+    assert len(compiled["prefill_attention"]) == 1

@@ -56,7 +56,7 @@ def vectors(draw: st.DrawFn, *shape: int) -> Tensor:
 
 def largest_error(fmt: Format, x: Tensor, encoded: dict[str, Tensor]) -> Tensor:
     """The largest error of the stored channels of ``x``, vectors in the stored basis."""
-    scale = fmt.per_channel(encoded["scale"]) if "scale" in encoded else torch.tensor(fmt.static_scale)
+    scale = fmt.per_channel(encoded["scale"], x.shape[-1]) if "scale" in encoded else torch.tensor(fmt.static_scale)
     if isinstance(fmt, Fp8):
         info = torch.finfo(fmt.dtype)
         return torch.maximum(x.abs() * info.eps / 2, scale * info.smallest_normal * info.eps / 2)
@@ -80,7 +80,7 @@ def test_every_channel_is_rounded_to_a_neighbour_on_the_grid_or_saturates(fmt: F
         stored = stored.clamp(-fmt.largest * fmt.static_scale, fmt.largest * fmt.static_scale)
     overflows = fmt.packing.dtype == torch.float16 and stored.abs() > HALF_MAX
     smallest = 2**-24 if fmt.scale_dtype == torch.float16 else 1e-44  # of scales, zero points and their rounding
-    zero = fmt.per_channel(encoded["zero"]).abs() if "zero" in encoded else 0.0
+    zero = fmt.per_channel(encoded["zero"], x.shape[-1]).abs() if "zero" in encoded else 0.0
     rounding = (stored.abs() + zero) * 2**-21 + smallest
     close = (decoded - stored).abs() <= largest_error(fmt, stored, encoded) * (1 + 2**-12) + rounding
     assert (close | overflows).all()

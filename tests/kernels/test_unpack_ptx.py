@@ -65,3 +65,25 @@ def test_codes_become_integers_at_an_offset_from_the_levels_of_the_specification
     expected = [fmt.levels(plane, i) for i, plane in enumerate(planes)]
     expected = torch.stack(interleaved(expected) if fmt.codec.interleaved else expected)
     torch.testing.assert_close((integers + fmt.codec.integer_offset) * fmt.gain, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["531", "4321", "421", "52", "6", "5433", "63", "6543", "5421"])
+def test_words_become_the_levels_of_the_specification_in_halves(name):
+    fmt = get_format(f"lloyd_max_{name}")
+    packing = fmt.packing
+    planes = [torch.randint(1 << bits, (WIDTH,), dtype=torch.uint8) for bits in packing.bits_of_planes]
+    encoded = packing.pack(torch.cat(planes))
+    registers = []
+    for bits, section in zip(packing.bits_of_sections, encoded.values(), strict=True):
+        if bits >= 8:
+            registers += [byte.numpy().copy() for byte in section.chunk(bits // 8)]
+        else:
+            pieces = 8 // bits
+            shifts = bits * np.repeat(np.arange(pieces, dtype=np.uint8), WIDTH // pieces)
+            registers += [np.tile(section.numpy(), pieces), shifts]
+    words = [np.ascontiguousarray(register, np.uint8).view(np.uint32).tolist() for register in registers]
+    outputs = [run(fmt.codec.unpack_ptx[0], 2 * fmt.num_planes, *four) for four in zip(*words, strict=True)]
+    halves = np.array(outputs, np.uint32).reshape(-1, fmt.num_planes, 2).transpose(1, 0, 2)
+    levels = np.ascontiguousarray(halves).view(np.float16).reshape(fmt.num_planes, WIDTH)
+    expected = torch.stack([fmt.levels(plane, i) for i, plane in enumerate(planes)])
+    torch.testing.assert_close(torch.from_numpy(levels.copy()).float(), expected, rtol=2**-11, atol=0)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvcompile
-from kvcompile.caches import digests
+from kvcompile import digests
 from kvcompile.errors import CacheFileError
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor

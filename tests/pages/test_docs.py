@@ -13,6 +13,7 @@ import make_pages
 import pytest
 import torch
 import walk_parts
+from calibrated_bases import write_transforms
 from documented_commands import PAGES, ROOT, blocks, command_line, commands, runs_elsewhere
 from model_configs import LLAMA_3_1_8B, write_config
 from tiny_llama import fresh_cache, tiny_llama
@@ -95,6 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that commands and snippets read."""
     write_config(tmp_path, LLAMA_3_1_8B)
     (tmp_path / "policy.yaml").write_text(blocks(POLICY_PAGE, "yaml")[0])
+    write_transforms(tmp_path / "transforms.safetensors")
     (tmp_path / "scales.json").write_text('{"largest": {"layers.0.attn": {"key": 1.0, "value": 1.0}}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVQUANT_POLICY", raising=False)

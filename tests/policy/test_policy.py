@@ -302,7 +302,8 @@ def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
         ({}, "policy: default: is required"),
         (
             {"default": "fp8_e4m3"},
-            "policy: default: expected fields (dtype, granularity, group_size, scales, rotation_seed, key, value), got",
+            "policy: default: expected fields (dtype, granularity, group_size, scales, rotation_seed, transforms, key, "
+            "value), got",
         ),
         (
             {"default": {"dtype": "fp8_e4m9"}},

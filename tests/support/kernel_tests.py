@@ -4,7 +4,7 @@ from __future__ import annotations
 
 INTERPRETED_TOGETHER = (
     ("test_attention_kernel.py", "test_visible_range.py"),
-    ("test_prefill.py", "test_latent_kernels.py"),
+    ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py"),
     (
         "test_store_kernel.py",
         "test_references.py",
@@ -17,6 +17,7 @@ INTERPRETED_TOGETHER = (
 
 KERNEL_TESTS = [
     "test_attention_kernel.py",
+    "test_calibrated_kernels.py",
     "test_deepseek_v4_kernels.py",
     "test_dequantize.py",
     "test_latent_kernels.py",

@@ -1,4 +1,4 @@
-"""Digests that a cache file carries: of its tensors, of its header, and of the model that computed the cache.
+"""Digests that files of this project carry: of their tensors, of their header, and of the model behind them.
 
 The tensors have XXH3 digests of 128 bits, because SHA-256 reads bytes no faster than a disk does. XXH3 notices damage;
 it is no protection from an attacker, and no digest in the same file would be one.

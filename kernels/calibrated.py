@@ -1,0 +1,167 @@
+"""Calibrated formats on a GPU: the basis is applied around the kernels, which see a plain format.
+
+The bytes of a calibrated format are those of its plain format, for vectors in the basis
+(:attr:`~kvcompile.kernels.formats.base.Format.plain_name`). A store changes new vectors into the basis, attention
+changes the query before its kernels and the output after them, and a read changes dequantized vectors back. These are
+products with the small matrices of a layer. Kernels read nothing but the stored channels, in decode and in prefill.
+
+Scores lack the product of the query with the mean of the keys. They may, because the softmax does not see a constant;
+with attention sinks, a softcap or tokens in full precision it would, so :func:`refusal` names these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels import launch
+from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.spec.packing import to_cache_dtype
+
+
+def refusal(key: PackedLayout, value: PackedLayout, *, has_sinks: bool, has_softcap: bool) -> str | None:
+    """The reason why no kernel computes attention on caches in these layouts; None if one does."""
+    for layout in (key, value):
+        if layout.format.is_calibrated and layout.residual is not None:
+            return "on a GPU a calibrated format cannot keep recent or first tokens in full precision yet"
+    if key.format.is_calibrated and has_softcap:
+        return "on a GPU keys in a calibrated format cannot have a softcap yet"
+    if has_sinks and (key.format.is_calibrated or value.format.is_calibrated):
+        return "on a GPU a calibrated format cannot have attention sinks yet"
+    return None
+
+
+def attention(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+    ranges: Tensor | None = None,
+) -> Tensor:
+    """:func:`kvcompile.kernels.launch.attention` for all formats.
+
+    Raises:
+        ValueError: there is a :func:`refusal`.
+    """
+    key = PackedLayout.parse(k_format, "key", query.shape[3])
+    value = key if v_data is None else PackedLayout.parse(v_format, "value", v_head_dim)
+    if not key.format.is_calibrated and not value.format.is_calibrated:
+        return launch.attention(
+            query,
+            k_data,
+            v_data,
+            mask,
+            sinks,
+            kv_len,
+            is_causal,
+            scale,
+            softcap,
+            k_format,
+            v_format,
+            v_head_dim,
+            ranges,
+        )
+    reason = refusal(key, value, has_sinks=sinks is not None, has_softcap=softcap != 0.0)
+    if reason is not None:
+        raise ValueError(f"kvcompile::attention: {key.description} and {value.description}: {reason}")
+    num_kv_heads = k_data.shape[2]
+    if key.format.is_calibrated:
+        query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
+    key, value = _plain(key), _plain(original := value)
+    out = launch.attention(
+        query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, key.spec, value.spec, value.head_dim,
+        ranges,
+    )  # fmt: skip
+    if not original.format.is_calibrated or out.numel() == 0:
+        return out if not original.format.is_calibrated else out.new_empty((*out.shape[:3], original.head_dim))
+    return _of_query_heads(_with_mean(original.format, _of_kv_heads(out, num_kv_heads)), out)
+
+
+def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
+    """:func:`kvcompile.kernels.launch.store` for all formats."""
+    x, layout = _stored(x, spec, role)
+    launch.store(data, x, positions, valid, layout.spec, role)
+
+
+def store_pair(
+    k_data: Tensor,
+    v_data: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    k_spec: str,
+    v_spec: str,
+) -> None:
+    """:func:`kvcompile.kernels.launch.store_pair` for all formats."""
+    key, k_layout = _stored(key, k_spec, "key")
+    value, v_layout = _stored(value, v_spec, "value")
+    launch.store_pair(k_data, v_data, key, value, positions, valid, k_layout.spec, v_layout.spec)
+
+
+def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, role: Role, head_dim: int) -> Tensor:
+    """:func:`kvcompile.kernels.launch.dequantize` for all formats."""
+    layout = PackedLayout.parse(spec, role, head_dim)
+    if not layout.format.is_calibrated:
+        return launch.dequantize(data, num_tokens, dtype, spec, role, head_dim)
+    plain = _plain(layout)
+    x = launch.dequantize(data, num_tokens, torch.float32, plain.spec, role, plain.head_dim)
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:3], head_dim), dtype=dtype)
+    return to_cache_dtype(_with_mean(layout.format, x), dtype).contiguous()
+
+
+def _plain(layout: PackedLayout) -> PackedLayout:
+    """The layout with the same bytes whose vectors are those of ``layout`` in its basis."""
+    fmt = layout.format
+    if not fmt.is_calibrated:
+        return layout
+    return replace(layout, format_name=fmt.plain_name, head_dim=fmt.stored_dim(layout.head_dim))
+
+
+def _stored(x: Tensor, spec: str, role: str) -> tuple[Tensor, PackedLayout]:
+    """Vectors in the basis, and the layout in which kernels store them.
+
+    Raises:
+        ValueError: the layout is of a calibrated format and has a residual.
+    """
+    layout = PackedLayout.parse(spec, cast(Role, role), x.shape[3])
+    if not layout.format.is_calibrated:
+        return x, layout
+    reason = refusal(layout, layout, has_sinks=False, has_softcap=False)
+    if reason is not None:
+        raise ValueError(f"kvcompile::store: {layout.description}: {reason}")
+    is_zero = (x == 0).all(-1, keepdim=True)
+    return torch.where(is_zero, 0.0, layout.format.to_plain(x.float())), _plain(layout)
+
+
+def _with_mean(fmt: Format, x: Tensor) -> Tensor:
+    """Vectors, or sums of vectors whose weights sum to 1, in the original basis: float32.
+
+    Zeros stay zeros. They are vectors that were never written, and outputs of rows that see no token.
+    """
+    x = x.float()
+    original = fmt.from_plain(x)
+    return original + torch.where((x != 0).any(-1, keepdim=True), fmt.mean(original), 0.0)
+
+
+def _of_kv_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """float32 [batch, num_kv_heads, query heads of one, q_len, channels] from [batch, num_heads, q_len, channels]."""
+    return x.float().unflatten(1, (num_kv_heads, -1))
+
+
+def _of_query_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Inverse of :func:`_of_kv_heads`, in the dtype of ``like``."""
+    return x.flatten(1, 2).to(like.dtype)

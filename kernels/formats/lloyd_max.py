@@ -1,0 +1,213 @@
+"""``lloyd_max_*``: runs of channels with codes of different widths, and a scale for each run.
+
+A vector is cut into equal runs of channels, the planes. The name gives the bits of a code in each: ``lloyd_max_531``
+stores codes of 5, 3 and 1 bits for the three thirds of a vector. Codes of one column, channel ``j`` of every plane,
+make one word (:class:`~kvcompile.kernels.formats.bit_planes.WordPacking`).
+
+The centroids of ``b`` bits are those of a polynomial of ``u = index + 0.5``, whose distortion on N(0, 1) is at most 1 %
+above that of Lloyd-Max centroids:
+
+    level(u) = u * (a + b * u**2 + c * u**4 + d * u**6)
+
+The highest bit of a code is the sign; the other bits are an index that counts up from the smallest centroid.
+
+A scale is one byte: 0 for zero, 255 for NaN, and otherwise ``2**((byte - 128) / 16)``. It is the norm of the channels
+over the norm of their decoded levels, as in TurboQuant. Scales lie between 2**-8 and 2**8; larger ones saturate. The
+formats are therefore for vectors whose channels are close to N(0, 1), as in the bases of ``transform_*``.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+
+import sympy
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.formats.base import HEAD_DIM, Format
+from kvcompile.kernels.formats.bit_planes import WordPacking
+from kvcompile.kernels.formats.codec import Codec
+from kvcompile.kernels.formats.words_ptx import halves_of_words
+from kvcompile.kernels.lang.tiles import round_to_integer
+from kvcompile.kernels.lang.triton import jit, tl
+
+LLOYD_MAX = "lloyd_max_"
+"""The beginning of the names of the formats."""
+
+SCALE_STEPS = 16
+"""Steps of a scale byte to a factor of 2."""
+
+SCALE_OF_ONE, LARGEST_BYTE, SCALE_OF_NAN = 128, 254, 255
+
+LEAST_SCALE = 2.0 ** ((1 - SCALE_OF_ONE) / SCALE_STEPS)
+"""The scale of byte 1; scales below its half become 0."""
+
+COEFFICIENTS = {
+    1: (1.5957691216, 0.0, 0.0, 0.0),
+    2: (0.8928869439, 0.0506925015, 0.0, 0.0),
+    3: (0.4885412984, 0.00656221876, 9.98714581e-05, 1.682357034e-05),
+    4: (0.2547726454, 0.0013541810, -1.69666170e-05, 4.889901867e-07),
+    5: (0.1291421563, 0.00027455617, -1.659700824e-06, 7.953748160e-09),
+    6: (0.06478650505, 4.7505838254e-05, -8.834540150e-08, 9.439907905e-11),
+}
+"""``(a, b, c, d)`` of the polynomial, by bits per code."""
+
+
+@jit
+def _magnitude(index, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    A: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][0]
+    B: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][1]
+    C: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][2]
+    D: tl.constexpr = OPERAND.codec.constants.coefficients[PLANE][3]
+    u = index.to(tl.float32) + 0.5
+    square = u * u
+    return u * (A + square * (B + square * (C + square * D)))
+
+
+@jit
+def _levels(codes, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    SIGN: tl.constexpr = OPERAND.codec.constants.sign[PLANE]
+    magnitude = _magnitude(codes & (SIGN - 1), PLANE, OPERAND)
+    return tl.where((codes & SIGN) != 0, 0.0 - magnitude, magnitude)
+
+
+@jit
+def _encode(planes, in_plane, OPERAND: tl.constexpr):
+    """The codes, int32 tiles, and the bytes of the scales, int32 [vectors], of a tuple of planes."""
+    codes = ()
+    scales = ()
+    NUM_PLANES: tl.constexpr = OPERAND.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        code, scale = _encode_plane(planes[plane], in_plane, plane, OPERAND)
+        codes = codes + (code,)  # noqa: RUF005
+        scales = scales + (scale,)  # noqa: RUF005
+    return codes, scales, scales
+
+
+@jit
+def _encode_plane(x, in_plane, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    WIDTH: tl.constexpr = float(OPERAND.width)
+    SIGN: tl.constexpr = OPERAND.codec.constants.sign[PLANE]
+    NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
+    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), WIDTH))
+    direction = tl.div_rn(x, tl.broadcast_to(tl.where(rms > 0, rms, 1.0)[:, None], x.shape))
+    index = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(NUM_THRESHOLDS):
+        index += (tl.abs(direction) > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+    magnitude = tl.where(in_plane, _magnitude(index, PLANE, OPERAND), 0.0)
+    decoded_rms = tl.sqrt_rn(tl.div_rn(tl.sum(magnitude * magnitude, 1), WIDTH))
+    scale = tl.maximum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.least / 2)
+    steps = round_to_integer(tl.log2(scale) * OPERAND.codec.constants.steps) + OPERAND.codec.constants.one
+    byte = tl.clamp(steps, 0.0, OPERAND.codec.constants.largest_byte).to(tl.int32)
+    return tl.where(direction < 0, index + SIGN, index), byte
+
+
+@jit
+def scales_of_bytes(byte, OPERAND: tl.constexpr):
+    """:func:`scale_of_byte` of a tile."""
+    scale = tl.exp2((byte.to(tl.float32) - OPERAND.codec.constants.one) / OPERAND.codec.constants.steps)
+    scale = tl.where(byte == OPERAND.codec.constants.nan, float("nan"), scale)
+    return tl.where(byte == 0, 0.0, scale)
+
+
+class LloydMax(Format):
+    """A format of Lloyd-Max codes of different widths.
+
+    Args:
+        bits: the bits of a code in each plane, 1 to 6; from one plane to four.
+        num_parts: runs of channels of a vector, of which the planes are the first; by default all.
+    """
+
+    granularity = "group"
+    scale_dtype = torch.uint8
+    least_scale = 1
+    nan_scale = SCALE_OF_NAN
+
+    def __init__(self, bits: tuple[int, ...], num_parts: int | None = None) -> None:
+        self.name = f"{LLOYD_MAX}{''.join(map(str, bits))}"
+        if not 1 <= len(bits) <= 4 or not set(bits) <= set(COEFFICIENTS):
+            raise ValueError(f"{self.name} is no format: give bits from 1 to 6 for up to four planes, as lloyd_max_531")
+        self.num_parts = len(bits) if num_parts is None else num_parts
+        packing = WordPacking(bits, self.num_parts)
+        self.packing = packing
+        self.bits_of_planes = bits
+        self.thresholds = {width: _thresholds(width) for width in bits}
+        constants = SimpleNamespace(
+            coefficients=tuple(COEFFICIENTS[width] for width in bits),
+            sign=tuple(1 << width - 1 for width in bits),
+            thresholds=tuple(tuple(self.thresholds[width]) for width in bits),
+            least=LEAST_SCALE, steps=float(SCALE_STEPS), one=float(SCALE_OF_ONE), largest_byte=float(LARGEST_BYTE),
+            nan=SCALE_OF_NAN,
+        )  # fmt: skip
+        levels = [self.levels(torch.arange(1 << width, dtype=torch.uint8), i).tolist() for i, width in enumerate(bits)]
+        self.codec = Codec(_encode, _levels, {0: halves_of_words(packing, levels)}, constants=constants)
+
+    @classmethod
+    def parse(cls, name: str) -> LloydMax:
+        """The format called ``name``; ValueError if there is none."""
+        digits = name.removeprefix(LLOYD_MAX)
+        return cls(tuple(map(int, digits)) if digits.isdecimal() else ())
+
+    def num_scales(self, head_dim: int) -> int:
+        return self.num_planes
+
+    def bytes_per_token(self) -> sympy.Expr:
+        return HEAD_DIM * sympy.Rational(Fraction(self.packing.bits)) / 8 + self.num_planes
+
+    def unsupported(self, head_dim: int, role: str) -> str | None:
+        width = 8 * self.num_parts
+        if head_dim % width or not width <= head_dim <= 256:
+            return f"head_dim {head_dim} is not a multiple of {width} up to 256"
+        return None
+
+    def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        return self.quantize(x)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        codes, scales = [], []
+        for plane, bits in zip(x.chunk(self.num_planes, -1), self.bits_of_planes, strict=True):
+            rms = plane.square().mean(-1, keepdim=True).sqrt()
+            direction = plane / torch.where(rms > 0, rms, 1.0)
+            index = torch.zeros_like(direction, dtype=torch.uint8)
+            for threshold in self.thresholds[bits]:
+                index = index + (direction.abs() > threshold)
+            decoded_rms = _centroid(index, bits).square().mean(-1, keepdim=True).sqrt()
+            codes.append(index + ((direction < 0).byte() << bits - 1))
+            scales.append(_byte_of_scale(rms / decoded_rms))
+        return torch.cat(codes, -1), torch.cat(scales, -1), None
+
+    def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
+        bits = self.bits_of_planes[plane]
+        sign = 1 << bits - 1
+        magnitude = _centroid(codes & (sign - 1), bits)
+        return torch.where(codes >= sign, -magnitude, magnitude)
+
+    def per_channel(self, metadata: Tensor, channels: int) -> Tensor:
+        return super().per_channel(scale_of_byte(metadata), channels)
+
+
+def scale_of_byte(byte: Tensor) -> Tensor:
+    """The scales, float32 [...], of their bytes, uint8 [...]."""
+    scale = torch.exp2((byte.float() - SCALE_OF_ONE) / SCALE_STEPS)
+    return torch.where(byte == 0, 0.0, torch.where(byte == SCALE_OF_NAN, torch.nan, scale))
+
+
+def _byte_of_scale(scale: Tensor) -> Tensor:
+    """The bytes whose scales are nearest to ``scale``, float32 [...], on a logarithmic axis."""
+    steps = torch.round(torch.log2(scale.clamp(min=LEAST_SCALE / 2)) * SCALE_STEPS) + SCALE_OF_ONE
+    return steps.clamp(0, LARGEST_BYTE).to(torch.uint8)
+
+
+def _centroid(index: Tensor, bits: int) -> Tensor:
+    """The positive centroids, float32 [...], from indices uint8 [...]."""
+    a, b, c, d = COEFFICIENTS[bits]
+    u = index.float() + 0.5
+    square = u * u
+    return u * (a + square * (b + square * (c + square * d)))
+
+
+def _thresholds(bits: int) -> list[float]:
+    """The numbers half way between two neighbouring positive centroids."""
+    levels = _centroid(torch.arange(1 << bits - 1), bits)
+    return ((levels[1:] + levels[:-1]) / 2).tolist()

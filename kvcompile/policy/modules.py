@@ -1,0 +1,19 @@
+"""The attention module that a file of calibrated numbers means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcompile.passes.graph.modules import layer_index
+
+
+def module_in(known: Sequence[str], module: str, layer: int | None) -> str | None:
+    """The name in ``known`` of the module that calls attention; None if there is none, or no single one.
+
+    The name of a module depends on which module of a model was compiled. A name that is not known is therefore found by
+    its layer index, if exactly one known module has that index.
+    """
+    if module in known:
+        return module
+    same_layer = [name for name in known if layer is not None and layer_index(name) == layer]
+    return same_layer[0] if len(same_layer) == 1 else None

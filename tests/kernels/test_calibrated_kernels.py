@@ -1,0 +1,162 @@
+"""Kernels agree with the specification on words of unequal planes, and on calibrated formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from calibrated_bases import based
+
+from kvcompile.kernels import calibrated, launch
+from kvcompile.kernels.formats import is_calibrated
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
+
+WORDS = [("lloyd_max_531", 96), ("lloyd_max_4321", 128), ("lloyd_max_421", 96), ("lloyd_max_52", 64),
+         ("lloyd_max_6", 32), ("lloyd_max_5433", 64), ("lloyd_max_63", 128)]  # fmt: skip
+CALIBRATED = ["transform_4321", "transform_4200", "turboquant_3bit_mean", "int4_unrotated_mean"]
+PAIRS = [("transform_4321", "transform_4200"), ("turboquant_3bit_mean", "int3_unrotated_mean"),
+         ("transform_5300", "int4_per_token_head"), ("int8_per_token_head", "transform_5310")]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+
+def vectors(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_bytes(layout, tokens, batch, heads):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, layout.shape(tokens, batch, heads), dtype=torch.uint8, generator=generator)
+
+
+def assert_close_bytes(layout, actual, expected):
+    """Codes and scale bytes differ by at most one step, and rarely: sums have another order."""
+    actual, expected = layout.split(actual.cpu()), layout.split(expected)
+    for name in ("scale",):
+        distance = (actual[name].int() - expected[name].int()).abs()
+        assert distance.max() <= 1
+        assert (distance > 0).float().mean() < 0.01
+    planes = zip(layout.format.packing.planes(actual), layout.format.packing.planes(expected), strict=True)
+    for plane, (a, b) in enumerate(planes):
+        levels = [layout.format.levels(codes, plane) for codes in (a, b)]
+        assert (levels[0] != levels[1]).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(("name", "head_dim"), WORDS)
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_words_are_stored_as_by_the_specification(name, head_dim, role, device):
+    layout = PackedLayout(name, role, head_dim)
+    for tokens, start in ((1, 63), (70, 60)):
+        x, positions = vectors(1, 2, tokens, head_dim) * 3, torch.arange(start, start + tokens)
+        x[0, 0, 0, :5] = 0
+        x[0, 1, -1] = 0
+        if tokens > 1:
+            x[0, 0, 5, 3], x[0, 1, 7, 1] = torch.nan, torch.inf
+        expected = random_bytes(layout, 140, 1, 2)
+        data = expected.to(device, copy=True)
+        write_tokens_(expected, layout, x, positions)
+        launch.store(data, x.to(device), positions.to(device), None, layout.spec, role)
+        assert_close_bytes(layout, data, expected)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), WORDS)
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_words_are_dequantized_as_by_the_specification(name, head_dim, role, device):
+    layout = PackedLayout(name, role, head_dim)
+    data = torch.full(layout.shape(130, 1, 2), 0xFF, dtype=torch.uint8)
+    write_tokens_(data, layout, vectors(1, 2, 70, head_dim), torch.arange(70))
+    actual = launch.dequantize(data.to(device), 70, torch.float32, layout.spec, role, head_dim).cpu()
+    torch.testing.assert_close(actual, read_tokens(data, layout, 70), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("key", "value"), [("lloyd_max_531", "lloyd_max_52"), ("lloyd_max_421", "lloyd_max_63")])
+def test_attention_on_words_agrees_with_the_specification(key, value, dtype, device):
+    layouts = PackedLayout(key, "key", 96), PackedLayout(value, "value", 64)
+    query, data = vectors(2, 4, 1, 96).to(dtype), []
+    for layout in layouts:
+        packed = torch.full(layout.shape(200, 2, 2), 0xFF, dtype=torch.uint8)
+        write_tokens_(packed, layout, vectors(2, 2, 130, layout.head_dim), torch.arange(130))
+        data.append(packed)
+    actual = launch.attention(
+        query.to(device), *[x.to(device) for x in data], None, None, 130, False, 0.2, 0.0, key, value, 64
+    ).cpu()
+    expected = attend(query.float(), *data, *layouts, kv_len=130, scale=0.2)
+    assert (actual.float() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_calibrated_formats_are_stored_and_read_as_by_the_specification(name, role, device):
+    layout = PackedLayout(based(name, num_heads=2, head_dim=64).name, role, 64)
+    x, positions = vectors(1, 2, 70, 64), torch.arange(60, 130)
+    x[0, 1, 3] = 0
+    expected = torch.zeros(layout.shape(140, 1, 2), dtype=torch.uint8)
+    data = expected.to(device, copy=True)
+    write_tokens_(expected, layout, x, positions)
+    calibrated.store(data, x.to(device), positions.to(device), None, layout.spec, role)
+    stored, wanted = read_tokens(data.cpu(), layout, 140), read_tokens(expected, layout, 140)
+    assert ((stored - wanted).abs().amax(-1) > 1e-3).float().mean() < 0.05  # ties
+    assert torch.equal(stored[0, 1, 63], torch.zeros(64))
+    actual = calibrated.dequantize(expected.to(device), 140, torch.float16, layout.spec, role, 64).cpu()
+    torch.testing.assert_close(actual, to_cache_dtype(wanted, torch.float16), rtol=2e-3, atol=2e-3)
+    assert torch.equal(actual[:, :, :60], torch.zeros(1, 2, 60, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("q_len", [1, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+def test_attention_on_calibrated_formats_agrees_with_the_specification(pair, q_len, device):
+    names = [based(name, num_heads=2, head_dim=64).name if is_calibrated(name) else name for name in pair]
+    layouts = PackedLayout(names[0], "key", 64), PackedLayout(names[1], "value", 64)
+    query, data = vectors(2, 4, q_len, 64).bfloat16(), []
+    for layout in layouts:
+        packed = torch.full(layout.shape(200, 2, 2), 0xFF, dtype=torch.uint8)
+        write_tokens_(packed, layout, vectors(2, 2, 130, 64), torch.arange(130))
+        data.append(packed)
+    mask = torch.arange(130) < torch.arange(q_len)[:, None] + 40
+    mask = mask.expand(2, 1, q_len, 130).clone()
+    mask[1, :, 0] = False  # a row that sees no key
+    actual = calibrated.attention(
+        query.to(device), *[x.to(device) for x in data], mask.to(device), None, 130, False, 0.2, 0.0, *names, 64
+    ).cpu()
+    expected = attend(query.float(), *data, *layouts, kv_len=130, scale=0.2, mask=mask)
+    assert torch.equal(actual[1, :, 0], torch.zeros(4, 64, dtype=torch.bfloat16))
+    assert (actual.float() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_attention_without_a_kernel_is_refused(device):
+    name = based("transform_4321", num_heads=2, head_dim=64).name
+    data = torch.zeros(PackedLayout(name, "key", 64).shape(64, 1, 2), dtype=torch.uint8, device=device)
+    query = torch.zeros(1, 2, 1, 64, device=device)
+    for sinks, softcap, reason in ((torch.zeros(2, device=device), 0.0, "attention sinks"), (None, 1.0, "a softcap")):
+        with pytest.raises(ValueError, match=f"cannot have {reason} yet"):
+            calibrated.attention(query, data, None, None, sinks, 64, False, 1.0, softcap, name, name, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_words_may_have_exact_tokens(tokens, device):
+    spec = "lloyd_max_4321[recent=1,sinks=1,bfloat16]"
+    layouts = PackedLayout.parse(spec, "key", 64), PackedLayout.parse(spec, "value", 64)
+    data, query = [], vectors(1, 4, 1, 64).bfloat16()
+    for layout in layouts:
+        expected = torch.zeros(layout.shape(256, 1, 2), dtype=torch.uint8)
+        write_tokens_(expected, layout, vectors(1, 2, 200, 64).bfloat16(), torch.arange(200))
+        packed = expected.to(device, copy=True)
+        x, positions = (
+            vectors(1, 2, tokens, 64, seed=1).bfloat16(),
+            torch.arange(30, 30 + tokens),
+        )  # opens a block again
+        write_tokens_(expected, layout, x, positions)
+        launch.store(packed, x.to(device), positions.to(device), None, spec, layout.role)
+        read = launch.dequantize(packed, 256, torch.float32, spec, layout.role, 64).cpu()
+        torch.testing.assert_close(read, read_tokens(expected, layout, 256), rtol=1e-3, atol=1e-3)
+        data.append((packed, expected))
+    actual = launch.attention(
+        query.to(device), data[0][0], data[1][0], None, None, 200, False, 0.2, 0.0, spec, spec, 64
+    ).cpu()
+    expected = attend(query.float(), data[0][1], data[1][1], *layouts, kv_len=200, scale=0.2)
+    assert (actual.float() - expected).norm() / expected.norm() < 1e-2  # the interpreter truncates to bfloat16
