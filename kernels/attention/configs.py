@@ -95,7 +95,7 @@ def attention_config(
     """
     config = _tuned_config(capability, key, value, rows, mask_per_row, float32)
     tile_nbytes = config.tokens * (key.padded_head_dim * key.tile_bits + value.padded_head_dim * value.tile_bits) // 8
-    num_tiles = max(1, (shared_memory - SCRATCH_NBYTES) // tile_nbytes)
+    num_tiles = max(1, (shared_memory - SCRATCH_NBYTES) // max(1, tile_nbytes))
     return replace(config, num_stages=min(config.num_stages, num_tiles))
 
 
