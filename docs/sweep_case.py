@@ -174,7 +174,7 @@ class _Case:
     @torch.no_grad()
     def _compiled(self) -> tuple[Tensor, Any, Report]:
         """Run as ``generate()`` does: a static cache is filled in eager code, and the decode steps are compiled."""
-        compiled = torch.compile(self.model, backend="kvquant", options={"policy": self.policy})
+        compiled = torch.compile(self.model, backend="kvquant", options={"policy": self.policy, "verify": True})
         cache = self._new_cache()
         logits = []
         sites_of_length: dict[int, Sequence[Site]] = defaultdict(tuple)  # of the graph that takes so many tokens

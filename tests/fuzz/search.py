@@ -144,6 +144,8 @@ def search(
         seen.add(program)
         begin = time.perf_counter()
         result = run(program, **how)
+        if refused := {"differs", "not_verified"} & result.outcomes.keys():
+            result.verdict, result.detail = "wrong", f"verify refuses it: {', '.join(sorted(refused))}"
         if not failing:
             found.count(program, result, time.perf_counter() - begin)
         if found.programs % _RESET_EVERY == 0 or failing:

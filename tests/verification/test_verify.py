@@ -186,3 +186,19 @@ def test_compile_passes_the_option_on() -> None:
     module.forward = step  # type: ignore[method-assign]
     kvcompile.compile(module, policy="float32", verify=True)(*inputs())
     assert kvcompile.last_report().is_verified
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["", "cudagraphs"])
+@pytest.mark.parametrize("policy", ["bfloat16", "int4", "turboquant_4bit_nc"])
+def test_kernels_are_verified_on_a_gpu(policy: str, options: dict[str, Any]) -> None:
+    args = [arg.cuda().bfloat16() if arg.is_floating_point() else arg.cuda() for arg in inputs()]
+    backend = kvcompile.kvquant(policy=policy, options={"verify": True, **options})
+    torch.compile(step, backend=backend)(*args)
+    report = kvcompile.last_report()
+    assert report.is_verified, report
+    args = [arg.cuda() for arg in inputs(4)]
+    torch._dynamo.reset()
+    with without_scale(caches.insert_attention):
+        compiled(two_layers, on_unsupported="ignore")(*args)
+    assert [site.reason_code for site in kvcompile.last_report().sites] == ["differs", None]
