@@ -17,6 +17,7 @@ from recording import Chart, Recorder, argument, parse_arguments
 from torch import Tensor
 
 from kvcompile.benching.measuring import num_sets, time_graph
+from kvcompile.benching.random_bases import with_random_bases
 from kvcompile.benching.workloads import DEVICE, DTYPE, check, fully_packed_formats, parse_fully_packed, relative_error
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
@@ -92,6 +93,7 @@ def main() -> int:
     for num_tokens in (args.context, 1):
         for batch in args.batches:
             for name, pair in args.formats:
+                pair = with_random_bases(pair, args.num_kv_heads, args.head_dim)
                 for format_name, role in ((pair.key, "key"), (pair.value, "value")):
                     time_store(recorder, args, name, PackedLayout(format_name, role, args.head_dim), batch, num_tokens)
     return recorder.finish()

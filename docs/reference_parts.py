@@ -116,7 +116,8 @@ def _metadata(fmt: Format) -> str:
     ]
     of = {
         "token": "a vector",
-        "group": f"{fmt.group_size} channels" if fmt.group_size else "a run of channels",
+        "group": f"{fmt.group_size} channels",
+        "plane": "a run of channels",
         "channel": f"a channel of {layout.BLOCK_TOKENS} tokens",
     }
     return f"{' and '.join(parts)} for {of[fmt.granularity]}" if parts else "none"

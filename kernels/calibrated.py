@@ -6,7 +6,9 @@ changes the query before its kernels and the output after them, and a read chang
 products with the small matrices of a layer. Kernels read nothing but the stored channels, in decode and in prefill.
 
 Scores lack the product of the query with the mean of the keys. They may, because the softmax does not see a constant;
-with attention sinks, a softcap or tokens in full precision it would, so :func:`refusal` names these.
+with attention sinks, a softcap or tokens in full precision it would, so :func:`refusal` names these. A token that was
+never written counts as one whose vector is the mean, and not as the zero vector of the specification. Models hide such
+tokens.
 """
 
 from __future__ import annotations

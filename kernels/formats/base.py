@@ -6,11 +6,10 @@ Every format obeys one law. It lets one store kernel and one attention kernel se
 
 ``level`` maps a code to a number; integer, float and codebook formats differ in nothing else.
 ``scale`` and ``zero`` are shared by all channels of a vector (granularity ``token``), by ``group_size`` channels of it
-(``group``), or by the 64 tokens of a block in one channel (``channel``). A format may have scales without zero points,
-or neither.
-``static_scale`` is one number for all vectors of a cache, known before the first vector is written. It is part of the
-format's name and takes no bytes in the cache; it is 1 except in 8-bit floats with a known scale.
-A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
+(``group``), by the channels of a plane (``plane``), or by the 64 tokens of a block in one channel (``channel``). A
+format may have scales without zero points, or neither. ``static_scale`` is one number for all vectors of a cache, known
+before the first vector is written. It is part of the format's name and takes no bytes in the cache; it is 1 except in
+8-bit floats with a known scale. A rotated format stores ``x @ R`` instead of ``x``, with an orthogonal ``R``
 (:mod:`kvcompile.kernels.formats.rotation`). A calibrated format first subtracts a mean, and may have any other matrix
 in the place of ``R`` (:mod:`kvcompile.kernels.formats.bases`). The result is called the vector in the stored basis.
 All-zero bytes decode to zeros in every format. In a calibrated format, only the zero vector has scales and zero points
@@ -39,7 +38,7 @@ HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
 BLOCK_TOKENS = 64
 """Tokens of a block. A packed cache is divided into blocks, and scales per channel are shared within a block."""
 
-Granularity = Literal["token", "group", "channel"]
+Granularity = Literal["token", "group", "plane", "channel"]
 
 
 def float32(x: float) -> float:
@@ -63,8 +62,8 @@ class Format(abc.ABC):
         packing: how codes become bytes.
         rotated: whether vectors are rotated before they are encoded.
         rotation_seed: seed of the random signs of the rotation; 0 for a rotation without signs.
-        granularity: which channels share a scale and a zero point: all channels of a ``token``, a ``group`` of them, or
-            one ``channel`` of all tokens of a block.
+        granularity: which channels share a scale and a zero point: all channels of a ``token``, a ``group`` of them, a
+            ``plane`` of them, or one ``channel`` of all tokens of a block.
         group_size: channels of a group; 0 for other granularities.
         fixed_head_dim: the only head_dim that the format supports; None if it supports many.
         has_levels: whether the format obeys the law above, so that attention can be computed on its levels. A format
@@ -127,11 +126,12 @@ class Format(abc.ABC):
     @property
     def plain_name(self) -> str:
         """The format that stores vectors in the stored basis, of ``stored_dim`` channels, in the same bytes."""
-        return self.name.partition("_mean")[0] if self.is_calibrated else self.name
+        return self.name.partition("@")[0].replace("_mean", "") if self.is_calibrated else self.name
 
     def num_scales(self, head_dim: int) -> int:
         """The number of scales of a token, or of a block if scales are per channel."""
-        return {"token": 1, "group": head_dim // (self.group_size or 1), "channel": head_dim}[self.granularity]
+        groups = head_dim // (self.group_size or 1)
+        return {"token": 1, "group": groups, "plane": self.num_planes, "channel": head_dim}[self.granularity]
 
     def sections(self, head_dim: int) -> tuple[Section, ...]:
         """The sections of a block of one head, in the order in which they lie in memory."""
@@ -147,6 +147,7 @@ class Format(abc.ABC):
         per_token = {
             "token": sympy.Integer(1),
             "group": HEAD_DIM / (self.group_size or 1),
+            "plane": sympy.Integer(self.num_planes),
             "channel": HEAD_DIM / BLOCK_TOKENS,
         }[self.granularity]
         return HEAD_DIM * sympy.Rational(self.packing.bits) / 8 + metadata * per_token
@@ -258,7 +259,7 @@ class Format(abc.ABC):
 
     def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """:meth:`quantize` for the channels that share a scale; scales and zero points are [..., n, width]."""
-        if self.granularity == "token":
+        if self.granularity in ("token", "plane"):
             return self.quantize(x)
         if self.granularity == "channel":
             codes, scale, zero = self.quantize(x.transpose(-1, -2))
@@ -286,11 +287,15 @@ class Format(abc.ABC):
 
     def per_channel(self, metadata: Tensor, channels: int) -> Tensor:
         """Scales or zero points [..., width] as float32 that broadcasts to [..., channels] in the stored basis."""
-        metadata = metadata.float()
-        if self.granularity != "group":
+        metadata = self.metadata_of(metadata)
+        if self.granularity not in ("group", "plane"):
             return metadata
         repeats = channels // metadata.shape[-1]
         return metadata.unsqueeze(-1).expand(*metadata.shape, repeats).flatten(-2)
+
+    def metadata_of(self, section: Tensor) -> Tensor:
+        """The scales or zero points, float32 [...], of the elements of their section."""
+        return section.float()
 
     @abc.abstractmethod
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -301,7 +306,7 @@ class Format(abc.ABC):
 
         Returns:
             Codes [..., m], and scale and zero point [..., 1] in the dtypes of their sections; None if the format has no
-            such section.
+            such section. With scales per plane, ``m`` is all channels of a vector, and scales are [..., num_planes].
         """
 
     @abc.abstractmethod

@@ -18,14 +18,12 @@ formats are therefore for vectors whose channels are close to N(0, 1), as in the
 
 from __future__ import annotations
 
-from fractions import Fraction
 from types import SimpleNamespace
 
-import sympy
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats.base import HEAD_DIM, Format
+from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.bit_planes import WordPacking
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.words_ptx import halves_of_words
@@ -119,7 +117,7 @@ class LloydMax(Format):
         num_parts: runs of channels of a vector, of which the planes are the first; by default all.
     """
 
-    granularity = "group"
+    granularity = "plane"
     scale_dtype = torch.uint8
     least_scale = 1
     nan_scale = SCALE_OF_NAN
@@ -149,20 +147,11 @@ class LloydMax(Format):
         digits = name.removeprefix(LLOYD_MAX)
         return cls(tuple(map(int, digits)) if digits.isdecimal() else ())
 
-    def num_scales(self, head_dim: int) -> int:
-        return self.num_planes
-
-    def bytes_per_token(self) -> sympy.Expr:
-        return HEAD_DIM * sympy.Rational(Fraction(self.packing.bits)) / 8 + self.num_planes
-
     def unsupported(self, head_dim: int, role: str) -> str | None:
         width = 8 * self.num_parts
         if head_dim % width or not width <= head_dim <= 256:
             return f"head_dim {head_dim} is not a multiple of {width} up to 256"
         return None
-
-    def _quantize_grouped(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        return self.quantize(x)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         codes, scales = [], []
@@ -183,8 +172,8 @@ class LloydMax(Format):
         magnitude = _centroid(codes & (sign - 1), bits)
         return torch.where(codes >= sign, -magnitude, magnitude)
 
-    def per_channel(self, metadata: Tensor, channels: int) -> Tensor:
-        return super().per_channel(scale_of_byte(metadata), channels)
+    def metadata_of(self, section: Tensor) -> Tensor:
+        return scale_of_byte(section)
 
 
 def scale_of_byte(byte: Tensor) -> Tensor:

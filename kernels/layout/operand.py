@@ -241,7 +241,7 @@ def packed_operand(
         column_major=layout.column_major(sections["codes"]),
         rotated=fmt.rotated,
         rotation_seed=fmt.rotation_seed,
-        granularity="plane" if words else fmt.granularity,
+        granularity=fmt.granularity,
         num_scales=fmt.num_scales(head_dim),
         group_size=fmt.group_size,
         has_scale=scale is not None,

@@ -242,6 +242,11 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
     rows = []
     for row in _computed_once(q).unsqueeze(-2).unbind(-3):
         products = [level * plane for level, plane in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
+        if fmt.granularity == "plane":
+            products = [
+                product.sum(-1, keepdim=True) * scale
+                for product, scale in zip(products, _scales_of_planes(sections, fmt), strict=True)
+            ]
         rows.append(sum(products[1:], products[0]).sum(-1))
     scores = torch.stack(rows, 3)
     if zero_scores is not None:
@@ -291,18 +296,23 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     """``sum(p * v)`` over the packed blocks, in the stored basis."""
     sections, fmt = layout.split(data), layout.format
     levels = _levels(sections, fmt, transposed=True)
-    if fmt.scale_dtype is None or fmt.granularity != "token":
+    weights: tuple[Tensor, ...] = (p,)  # of all planes, or of each
+    if fmt.granularity == "plane":
+        scales = [scale.squeeze(-1).unsqueeze(3) for scale in _scales_of_planes(sections, fmt)]
+        weights = tuple(_computed_once(p * torch.where(in_cache, scale, 0.0)) for scale in scales)
+    elif fmt.scale_dtype is None or fmt.granularity != "token":
         # Tokens beyond the cache must not count, and 0 * NaN would be NaN.
         levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
-        weights = p
     else:
-        weights = _computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0))
+        weights = (_computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0)),)
     # Two stages of sums, so that the loops read the cache nearly in the order of its memory.
-    blocks = weights.shape[0]
+    blocks = p.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
     rows = []
-    for row in weights.unsqueeze(-2).unbind(3):
-        planes = [(level * row).unflatten(0, (blocks // group, group)).sum((1, -1)) for level in levels]
+    for row in zip(*(weight.unsqueeze(-2).unbind(3) for weight in weights), strict=True):
+        of_planes = row if len(row) == len(levels) else row * len(levels)
+        products = [level * weight for level, weight in zip(levels, of_planes, strict=True)]
+        planes = [product.unflatten(0, (blocks // group, group)).sum((1, -1)) for product in products]
         rows.append(torch.cat(planes, dim=-1))
     out = torch.stack(rows, 3).sum(0)
     if "zero" in sections and fmt.granularity == "token":
@@ -331,6 +341,11 @@ def _levels(sections: dict[str, Tensor], fmt: Format, *, transposed: bool) -> li
                     for level, plane in zip(levels, metadata, strict=True)
                 ]
     return [level.transpose(-1, -2) for level in levels] if transposed else levels
+
+
+def _scales_of_planes(sections: dict[str, Tensor], fmt: Format) -> tuple[Tensor, ...]:
+    """Scales per plane [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1], a tensor for each plane."""
+    return fmt.metadata_of(sections["scale"]).split(1, dim=-1)
 
 
 def _per_token(section: Tensor) -> Tensor:

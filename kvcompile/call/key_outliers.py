@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats import MEAN, get_format
+from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, heads_first
 from kvcompile.packed.subclass import PackedSubclass
@@ -85,7 +85,7 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
     if not sample.shape[1] or fmt.has_matrices:  # a calibration has already weighed the channels
         return None
     if fmt.is_calibrated:
-        sample, format_name = sample - fmt.mean(sample[None]), format_name.partition(MEAN)[0]
+        sample, format_name = sample - fmt.mean(sample[None]), fmt.plain_name
     error = _median_channel_errors(sample, format_name)
     if not _is_too_large(error, format_name, head_dim):
         return None

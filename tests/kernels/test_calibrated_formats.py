@@ -149,6 +149,20 @@ def test_heads_of_a_format_decode_as_in_the_whole():
     torch.testing.assert_close(part.decode(part.encode(x[:, 2:])), fmt.decode(fmt.encode(x))[:, 2:])
 
 
+def test_the_plain_format_has_the_seed_and_the_bytes_of_the_calibrated_one():
+    fmt = get_format("turboquant_3bit_mean_seed7")
+    assert fmt.plain_name == "turboquant_3bit_seed7"
+    based_fmt = get_format(f"{fmt.name}@{random_basis(2, 64, 0)}")
+    assert based_fmt.plain_name == fmt.plain_name
+    x = vectors(1, 2, 5, 64)
+    plain, expected = get_format(fmt.plain_name), based_fmt.encode(x)
+    assert all(torch.equal(plain.encode(based_fmt.to_plain(x))[name], expected[name]) for name in expected)
+    transform = based("transform_5310", num_heads=2, head_dim=64)
+    plain, expected = get_format(transform.plain_name), transform.encode(x)
+    assert plain.name == "lloyd_max_531"
+    assert all(torch.equal(plain.encode(transform.to_plain(x))[name], expected[name]) for name in expected)
+
+
 def test_errors_name_the_format_and_the_remedy():
     x = vectors(1, 2, 5, 64)
     with pytest.raises(ValueError, match="transform_5310 has no calibration; name a transforms file"):
