@@ -7,8 +7,8 @@ products with the small matrices of a layer. Kernels read nothing but the stored
 
 Scores lack the product of the query with the mean of the keys. They may, because the softmax does not see a constant;
 with attention sinks, a softcap or tokens in full precision it would, so :func:`refusal` names these. A token that was
-never written counts as one whose vector is the mean, and not as the zero vector of the specification. Models hide such
-tokens.
+never written counts as one whose vector is the mean, and not as the zero vector of the specification. Attention that
+hides no token of a cache of fixed size is therefore refused, too; a mask may be expected to hide such tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.spec.packing import to_cache_dtype
 
 
-def refusal(key: PackedLayout, value: PackedLayout, *, has_sinks: bool, has_softcap: bool) -> str | None:
-    """The reason why no kernel computes attention on caches in these layouts; None if one does."""
+def refusal(
+    key: PackedLayout, value: PackedLayout, *, has_sinks: bool, has_softcap: bool, sees_unwritten: bool = False
+) -> str | None:
+    """The reason why no kernel computes attention on caches in these layouts; None if one does.
+
+    ``sees_unwritten``: whether attention hides no token of a cache of fixed size.
+    """
+    if sees_unwritten and (key.format.is_calibrated or value.format.is_calibrated):
+        return "on a GPU a calibrated format needs a mask that hides the tokens that were never written"
     for layout in (key, value):
         if layout.format.is_calibrated and layout.residual is not None:
             return "on a GPU a calibrated format cannot keep recent or first tokens in full precision yet"

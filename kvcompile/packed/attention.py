@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.compat.tensors import arguments_of, schema_of
+from kvcompile.kernels.calibrated import refusal
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.repeated_heads import RepeatedHeads, unrepeated
@@ -65,7 +66,17 @@ def packed_caches(
     )
     if not is_alike or not _shapes_match(query, key, value) or not _mask_fits(query, key, mask, is_causal):
         return None
+    if runs_kernels(keys.packed) and _why_no_kernel(keys, values, hides_tokens=mask is not None or is_causal):
+        return None
     return (keys, values) if _are_one_cache(keys, values) else None
+
+
+def _why_no_kernel(keys: PackedTensor, values: PackedTensor, *, hides_tokens: bool) -> str | None:
+    """The reason why kernels do not compute attention on these caches; None if they do."""
+    layouts = keys.packed_layout, values.packed_layout
+    return refusal(
+        *layouts, has_sinks=False, has_softcap=False, sees_unwritten=not (hides_tokens or keys.cache_meta.growing)
+    )
 
 
 def _shapes_match(query: Tensor, key: Tensor, value: Tensor) -> bool:

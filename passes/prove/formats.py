@@ -107,7 +107,15 @@ def _check_kernels(candidate: Candidate) -> None:
         return
     marker = Marker.of(attention.marker)
     layouts = [candidate.layouts[cache.role] for cache in attention.caches]
-    reason = refusal(layouts[0], layouts[-1], has_sinks=marker.sinks is not None, has_softcap=marker.softcap != 0.0)
+    reason = refusal(
+        layouts[0],
+        layouts[-1],
+        has_sinks=marker.sinks is not None,
+        has_softcap=marker.softcap != 0.0,
+        sees_unwritten=marker.mask is None
+        and not marker.is_causal
+        and any(cache.kind != "growing" for cache in attention.caches),
+    )
     if reason is not None:
         format_names = " and ".join(dict.fromkeys(layout.description for layout in layouts))
         raise Refusal(Reason.unsupported_format, format=format_names, detail=reason)

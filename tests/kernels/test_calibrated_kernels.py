@@ -137,6 +137,20 @@ def test_attention_without_a_kernel_is_refused(device):
             calibrated.attention(query, data, None, None, sinks, 64, False, 1.0, softcap, name, name, 64)
 
 
+def test_attention_that_may_see_unwritten_tokens_is_refused():
+    """Kernels take a token that was never written for the mean, and the specification takes it for zeros."""
+    key, value = (
+        PackedLayout(based("transform_4321", num_heads=2, head_dim=64).name, role, 64) for role in ("key", "value")
+    )
+    plain = PackedLayout("int8_per_token_head", "value", 64)
+    for layouts in ((key, value), (key, plain)):
+        reason = calibrated.refusal(*layouts, has_sinks=False, has_softcap=False, sees_unwritten=True)
+        assert reason is not None
+        assert "never written" in reason
+        assert calibrated.refusal(*layouts, has_sinks=False, has_softcap=False) is None
+    assert calibrated.refusal(plain, plain, has_sinks=False, has_softcap=False, sees_unwritten=True) is None
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_words_may_have_exact_tokens(tokens, device):
     spec = "lloyd_max_4321[recent=1,sinks=1,bfloat16]"
