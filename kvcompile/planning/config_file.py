@@ -76,7 +76,8 @@ class Fields:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             name = next(name for name in names if self.get(name) is not None)
-            raise self.error(name, f"expected an integer from {least} to {most}, got {shown(value)}")
+            wanted = f"at most {most}" if isinstance(value, int) and value > most else f"an integer from {least}"
+            raise self.error(name, f"expected {wanted}, got {shown(value)}")
         return value
 
     def require(self, *names: str, most: int = MAX_INTEGER) -> int:
