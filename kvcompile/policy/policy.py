@@ -273,8 +273,7 @@ class Policy(Strict):
 
         Raises:
             PolicyError: the policy has static scales, but none for this module; or it has no transforms for a
-            calibrated
-                format.
+                calibrated format.
         """
         index = self._rule_for(module, layer, num_layers)
         rule = self.rules[index] if index is not None else None
