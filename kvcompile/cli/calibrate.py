@@ -21,7 +21,7 @@ TRANSFORMS = ".safetensors"
 EXAMPLES = (
     examples(
         "calibrate --model . --output transforms.safetensors",
-        "calibrate --model . --data text.txt --positions 4096 --output transforms.safetensors",
+        "calibrate --model . --data text.txt --positions 4096 --output t.safetensors",
         "calibrate --model . --output scales.json",
     )
     + "\n\n\b\nPolicies with these files:"

@@ -197,14 +197,14 @@ def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
 def _fill_(cache: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor):
         return NotImplemented
-    put_along(cache, cache.packed_for_write(), "t", None, _constant(cache, value))
+    put_along(cache, cache.packed_for_write(), "t", None, _constant(cache, value, coordinates_of(cache)[1]))
     return cache
 
 
-def _constant(cache: PackedTensor, value: Any) -> Tensor:
-    """Encodes vectors whose channels all equal ``value``, a number or a 0-dimensional tensor: [1, heads, 1, width]."""
+def _constant(cache: PackedTensor, value: Any, head: Tensor) -> Tensor:
+    """Encodes a vector for each head whose channels all equal ``value``, a number or a 0-dimensional tensor."""
     vector = torch.empty(cache.packed_layout.head_dim, dtype=cache.dtype, device=cache.device).fill_(plain(value))
-    return encoded(cache, vector.expand(1, _extent(cache, "h"), 1, -1))
+    return encoded(cache, vector.expand(*head.shape, -1), head)
 
 
 @handles(PackedTensor, aten.zero_.default)
@@ -213,14 +213,14 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
     begin, end = cache.start, cache.start + cache.num_tokens
     first, last = num_blocks(begin), end // BLOCK_TOKENS
     data = cache.packed_for_write()
-    ranges = [(begin, end)]
+    ranges, zeros = [(begin, end)], torch.zeros_like(_constant(cache, 0, coordinates_of(cache)[1]))
     if first < last:
         replace_blocks_(data, cache.packed_layout, first, last)
         ranges = [(begin, first * BLOCK_TOKENS), (last * BLOCK_TOKENS, end)]
     for low, high in ranges:
         if low < high:
             tokens = torch.arange(low - begin, high - begin, device=data.device)
-            put_along(cache, data, "t", tokens, torch.zeros_like(_constant(cache, 0)))
+            put_along(cache, data, "t", tokens, zeros)
     return cache
 
 
@@ -255,7 +255,9 @@ def _put_along_axis(cache: PackedTensor, axis: str, index: Tensor, source: Tenso
 def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
-    put_along(cache, cache.packed_for_write(), cache.axes[dim], index.reshape(-1), _constant(cache, value))
+    axis, index = cache.axes[dim], index.reshape(-1)
+    head = coordinates_of(cache, axis, index)[1]
+    put_along(cache, cache.packed_for_write(), axis, index, _constant(cache, value, head))
     return cache
 
 
@@ -320,6 +322,6 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
         source = cache.to_stored_axes(plain(source))[tuple(slice(extent) for extent in index.shape)]
         values = encoded(cache, source)
     else:
-        values = _constant(cache, source)
+        values = _constant(cache, source, coordinates[1])
     put(cache, cache.packed_for_write(), coordinates, values)
     return cache

@@ -94,6 +94,8 @@ def test_every_form_of_write_encodes_each_head_in_its_basis(name: str) -> None:
     whole[:, :, [1, 5, 69]] = new
     cache[:, torch.tensor([3, 1]), torch.tensor([7, 8])] = x[:, [3, 1], [0, 1]]
     whole[:, [3, 1], [7, 8]] = new[:, [3, 1], [0, 1]]
+    cache.index_fill_(1, torch.tensor([2, 0]), 0.5)
+    whole[:, [2, 0]] = stored(torch.full_like(whole, 0.5), name)[:, [2, 0]]
     cache[1, :, 10:13] = x[1]
     whole[1, :, 10:13] = new[1]
     cache[0, 2, 20, 5] += 1.0  # a part of a vector
