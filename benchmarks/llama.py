@@ -37,6 +37,19 @@ def config(shape: Shape, num_layers: int, vocab_size: int, room: int = 0) -> tra
     )
 
 
+def small_config(num_layers: int) -> transformers.LlamaConfig:
+    """The configuration of a narrow Llama, whose compilation is what a benchmark measures."""
+    return transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+
+
 def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with random weights, the same at every call."""
     torch.manual_seed(0)

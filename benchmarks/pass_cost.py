@@ -13,6 +13,7 @@ import platform
 
 import torch
 import transformers
+from llama import small_config
 from torch._dynamo.utils import compilation_time_metrics
 
 
@@ -23,15 +24,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
 
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
+    config = small_config(arguments.layers)
     model = transformers.LlamaForCausalLM(config).eval().to(device=arguments.device, dtype=torch.bfloat16)
     cache = transformers.StaticCache(config=config, max_cache_len=1024)
     ids = torch.zeros(1, 1, dtype=torch.long, device=arguments.device)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from llama import small_config
 
 import kvcompile
 from kvcompile.benching.machine import describe_device
@@ -33,15 +34,7 @@ CASES = {
 
 def seconds_of_two_calls(case: str, arguments: argparse.Namespace) -> float:
     """Compile and run the model in this process."""
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
+    config = small_config(arguments.layers)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     model = transformers.LlamaForCausalLM(config).eval().to(device=arguments.device, dtype=dtype)
     if case == "packed":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from decode_steps import growing_step, step
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -25,17 +25,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
 
 Run = Callable[..., Any]
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    keys.index_copy_(2, pos, k)
-    values.index_copy_(2, pos, v)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(keys.shape[2]) <= pos[:, None])
-
-
-def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
-    return F.scaled_dot_product_attention(q, keys, values), keys, values
 
 
 def new(batch: int, tokens: int) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from decode_steps import growing_step, step
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -33,17 +33,6 @@ INT8 = "int8_per_token_head"
 HEADS, HEAD_DIM, MAX_LEN = 2, 32, 70
 
 pytestmark = pytest.mark.skipif(not CAN_STORE, reason="this release of PyTorch stores no code of a backend")
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
-    keys.index_copy_(2, pos, k)
-    values.index_copy_(2, pos, v)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(keys.shape[2]) <= pos[:, None])
-
-
-def growing_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
-    return F.scaled_dot_product_attention(q, keys, values), keys, values
 
 
 def stacked_step(q: Tensor, k: Tensor, v: Tensor, stack: Tensor, pos: Tensor) -> Tensor:
