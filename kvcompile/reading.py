@@ -35,6 +35,14 @@ def read_file(path: Path, most: int) -> bytes:
     return content
 
 
+def status_of_file(path: Path) -> os.stat_result:
+    """The status of a regular file, for code that opens it itself; OSError as in :func:`read_file`."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is no regular file")
+    return status
+
+
 def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
     """The text of a regular file in UTF-8. Raises OSError as :func:`read_file`, and UnicodeError."""
     return read_file(path, most).decode("utf-8")

@@ -11,6 +11,7 @@ import typer
 from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json, print_wrapped
 from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import Data, Device, Dtype, Model, check_writable, name_of
+from kvcompile.reading import read_file
 from kvcompile.tables import table
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _write_transforms(
 ) -> None:
     from kvcompile import digests
     from kvcompile.evaluation.models import text_config
+    from kvcompile.evaluation.text import MAX_TEXT
     from kvcompile.evaluation.transforms import calibrate_transforms
     from kvcompile.policy.transforms import Origin, Transforms
 
@@ -106,7 +108,7 @@ def _write_transforms(
         model=name,
         fingerprint=digests.of_model(subject),
         text=path.name,
-        text_digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        text_digest=hashlib.sha256(read_file(path, MAX_TEXT)).hexdigest(),
         windows=len(windows),
         tokens=windows.shape[1],
         positions=(least, largest),

@@ -33,7 +33,7 @@ from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.policy.modules import module_in
 from kvcompile.policy.text import parse_json
-from kvcompile.reading import read_text_file
+from kvcompile.reading import read_text_file, status_of_file
 
 _SCALE_TENSOR = re.compile(r"(?:(?P<module>.+?)\.)?(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<which>k|v|kv)_scale")
 _ROLES: dict[str, tuple[Role, ...]] = {"kv": ("key", "value"), "k": ("key",), "v": ("value",)}
@@ -173,6 +173,7 @@ def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """The names and tensors of the scales in safetensors files; no other tensor is read."""
     for file in files:
         try:
+            status_of_file(file)
             with safe_open(file, framework="pt") as tensors:
                 opened: Any = tensors
                 names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - not a dict

@@ -34,6 +34,7 @@ from kvcompile.kernels.formats import bases, with_basis
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.policy.modules import module_in
+from kvcompile.reading import status_of_file
 
 FORMAT, VERSION = "kvcompile.transforms", "1"
 
@@ -86,10 +87,10 @@ class Transforms:
             PolicyError: the file cannot be read, holds no transforms, or is damaged.
         """
         try:
-            stat = path.stat()
+            status = status_of_file(path)
         except OSError as error:
             raise PolicyError(f"transforms: {path} cannot be read: {error}") from None
-        return _read(path, stat.st_mtime_ns, stat.st_size)
+        return _read(path, status.st_mtime_ns, status.st_size)
 
     def save(self, path: Path) -> None:
         """Write the file; OSError if that fails."""

@@ -73,18 +73,6 @@ BAD_POLICIES = {
 }
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("text", BAD_POLICIES.values(), ids=BAD_POLICIES.keys())
-def test_a_bad_policy_gets_few_short_lines(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(PolicyError) as caught:
-        Policy.load(path)
-    lines = str(caught.value).splitlines()
-    assert 1 <= len(lines) <= MAX_FAULTS + 1
-    assert max(map(len, lines)) <= 300 + len(str(path))
-
-
 BAD_JSON = {
     "deep lists": "[" * 100_000,
     "deep objects": '{"a": ' * 100_000,
@@ -95,14 +83,23 @@ BAD_JSON = {
 }
 
 
+BAD_FILES = [
+    pytest.param(suffix, text, id=f"{suffix}, {what}")
+    for suffix, texts in (("yaml", BAD_POLICIES), ("json", BAD_JSON))
+    for what, text in texts.items()
+]
+
+
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("text", BAD_JSON.values(), ids=BAD_JSON.keys())
-def test_bad_json_gets_few_short_lines(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "policy.json"
+@pytest.mark.parametrize(("suffix", "text"), BAD_FILES)
+def test_a_bad_policy_gets_few_short_lines(suffix: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / f"policy.{suffix}"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(PolicyError) as caught:
         Policy.load(path)
-    assert max(map(len, str(caught.value).splitlines())) <= 300 + len(str(path))
+    lines = str(caught.value).splitlines()
+    assert 1 <= len(lines) <= MAX_FAULTS + 1
+    assert max(map(len, lines)) <= 300 + len(str(path))
 
 
 @pytest.mark.timeout(20)
@@ -139,6 +136,18 @@ def test_pipes_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
             Policy.from_file(path)
         with pytest.raises(OSError, match=r"regular|bytes"):
             read_file(path, MAX_TEXT)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_files_that_a_policy_names_are_no_pipes(tmp_path: Path) -> None:
+    for name in ("calibration.json", "calibration.safetensors"):
+        os.mkfifo(tmp_path / name)
+    transforms = {"dtype": "transform_2.2bit", "transforms": str(tmp_path / "calibration.safetensors")}
+    scales = {"dtype": "fp8_e4m3", "granularity": "per_tensor"}
+    for default in (transforms, *({**scales, "scales": str(path)} for path in tmp_path.iterdir())):
+        with pytest.raises(PolicyError, match="it is no regular file"):
+            Policy.load({"default": default})
 
 
 @pytest.mark.timeout(20)
