@@ -16,6 +16,7 @@ from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
+from kvcompile.call.shards import LocalShards
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.graphs import copied_graph
@@ -175,16 +176,17 @@ class _GraphCompiler:
 
     def __init__(self, gm: GraphModule, example_inputs: list[Any], options: BackendOptions) -> None:
         self.options = options
-        self.example_inputs = example_inputs
-        self.original = gm
+        self.original, self.original_inputs = gm, example_inputs
         self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
-        self.inputs = graph_inputs(gm, example_inputs)
+        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self.shards = LocalShards(self.marked, example_inputs, sources)
+        self.example_inputs = self.shards.example_inputs
+        self.inputs = graph_inputs(self.marked, self.example_inputs, sources)
         self.packing: Packing | None = None
         self.outcome: Outcome | None = None
         self.graph: report.GraphReport | None = None
         self.origin: Origin | None = None
         self.verified_steps: int | None = None
-        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
     def compile(self) -> Callable[..., Any]:
@@ -192,7 +194,7 @@ class _GraphCompiler:
         with dynamo_timed("kvquant_mark_attention"):
             marked = mark_attention(self.marked)
         if not marked:
-            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+            return self._compile_plain()
         self.origin = Origin.of(self.marked, self.options.policy)
         self.stages.show(Stage.marked, self.marked)
         if self._records_gradients():
@@ -200,11 +202,11 @@ class _GraphCompiler:
             for site in sites:
                 site.refuse(Refusal(Reason.training))
             self._report(sites)
-            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+            return self._compile_plain()
         try:
             compiled = self._compile_packed()
         except _NothingRewritten:
-            return _compile_plain(self.original, self.options.inductor_config, self.example_inputs)
+            return self._compile_plain()
         outcome, graph = self.outcome, self.graph
         assert outcome is not None, "otherwise _NothingRewritten"
         if graph is None:  # the code comes from PyTorch's cache
@@ -217,7 +219,7 @@ class _GraphCompiler:
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
         # The method, not the object: tools such as depyf look for the code object of the returned callable.
         return AdoptingCall(
-            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals
+            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards
         ).__call__  # fmt: skip
 
     @property
@@ -227,12 +229,16 @@ class _GraphCompiler:
 
     def release(self) -> None:
         """Forget the graph and its inputs, which the compiled code would keep alive through ``_inner_compile``."""
-        self.example_inputs, self.packing = [], None
+        self.example_inputs, self.original_inputs, self.packing = [], [], None
+        self.shards.example_inputs = []
         del self.original, self.marked
 
     def _records_gradients(self) -> bool:
-        tensors = [value for value in self.example_inputs if isinstance(value, torch.Tensor)]
+        tensors = [value for value in self.original_inputs if isinstance(value, torch.Tensor)]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def _compile_plain(self) -> Any:
+        return _compile_plain(self.original, self.options.inductor_config, self.original_inputs)
 
     def _compile_packed(self) -> Any:
         with self._autograd_cache(), telling(self._know):

@@ -21,7 +21,6 @@ from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
 from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
-from kvcompile.passes.graph.names import source_name
 
 
 class Concealed(torch.Tensor):
@@ -45,16 +44,17 @@ def revealed(values: Iterable[Any]) -> list[Any]:
     return [value.cache if isinstance(value, Concealed) else value for value in values]
 
 
-def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
+def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any], sources: Sequence[str]) -> list[GraphInput]:
     """The record of the inputs of the ATen graph that AOTAutograd makes from Dynamo's graph ``gm``.
 
     Args:
-        gm: Dynamo's graph.
+        gm: Dynamo's graph, or a copy.
         example_inputs: its inputs.
+        sources: Dynamo's names of its inputs, which a copy of the graph lacks.
     """
     records: list[GraphInput] = []
-    for index, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        source = source_name(node)
+    inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, sources, strict=True)
+    for index, (node, value, source) in enumerate(inputs):
         fake = None if isinstance(value, PackedSubclass) else node.meta["example_value"]
         if is_traceable_wrapper_subclass(fake):
             records += [GraphInput(source)] * _num_parts(fake)

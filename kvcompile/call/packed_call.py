@@ -25,6 +25,7 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
@@ -245,6 +246,7 @@ class AdoptingCall:
         graph: report.GraphReport,
         guard: KeyGuard | None = None,
         conceals: bool = False,
+        shards: LocalShards | None = None,
     ) -> None:
         """
         Args:
@@ -255,6 +257,7 @@ class AdoptingCall:
             graph: the graph's entry in the report.
             guard: examines the inputs of the first call, whose caches may still be plain.
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
+            shards: the distributed parameters, of which the packed graph takes the local shards.
         """
         self._compiled = compiled
         self._stacks = stacks
@@ -264,6 +267,7 @@ class AdoptingCall:
         self._collects_garbage = True
         self._guard = guard
         self._conceals = conceals
+        self._shards = shards
 
     def __call__(self, *args: Any) -> Any:
         guard, self._guard = self._guard, None  # another thread may make a first call at the same time
@@ -276,9 +280,10 @@ class AdoptingCall:
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
         report.ran(self._graph)
+        local = args if self._shards is None else self._shards.of(args)
         if not self._conceals:
-            return self._compiled(*args)
-        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
+            return self._compiled(*local)
+        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in local)
         return revealed(self._compiled(*concealed))  # a model may return one of its input caches
 
     def _adopt(self, plain: Sequence[Adoption]) -> None:

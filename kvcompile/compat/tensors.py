@@ -35,6 +35,11 @@ def without_view_tracking() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
+def is_distributed(value: object) -> bool:
+    """Whether ``value`` is a DTensor. Its class is known by its name, because importing it takes long."""
+    return (type(value).__module__, type(value).__name__) == ("torch.distributed.tensor", "DTensor")
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that only tensors on the same storage share. Unlike an address it also tells fake storages apart."""
     return int(tensor.untyped_storage()._cdata)

@@ -31,7 +31,7 @@ def test_a_subclass_of_subclasses_takes_the_place_of_all_its_parts() -> None:
     for index, value in enumerate(inputs):
         graph.placeholder(f"input_{index}").meta["example_value"] = value
     graph.output(())
-    records = graph_inputs(GraphModule(torch.nn.Module(), graph), inputs)
+    records = graph_inputs(GraphModule(torch.nn.Module(), graph), inputs, ["a", "b", "c", "d"])
     assert [known.dynamo_index for known in records] == [0, None, None, None, None, 2, 3]
 
 

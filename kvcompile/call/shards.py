@@ -1,0 +1,86 @@
+"""Distributed parameters: a compiled graph takes the local shards that this process owns.
+
+AOTAutograd unwraps every tensor subclass among the inputs at each call, which took longer than a packed decode step of
+two GPUs. A DTensor parameter is one local tensor and a description that never changes (Dynamo guards it), so the graph
+takes the local tensor and makes the DTensor itself. Tracing then dissolves it into local operators and collectives.
+
+A graph may also change such an input: the DTensor shares the memory of its shard, as it does in eager code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from kvcompile.compat.tensors import is_distributed, is_traceable_wrapper_subclass
+
+
+class Distributed:
+    """Makes a DTensor of its local shard: the target of a node in Dynamo's graph."""
+
+    def __init__(self, example: Any) -> None:
+        """Takes the mesh, placements, shape and strides of the DTensor ``example``."""
+        self.__name__ = self.__qualname__ = "distributed"  # FX names the node and the function in its code
+        self._from_local = type(example).from_local
+        self._mesh, self._placements = example.device_mesh, example.placements
+        self._shape, self._stride = example.shape, example.stride()
+
+    def __call__(self, shard: Tensor) -> Any:
+        return self._from_local(
+            shard, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+        )
+
+
+class LocalShards:
+    """The inputs of one graph that are passed as local shards.
+
+    Attributes:
+        example_inputs: the example inputs of the changed graph.
+    """
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], sources: Sequence[str]) -> None:
+        """Let a copy of Dynamo's graph take the shards of its distributed parameters, in place.
+
+        Args:
+            gm: the copy, whose nodes are changed.
+            example_inputs: its inputs, with fake tensors.
+            sources: Dynamo's names of its inputs.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._places = [
+            place
+            for place, (value, source) in enumerate(zip(example_inputs, sources, strict=True))
+            if _is_distributed_parameter(value, source)
+        ]
+        self.example_inputs = self.of(example_inputs)
+        for place in self._places:
+            _take_shard(placeholders[place], placeholders[-1], example_inputs[place], self.example_inputs[place])
+        if self._places:
+            gm.recompile()
+
+    def of(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of a call, with each distributed parameter replaced by its local shard."""
+        result = list(args)
+        with torch.no_grad():  # ``to_local`` then returns the shard itself
+            for place in self._places:
+                result[place] = args[place].to_local()
+        return result
+
+
+def _is_distributed_parameter(value: Any, source: str) -> bool:
+    is_parameter = "._parameters[" in source
+    return is_parameter and is_distributed(value) and not is_traceable_wrapper_subclass(value.to_local())
+
+
+def _take_shard(placeholder: Node, last: Node, example: Any, shard: Tensor) -> None:
+    """Let ``placeholder`` stand for ``shard``; its users get the DTensor, which is made after the ``last`` input."""
+    graph = placeholder.graph
+    with graph.inserting_after(last):
+        whole = graph.call_function(Distributed(example), (placeholder,))
+    whole.meta = {"example_value": placeholder.meta["example_value"]}
+    placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+    placeholder.meta["example_value"] = shard

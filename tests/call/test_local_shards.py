@@ -1,0 +1,87 @@
+"""A graph takes the local shards of distributed parameters, so no call takes DTensors apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from node_by_node import running_node_by_node
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import kvcompile
+from kvcompile.call import inputs
+
+TOKENS, WIDTH = 64, 32
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Attention(nn.Module):
+    """One head whose projection of values is distributed."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.project = nn.Parameter(distribute_tensor(torch.randn(WIDTH, WIDTH), mesh, [Shard(0)]))
+        self.keys, self.values = (torch.zeros(1, 1, TOKENS, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        new = F.linear(whole, self.project).to_local()
+        self.keys.index_copy_(2, position, new)
+        self.values.index_copy_(2, position, new)
+        visible = torch.arange(TOKENS) <= position[:, None]
+        return F.scaled_dot_product_attention(x, self.keys, self.values, visible)
+
+
+class Doubling(Attention):
+    """Doubles its distributed parameter at every call, in place."""
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        out = super().forward(x, position)
+        self.project.mul_(2)
+        return out
+
+
+def three_steps(model: Any, policy: str | None = None) -> list[Tensor]:
+    step = model if policy is None else torch.compile(model, backend=kvcompile.kvquant(policy=policy))
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randn(1, 1, 1, WIDTH, generator=generator) for _ in range(3)]
+    with torch.no_grad(), running_node_by_node():
+        return [step(x, torch.tensor([index])) for index, x in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("kind", [Attention, Doubling], ids=["reads", "changes"])
+def test_a_distributed_parameter_gives_the_answers_of_eager_code(mesh: DeviceMesh, kind: type[Attention]) -> None:
+    torch.manual_seed(0)
+    model, plain = kind(mesh), kind(mesh)
+    plain.load_state_dict(model.state_dict())
+    expected = three_steps(plain)
+    with kvcompile.collect_reports() as report:
+        result = three_steps(model, "float32")
+    assert {site.reason for site in report.sites} == {None}
+    for ours, theirs in zip(result, expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    torch.testing.assert_close(model.project.to_local(), plain.project.to_local(), rtol=0, atol=0)
+
+
+def test_packed_caches_need_no_disguise_beside_distributed_parameters(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd sees no tensor subclass, so its wrapper takes nothing apart and packed caches pass as themselves."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(inputs.Concealed, "of", lambda cache: pytest.fail("a packed cache was concealed"))
+    three_steps(Attention(mesh), "int8_per_token_head")
