@@ -70,10 +70,58 @@ def attention(
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, contiguous.
     """
+    out = query.new_empty((*query.shape[:3], v_head_dim))
+    if out.numel() > 0:
+        _attend(
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, ranges, out
+        )  # fmt: skip
+    return out
+
+
+def attention_part(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+    ranges: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`kvcompile.kernels.spec.attention.attend_part` on a GPU. Arguments are those of :func:`attention`."""
+    out = query.new_empty((*query.shape[:3], v_head_dim), dtype=torch.float32)
+    lse = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+    if out.numel() > 0:
+        _attend(
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, ranges, out, lse
+        )  # fmt: skip
+    return out, lse
+
+
+def _attend(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    ranges: Tensor | None,
+    out: Tensor,
+    out_lse: Tensor | None = None,
+) -> None:
+    """Write attention into ``out``, and its log-sum-exp into ``out_lse`` if it is given."""
     batch, num_heads, q_len, head_dim = query.shape
-    out = query.new_empty((batch, num_heads, q_len, v_head_dim))
-    if out.numel() == 0:
-        return out
+    v_head_dim = out.shape[3]
     float32 = query.dtype == torch.float32
     key, key_scale = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
     value, value_scale = key, key_scale
@@ -99,16 +147,16 @@ def attention(
         value_scale,
     )  # fmt: skip
 
+    with_lse = sinks is not None or out_lse is not None
     if isinstance(key, LatentOperand) or is_prefill(call):
         attend = _attend_latents if isinstance(key, LatentOperand) else attend_prefill
-        partial, lse, count = attend(call, out, with_lse=sinks is not None)
+        partial, lse, count = attend(call, out, with_lse=with_lse)
         splits = Splits(count)
         value = packed_operand("bfloat16", "value", v_head_dim, False, 0)  # not rotated: values were dequantized
     else:
-        partial, lse, splits = _attend_decode(call, out, with_lse=sinks is not None)
+        partial, lse, splits = _attend_decode(call, out, with_lse=with_lse)
     if partial is not out:
-        _merge_splits(call, partial, lse, splits, value, sinks, out)
-    return out
+        _merge_splits(call, partial, lse, splits, value, sinks, out, out_lse)
 
 
 class Splits(NamedTuple):
@@ -135,8 +183,12 @@ def _merge_splits(
     value: PackedOperand,
     sinks: Tensor | None,
     out: Tensor,
+    out_lse: Tensor | None,
 ) -> None:
-    """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``."""
+    """Merge the splits that :func:`_attend_decode`, or another function like it, has returned, into ``out``.
+
+    Their common log-sum-exp goes into ``out_lse`` if it is given.
+    """
     batch, num_heads, q_len, _ = call.query.shape
     num_rows, early = batch * num_heads * q_len, launcher.early_start(call.query.device)
     one_split = splits.packed == 1
@@ -147,10 +199,10 @@ def _merge_splits(
         ranges, positions = call.ranges, RANGES_AT_ONCE
     launch_combine(
         (ceil_div(num_rows, rows_at_once), 1, 1),
-        (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out),
+        (partial, lse, lse if sinks is None else sinks.contiguous(), ranges, out, lse if out_lse is None else out_lse),
         (),
         (num_rows, splits.packed, splits.exact, splits.exact_items, num_heads, q_len, splits.tile_tokens),
-        (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early)),
+        (value, sinks is not None, rows_at_once, splits_at_once, positions, bool(early), out_lse is not None),
         {"num_warps": max(1 if one_split else 4, elements // 2048), **early},  # up to 64 elements per thread
     )
 

@@ -1,7 +1,8 @@
 """The operators ``kvcompile::*``, which rewritten graphs call.
 
 ``store`` means :func:`kvcompile.kernels.spec.packing.write_tokens_`, and ``store_pair`` means two stores. ``attention``
-means :func:`kvcompile.kernels.spec.attention.attend`, and ``visible_range``
+means :func:`kvcompile.kernels.spec.attention.attend`, ``attention_part``
+:func:`kvcompile.kernels.spec.attention.attend_part`, and ``visible_range``
 :func:`kvcompile.kernels.tiles.visible_range.visible_range`. These functions run on a CPU, and Triton kernels that agree
 with them on a GPU. No operator is differentiable.
 
@@ -24,7 +25,7 @@ from kvcompile.kernels import calibrated, launch
 from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
-from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.kernels.tiles.visible_range import visible_range, with_four_dimensions
@@ -43,6 +44,12 @@ _library.define(
     "attention(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
     "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) "
     "-> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "attention_part(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
+    "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) "
+    "-> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -187,6 +194,33 @@ def _check_attention(
         raise ValueError(f"kvcompile::attention: kv_len {kv_len} is not within the {capacity} tokens of the cache")
 
 
+def _attention_layouts(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+) -> tuple[PackedLayout, PackedLayout]:
+    """The layouts of keys and values, after a check of all arguments."""
+    key = _layout_of("attention", "query", query, k_format, "key")
+    if v_data is None:
+        if key.format.granularity == "channel":
+            raise ValueError(f"kvcompile::attention: keys in {k_format} cannot serve as values; pass v_data")
+        value = key
+        if (v_format, v_head_dim) != (k_format, key.head_dim):
+            raise ValueError(
+                f"kvcompile::attention: without v_data the keys serve as values, so v_format and v_head_dim must be "
+                f"{k_format} and {key.head_dim}, but are {v_format} and {v_head_dim}"
+            )
+    else:
+        value = PackedLayout.parse(v_format, "value", v_head_dim)
+    _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
+    return key, value
+
+
 def _attention(
     query: Tensor,
     k_data: Tensor,
@@ -202,19 +236,7 @@ def _attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
 ) -> Tensor:
-    key = _layout_of("attention", "query", query, k_format, "key")
-    if v_data is None:
-        if key.format.granularity == "channel":
-            raise ValueError(f"kvcompile::attention: keys in {k_format} cannot serve as values; pass v_data")
-        value = key
-        if (v_format, v_head_dim) != (k_format, key.head_dim):
-            raise ValueError(
-                f"kvcompile::attention: without v_data the keys serve as values, so v_format and v_head_dim must be "
-                f"{k_format} and {key.head_dim}, but are {v_format} and {v_head_dim}"
-            )
-    else:
-        value = PackedLayout.parse(v_format, "value", v_head_dim)
-    _check_attention(query, k_data, k_data if v_data is None else v_data, sinks, kv_len, key, value)
+    key, value = _attention_layouts(query, k_data, v_data, sinks, kv_len, k_format, v_format, v_head_dim)
     if query.is_cuda:
         return calibrated.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
@@ -253,6 +275,65 @@ def _attention_fake(
     return query.new_empty((*query.shape[:3], v_head_dim))
 
 
+def _attention_part(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+    ranges: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    key, value = _attention_layouts(query, k_data, v_data, sinks, kv_len, k_format, v_format, v_head_dim)
+    if query.is_cuda:
+        for layout in (key, value):
+            if layout.format.is_calibrated:
+                raise ValueError(f"kvcompile::attention_part: no kernel reads a part of {layout.description}")
+        return launch.attention_part(
+            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
+            ranges,
+        )  # fmt: skip
+    out, lse = attend_part(
+        query,
+        k_data,
+        k_data if v_data is None else v_data,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        kv_len=kv_len,
+        is_causal=is_causal,
+        scale=scale,
+        softcap=softcap,
+    )
+    return out.contiguous(), lse.contiguous()
+
+
+def _attention_part_fake(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    k_format: str,
+    v_format: str,
+    v_head_dim: int,
+    ranges: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = query.shape[:3]
+    return tuple(query.new_empty((*shape, size), dtype=torch.float32) for size in (v_head_dim, 2))  # type: ignore[return-value]
+
+
 def _dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, role: str, head_dim: int) -> Tensor:
     layout = PackedLayout.parse(format, cast(Role, role), head_dim)
     _check_data("dequantize", "data", data.dtype, data.shape, data.stride(), layout)
@@ -285,6 +366,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "store": (_store, _store_fake),
     "store_pair": (_store_pair, _store_pair_fake),
     "attention": (_attention, _attention_fake),
+    "attention_part": (_attention_part, _attention_part_fake),
     "dequantize": (_dequantize, _dequantize_fake),
     "visible_range": (_visible_range, _visible_range_fake),
 }

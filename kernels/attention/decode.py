@@ -261,10 +261,10 @@ def _store_output(
 
 @jit(do_not_specialize=["num_rows", "num_splits", "exact_splits", "exact_items", "num_heads", "q_len", "tile_tokens"])
 def combine_kernel(
-    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr,
+    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, out_lse_ptr,
     num_rows, num_splits, exact_splits, exact_items, num_heads, q_len, tile_tokens,
     VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation. Grid (num_rows / ROWS,).
 
@@ -279,6 +279,7 @@ def combine_kernel(
             tokens only the first splits have a tile, and only they are merged.
         exact_items: EXACT_ITEMS of :func:`attention_kernel`, which come before the tiles.
         out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
+        out_lse_ptr: with WITH_LSE float32 [num_rows, 2], the log-sum-exp of all splits, in the form of ``lse_ptr``.
         tile_tokens: tokens of a tile of :func:`attention_kernel`.
         SPLITS: splits that are read at once.
         POSITIONS: 0 without ranges; otherwise at least ``q_len``, and ROWS is 1.
@@ -311,7 +312,9 @@ def combine_kernel(
     state = _add_splits(
         state, partial_ptr, lse_ptr, row, num_rows, num_splits, num_splits + exact_splits, VALUE, SPLITS
     )
-    _, total, acc = state
+    maximum, total, acc = state
+    if WITH_LSE:
+        store_log_sum(out_lse_ptr, row, maximum, tl.log2(total), total > 0, row < num_rows)
     out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
     channel = tl.arange(0, VALUE.padded_head_dim)[None, :]
     out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel

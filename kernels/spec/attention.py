@@ -77,6 +77,78 @@ def attend(
         ValueError: the query heads are not a multiple of the KV heads, ``kv_len`` exceeds the capacity of the cache, or
             both ``mask`` and ``is_causal`` are given.
     """
+    out, _ = _attend(
+        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, with_lse=False
+    )
+    return out.to(query.dtype)
+
+
+def attend_part(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_len: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention on a part of the tokens, in the form in which :func:`merge_parts` merges the parts.
+
+    Arguments and errors are those of :func:`attend`. Give ``sinks`` to one part only.
+
+    Returns:
+        The output, float32 [batch, num_heads, q_len, v_layout.head_dim], as if there were no other part; and its
+        log-sum-exp in units of log2, float32 [batch, num_heads, q_len, 2]: the largest score, -inf for a query that
+        sees no key of the part, and log2 of the sum of exponentials relative to it. The two are not added, because
+        scores far from zero would leave the sum no digits.
+    """
+    out, lse = _attend(
+        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, with_lse=True
+    )
+    assert lse is not None
+    return out, lse
+
+
+def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
+    """Attention on all tokens, from the results of :func:`attend_part` for each part.
+
+    Source: flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+
+    Args:
+        out: [parts, batch, num_heads, q_len, v_head_dim], float32.
+        lse: [parts, batch, num_heads, q_len, 2], float32.
+
+    Returns:
+        [batch, num_heads, q_len, v_head_dim], float32; zeros for a query that sees no key of any part.
+    """
+    largest, total = lse.unbind(-1)
+    top = largest.amax(0)
+    weight = torch.exp2(largest - torch.where(top == -torch.inf, 0.0, top) + total)
+    weight = weight / weight.sum(0).clamp_min(torch.finfo(torch.float32).tiny)
+    return (out * weight.unsqueeze(-1)).sum(0)
+
+
+def _attend(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float,
+    *,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The float32 output, and the log-sum-exp of :func:`attend_part` if it is asked for."""
     num_heads, q_len, head_dim = query.shape[1:]
     group_size = num_heads // k_data.shape[2]
     if num_heads % k_data.shape[2]:
@@ -86,16 +158,69 @@ def attend(
     capacity = BLOCK_TOKENS * k_layout.token_blocks(k_data)
     if isinstance(kv_len, int) and isinstance(capacity, int) and kv_len > capacity:
         raise ValueError(f"attend: kv_len {kv_len} is more than {capacity}, the capacity of k_data in tokens")
-    if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
-        return query.new_zeros((*query.shape[:3], v_layout.head_dim))
     q = query.float() * (head_dim**-0.5 if scale is None else scale)
+    if any(isinstance(size, int) and size == 0 for size in (*query.shape, kv_len)):
+        sees_nothing = torch.stack([q.new_full(q.shape[:3], -torch.inf), q.new_zeros(q.shape[:3])], -1)
+        return q.new_zeros((*q.shape[:3], v_layout.head_dim)), sees_nothing
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     have_levels = k_layout.format.has_levels and v_layout.format.has_levels
-    path = _attend_levels if few_rows and have_levels else _attend_dequantized
-    return path(q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap).to(query.dtype)
+    if few_rows and have_levels:
+        out, top, total = _attend_levels(
+            q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap
+        )  # fmt: skip
+        return out, _log_sum(top, total, q) if with_lse else None
+    if sinks is None and not softcap and not with_lse:
+        return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal), None
+    out, top, total = _attend_scores(
+        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap
+    )  # fmt: skip
+    return out, _log_sum(top, total, q) if with_lse else None
+
+
+def _log_sum(top: Tensor, total: Tensor, q: Tensor) -> Tensor:
+    """The log-sum-exp of :func:`attend_part` from the largest scores, and the sums of exponentials relative to them."""
+    top, total = top.reshape(q.shape[:3]), total.reshape(q.shape[:3])
+    seen = total > 0
+    largest = torch.where(seen, top * math.log2(math.e), -torch.inf)
+    return torch.stack([largest, torch.where(seen, total, 1.0).log2()], -1)
 
 
 def _attend_dequantized(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    kv_len: int,
+    is_causal: bool,
+) -> Tensor:
+    """PyTorch's attention of scaled queries on dequantized keys and values, which stay in the bases of rotations."""
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
+    return _unrotated(out, v_layout)
+
+
+def _dequantized_operands(
+    q: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    k_layout: PackedLayout,
+    v_layout: PackedLayout,
+    mask: Tensor | None,
+    kv_len: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and mask of attention on dequantized tokens."""
+    k, v = (
+        read_tokens(data, layout, kv_len) if layout.format.is_calibrated else read_stored_tokens(data, layout, kv_len)
+        for data, layout in ((k_data, k_layout), (v_data, v_layout))
+    )
+    if mask is not None:
+        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
+    return _rotated(q, k_layout), k, v, mask
+
+
+def _attend_scores(
     q: Tensor,
     k_data: Tensor,
     v_data: Tensor,
@@ -106,18 +231,13 @@ def _attend_dequantized(
     kv_len: int,
     is_causal: bool,
     softcap: float,
-) -> Tensor:
-    """Attention of scaled queries on dequantized keys and values, which stay in the bases of their rotations."""
-    q = _rotated(q, k_layout)
-    k, v = (
-        read_tokens(data, layout, kv_len) if layout.format.is_calibrated else read_stored_tokens(data, layout, kv_len)
-        for data, layout in ((k_data, k_layout), (v_data, v_layout))
-    )
-    if mask is not None:
-        mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
-    if sinks is None and not softcap:
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
-        return _unrotated(out, v_layout)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_attend_dequantized` with sinks and softcap.
+
+    Returns:
+        The output; the numbers that were subtracted from the scores, and the sums of exponentials, [..., 1].
+    """
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(
@@ -136,7 +256,7 @@ def _attend_dequantized(
         total = total + torch.exp(sinks[:, None, None].float() - top)
     out = p.reshape(batch, num_kv_heads, -1, kv_len) @ v
     out = out.reshape(batch, num_heads, q_len, -1) / torch.where(total == 0, 1.0, total)
-    return _unrotated(out, v_layout)
+    return _unrotated(out, v_layout), top, total
 
 
 def _rotated(q: Tensor, layout: PackedLayout) -> Tensor:
@@ -171,8 +291,8 @@ def _attend_levels(
     kv_len: int,
     is_causal: bool,
     softcap: float,
-) -> Tensor:
-    """Attention of scaled queries, computed on levels.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of scaled queries, computed on levels; results are those of :func:`_attend_scores`.
 
     Scores have block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS]. A row is a query head of the KV head
     at one query position; positions vary fastest.
@@ -208,7 +328,7 @@ def _attend_levels(
     if sinks is not None:
         total = total + torch.exp(sinks.float() - top[0])
     out = _weighted_values(p, in_cache, v_data, v_layout) / torch.where(total == 0, 1.0, total)
-    return out.reshape(batch, num_heads, q_len, v_layout.head_dim)
+    return out.reshape(batch, num_heads, q_len, v_layout.head_dim), top[0], total
 
 
 def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:

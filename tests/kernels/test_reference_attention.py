@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.attention import attend, attend_part, merge_parts
 from kvcompile.kernels.spec.packing import read_tokens, write_tokens_
 
 CPU = torch.device("cpu")
@@ -312,3 +312,39 @@ def test_a_compiled_step_writes_in_place_and_sees_the_new_tokens(key, value):
     for actual, wanted, original in zip(compiled, eager, case.data, strict=True):
         assert torch.equal(actual, wanted)
         assert not torch.equal(actual, original)
+
+
+PART_TOKENS = (64, 0, 130)
+"""The tokens of three parts; the second part is empty."""
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("kwargs", [{}, {"softcap": 5.0}, {"scale": 300.0}], ids=["plain", "softcap", "large scores"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_parts_of_the_tokens_merge_into_attention_on_all(q_len: int, kwargs: dict, with_sinks: bool) -> None:
+    """Each part has its share of the mask, which hides one part and all of the last row."""
+    whole = Case("turboquant_4bit", "int8_per_token_head", q_len=q_len, kv_len=sum(PART_TOKENS))
+    sinks = torch.randn(4) if with_sinks else None
+    mask = torch.rand(q_len, whole.kv_len) < 0.5
+    mask[0, : PART_TOKENS[0]] = False
+    mask[-1, :] = q_len == 1
+    expected = whole.attend(mask=mask, sinks=sinks, **kwargs)
+    outs, sums = [], []
+    for index, part_of_mask in enumerate(mask.split(PART_TOKENS, 1)):
+        first = sum(PART_TOKENS[:index]) // 64
+        parts = [data[first : first + -(-PART_TOKENS[index] // 64)] for data in whole.data]
+        out, lse = attend_part(
+            whole.query, *parts, *whole.layouts, mask=part_of_mask, sinks=sinks if index == 0 else None,
+            kv_len=PART_TOKENS[index], **kwargs,
+        )  # fmt: skip
+        outs.append(out)
+        sums.append(lse)
+    assert_near(merge_parts(torch.stack(outs), torch.stack(sums)), expected, 1e-6)
+
+
+def test_a_part_that_nobody_sees_counts_nothing() -> None:
+    case = Case()
+    out, lse = case.attend(attend_part, mask=torch.zeros(1, case.kv_len, dtype=torch.bool))
+    assert not out.any()
+    assert torch.equal(lse[..., 0], torch.full((2, 4, 1), -torch.inf))
+    assert not merge_parts(out[None], lse[None]).any()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 INTERPRETED_TOGETHER = (
-    ("test_attention_kernel.py", "test_visible_range.py"),
+    ("test_attention_kernel.py", "test_visible_range.py", "test_attention_parts.py"),
     ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py"),
     (
         "test_store_kernel.py",
@@ -17,6 +17,7 @@ INTERPRETED_TOGETHER = (
 
 KERNEL_TESTS = [
     "test_attention_kernel.py",
+    "test_attention_parts.py",
     "test_calibrated_kernels.py",
     "test_deepseek_v4_kernels.py",
     "test_dequantize.py",
