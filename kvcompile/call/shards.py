@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvcompile.compat.tensors import is_distributed, is_traceable_wrapper_subclass
+from kvcompile.compat.tracing import detect_fake_mode
 
 
 class Distributed:
@@ -47,7 +48,7 @@ class LocalShards:
 
         Args:
             gm: the copy, whose nodes are changed.
-            example_inputs: its inputs, with fake tensors.
+            example_inputs: its inputs.
             sources: Dynamo's names of its inputs.
         """
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -58,7 +59,8 @@ class LocalShards:
         ]
         self.example_inputs = self.of(example_inputs)
         for place in self._places:
-            _take_shard(placeholders[place], placeholders[-1], example_inputs[place], self.example_inputs[place])
+            self.example_inputs[place] = shard = _fake_of(self.example_inputs[place], placeholders[place])
+            _take_shard(placeholders[place], placeholders[-1], shard)
         if self._places:
             gm.recompile()
 
@@ -76,11 +78,24 @@ def _is_distributed_parameter(value: Any, source: str) -> bool:
     return is_parameter and is_distributed(value) and not is_traceable_wrapper_subclass(value.to_local())
 
 
-def _take_shard(placeholder: Node, last: Node, example: Any, shard: Tensor) -> None:
+def _fake_of(shard: Tensor, placeholder: Node) -> Tensor:
+    """A fake tensor like ``shard``, whose sizes are numbers.
+
+    AOTAutograd would make a fake of its own, with the symbols that Dynamo gives to sizes of shards. A shard keeps its
+    size, because Dynamo guards the size of the DTensor.
+    """
+    fake_mode = detect_fake_mode([placeholder.meta["example_value"]])
+    assert fake_mode is not None, "Dynamo traces in a fake mode"
+    sizes, strides = [int(size) for size in shard.shape], [int(stride) for stride in shard.stride()]
+    with fake_mode:
+        return torch.empty_strided(sizes, strides, dtype=shard.dtype, device=shard.device)
+
+
+def _take_shard(placeholder: Node, last: Node, shard: Tensor) -> None:
     """Let ``placeholder`` stand for ``shard``; its users get the DTensor, which is made after the ``last`` input."""
-    graph = placeholder.graph
+    graph, example = placeholder.graph, placeholder.meta["example_value"]
     with graph.inserting_after(last):
         whole = graph.call_function(Distributed(example), (placeholder,))
-    whole.meta = {"example_value": placeholder.meta["example_value"]}
+    whole.meta = {"example_value": example}
     placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     placeholder.meta["example_value"] = shard
