@@ -59,6 +59,7 @@ COLUMNS = {
     "part": Column("part", "", "`key` or `value`"),
     "dtype": Column("dtype", "", "dtype of the model"),
     "mode": Column("mode", "", "mode of `torch.compile`"),
+    "ranks": Column("ranks", "d", "processes that run the step together, each on its own GPU"),
     "q_len": Column("q_len", "d", "query positions"),
     "microseconds": Column("us", ".1f", "time of one call or step, the median"),
     "spread": Column("spread", ".1%", "distance between the quartiles over the median; smaller differences are noise"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcompile.explaining import verify as verify
     from kvcompile.packed.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed.pool import PackedPool as PackedPool
+    from kvcompile.packed.shard import PackedShard as PackedShard
     from kvcompile.packed.stack import PackedStack as PackedStack
     from kvcompile.packed.tensor import PackedTensor as PackedTensor
     from kvcompile.policy.policy import Policy as Policy
@@ -50,6 +51,7 @@ _HOME = {
     "KVCompileError": "errors",
     "OptionsError": "errors",
     "PackedPool": "packed.pool",
+    "PackedShard": "packed.shard",
     "PackedStack": "packed.stack",
     "PackedTensor": "packed.tensor",
     "Policy": "policy.policy",

@@ -24,6 +24,7 @@ from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
+from kvcompile.context_parallel import check_agreement
 from kvcompile.debugging.stages import GraphStages, Stage
 from kvcompile.errors import OptionsError
 from kvcompile.kernels.ops import IMPLEMENTATIONS
@@ -67,6 +68,7 @@ def kvquant(
     policy: PolicySpec = None,
     on_unsupported: OnUnsupported | None = None,
     verify: bool | None = None,
+    context_parallel: Any = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     **inductor_options: Any,
@@ -94,8 +96,9 @@ def kvquant(
         example_inputs: the inputs of ``gm``, real tensors and symbolic integers.
         mode: a ``torch.compile`` mode (``max-autotune``, ``reduce-overhead``, ...).
         options: ``policy`` (preset name, path, dict or Policy), ``on_unsupported`` (``error``, ``warn``, ``ignore``),
-            ``verify`` (True: check every rewritten graph against its original, docs/verify.md) and Inductor
-            configuration keys, which override the settings of the mode.
+            ``verify`` (True: check every rewritten graph against its original, docs/verify.md), ``context_parallel``
+            (a DeviceMesh of one dimension, or a process group, whose ranks split the tokens of every cache,
+            docs/parallel.md) and Inductor configuration keys, which override the settings of the mode.
         more_options: the same options as keywords; they override ``options``.
 
     Returns:
@@ -219,7 +222,8 @@ class _GraphCompiler:
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
         # The method, not the object: tools such as depyf look for the code object of the returned callable.
         return AdoptingCall(
-            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards
+            compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards,
+            self.options.shard,
         ).__call__  # fmt: skip
 
     @property
@@ -252,7 +256,8 @@ class _GraphCompiler:
     def _autograd_cache(self) -> AbstractContextManager[Any]:
         """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
         digest = None
-        if CAN_STORE and not self.stages.are_wanted and not self.options.verify:
+        alone = self.options.shard is None  # stored code would have to name its rank and its group
+        if CAN_STORE and not self.stages.are_wanted and not self.options.verify and alone:
             digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals)
         if digest is None:
             return without_autograd_cache()
@@ -265,6 +270,8 @@ class _GraphCompiler:
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
+        if self.options.shard is not None:
+            check_agreement(self.options.shard, packing.sites)
         self.graph = self._report(packing.sites, packing.surroundings)
         rewritten = packing.rewritten
         if rewritten is None:
@@ -301,7 +308,8 @@ class _GraphCompiler:
         refused: dict[int, Refusal] = {}
 
         def fresh(gm: GraphModule) -> Packing:
-            return Packing(gm, list(example_inputs), inputs, policy, cudagraphs, dict(refused))
+            shard = self.options.shard
+            return Packing(gm, list(example_inputs), inputs, policy, cudagraphs, shard, dict(refused))
 
         difference = mismatch(inputs, self.example_inputs, example_inputs)
         if difference is not None:

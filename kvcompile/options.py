@@ -11,10 +11,12 @@ from typing import Any
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
+from kvcompile.context_parallel import shard_of
 from kvcompile.errors import OptionsError
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.policy.policy import OnUnsupported, Policy
 
-OWN_OPTIONS = ("policy", "on_unsupported", "verify")
+OWN_OPTIONS = ("policy", "on_unsupported", "verify", "context_parallel")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class BackendOptions:
         on_unsupported: the reaction to a site that cannot be rewritten.
         inductor_config: patches for ``torch._inductor.config``.
         verify: whether every rewritten graph is checked against its original (docs/verify.md).
+        shard: the tokens of every cache that this process keeps under context parallelism; None if it keeps all.
         mode: the mode that was given. Its settings are in ``inductor_config``.
     """
 
@@ -33,6 +36,7 @@ class BackendOptions:
     on_unsupported: OnUnsupported
     inductor_config: dict[str, Any]
     verify: bool = False
+    shard: ContextShard | None = None
     mode: str | None = field(default=None, compare=False)
 
     @classmethod
@@ -40,7 +44,8 @@ class BackendOptions:
         """Check ``mode`` and ``options``; an option overrides the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
-        setting), ``verify`` and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
+        setting), ``verify``, ``context_parallel`` (a DeviceMesh of one dimension, or a process group, whose ranks split
+        the tokens of every cache) and any key of Inductor's configuration. A key may have ``-`` in place of ``_``.
 
         Raises:
             OptionsError: an unknown or mistyped mode or option.
@@ -55,8 +60,11 @@ class BackendOptions:
         verify = options.pop("verify", False)
         if not isinstance(verify, bool):
             raise OptionsError(f"option verify: expected True or False, got {verify!r}")
+        shard = shard_of(options.pop("context_parallel", None))
+        if verify and shard is not None:
+            raise OptionsError("option verify: it cannot check a graph of several ranks; drop context_parallel for it")
         settings = _mode_settings(mode) if mode is not None else {}
-        return cls(policy, on_unsupported, settings | _inductor_settings(options), verify, mode)
+        return cls(policy, on_unsupported, settings | _inductor_settings(options), verify, shard, mode)
 
 
 def _mode_settings(mode: str) -> dict[str, Any]:

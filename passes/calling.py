@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 
 
@@ -27,12 +28,14 @@ class PackedInput:
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         growing: whether it grows by concatenation.
         is_cache: whether the caller can pass the packed data of a whole cache. False for a view of some other part.
+        shard: the tokens that it holds, of a cache that several ranks hold together.
     """
 
     layout: PackedLayout
     axes: str
     growing: bool
     is_cache: bool = True
+    shard: ContextShard | None = None
 
 
 @dataclass(frozen=True)

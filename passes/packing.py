@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
 from kvcompile.passes.notes.sites import SiteNotes
@@ -30,6 +31,7 @@ class Packing:
         inputs: the caller's record of each input, in the same order.
         policy: chooses the formats of each layer.
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
+        shard: the tokens of every cache that this process keeps; None if it keeps all.
         refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
@@ -48,6 +50,7 @@ class Packing:
     inputs: Sequence[GraphInput]
     policy: ChooseFormats
     cudagraphs: bool = False
+    shard: ContextShard | None = None
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()

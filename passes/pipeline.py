@@ -22,6 +22,7 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings, surroundings_o
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
 from kvcompile.passes.prove.cache import AttentionOnLatents
+from kvcompile.passes.prove.check_shards import check_shards
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.prove.formats import choose_formats
 from kvcompile.passes.prove.settle import settle_sites
@@ -91,6 +92,12 @@ def _find_caches(packing: Packing) -> None:
         packing.candidates[place].site.refuse(refusal)
 
 
+def _check_shards(packing: Packing) -> None:
+    placeholders = packing.placeholders
+    parts = {placeholders[place] for stack in packing.stacks for place in stack.places.values()}
+    check_shards(packing.candidates, packing.shard, packing.packed_nodes(), parts)
+
+
 def _note_sites(packing: Packing) -> None:
     packing.notes = SiteNotes(packing.sites, [candidate.attention for candidate in packing.candidates])
     packing.notes.note_logical(packing.gm)
@@ -105,7 +112,7 @@ def _note_sites(packing: Packing) -> None:
 def _pack_caches(packing: Packing) -> None:
     packing.layouts = layouts_of(packing.accepted)
     summarise_caches(packing.accepted, packing.layouts, packing.sources())
-    packing.rewriter = CacheRewriter(packing.gm, packing.example_inputs)
+    packing.rewriter = CacheRewriter(packing.gm, packing.example_inputs, packing.shard)
     assert packing.notes is not None
     for cache, layout in packing.layouts.values():
         with packing.notes.storing(packing.gm, cache):
@@ -221,6 +228,13 @@ PIPELINE = (
         lambda packing: choose_formats(packing.candidates, packing.policy, packing.packed_nodes()),
         "The caches of accepted sites are proven.",
         "Every proven cache has a layout that can hold it. The graph is unchanged.",
+    ),
+    Pass(
+        "check_shards",
+        _check_shards,
+        "Every proven cache has a layout.",
+        "The ranks of a group can split every cache of an accepted site, or this process keeps it whole. The graph is "
+        "unchanged.",
     ),
     Pass(
         "settle_sites",

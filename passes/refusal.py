@@ -143,6 +143,11 @@ class Reason(enum.Enum):
         "its {role} cache cannot be packed, because site {site} shares it: {detail}",
         "see the reason of the other site",
     )
+    not_split = (
+        "context_parallel: ranks cannot split the tokens of its {role} cache, because {detail}",
+        "use a cache of fixed size, and a format without residual_length, sink_tokens and calibration, such as "
+        "int4_per_token_head; or leave out context_parallel",
+    )
     input_mismatch = (
         "AOTAutograd changed the graph's inputs ({detail}), so caches cannot be identified",
         "pass every cache as a tensor of its own, which overlaps no other input",

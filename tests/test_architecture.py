@@ -55,6 +55,7 @@ digests
 packed
 policy
 report
+context_parallel
 call
 caches
 debugging

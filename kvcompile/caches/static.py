@@ -13,8 +13,11 @@ from torch import nn
 from kvcompile.compat.modules import original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.compat.transformers import with_cache
+from kvcompile.context_parallel import shard_of
 from kvcompile.errors import KVCompileError, PolicyError
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.passes.site import FormatPair
@@ -31,6 +34,7 @@ def static_cache(
     batch_size: int,
     max_len: int,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    context_parallel: Any = None,
 ) -> StaticCache:
     """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
 
@@ -45,6 +49,7 @@ def static_cache(
         max_len: number of tokens that a layer has room for.
         policy: any argument of :meth:`Policy.load`. A compiled model keeps the formats of a packed cache, even if its
             own policy differs.
+        context_parallel: the ranks that hold the tokens of every layer together, as for :func:`kvcompile.kvquant`.
 
     Returns:
         A cache of ``batch_size`` sequences. Layers with a sliding window and layers whose rule says ``auto`` are plain
@@ -56,7 +61,7 @@ def static_cache(
     """
     from transformers import StaticCache
 
-    policy = Policy.load(policy)
+    policy, shard = Policy.load(policy), shard_of(context_parallel)
     config: Any = model.config
     filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
     cache = StaticCache(config=config, max_cache_len=max_len)
@@ -65,7 +70,7 @@ def static_cache(
     for index, (layer, filled_layer) in enumerate(layers):
         formats = policy.formats_for(modules.get(index, ""), index, len(layers))
         if formats is not None and _is_plain_static(layer) and filled_layer.is_initialized:
-            _pack(layer, filled_layer, formats, f"layer {index}")
+            _pack(layer, filled_layer, formats, shard, f"layer {index}")
     return cache
 
 
@@ -99,7 +104,7 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
     return {index: name for name in innermost if (index := layer_index(name)) is not None}
 
 
-def _pack(layer: Any, filled: Any, formats: FormatPair, place: str) -> None:
+def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | None, place: str) -> None:
     """Initialise a layer like ``filled``, with packed keys and values."""
     dtype, device = filled.keys.dtype, filled.keys.device
     examples = (torch.empty((0, *x.shape[1:2], 1, *x.shape[3:]), dtype=dtype, device=device) for x in _both(filled))
@@ -109,7 +114,16 @@ def _pack(layer: Any, filled: Any, formats: FormatPair, place: str) -> None:
         layout = formats.layout(role, plain.shape[3], dtype)
         if (reason := layout.unsupported(dtype)) is not None:
             raise PolicyError(f"static_cache: {place}: {layout.format_name} cannot hold its {name}: {reason}")
-        packed = PackedTensor.zeros(plain.shape, dtype, layout, device=device)
+        if shard is not None and layout.residual is not None:
+            raise PolicyError(
+                f"static_cache: {place}: ranks cannot split {layout.description}, which keeps tokens in full "
+                "precision; choose a format without residual_length and sink_tokens, such as int4_per_token_head"
+            )
+        packed: torch.Tensor
+        if shard is None:
+            packed = PackedTensor.zeros(plain.shape, dtype, layout, device=device)
+        else:
+            packed = PackedShard.zeros(plain.shape, dtype, layout, shard, device=device)
         torch._dynamo.mark_static_address(packed)
         setattr(layer, name, packed)
 

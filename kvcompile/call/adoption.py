@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedParts, PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 
@@ -22,7 +24,14 @@ class AdoptionError(KVCompileError):
     """A plain cache cannot be adopted; the message says why. The cache is unchanged."""
 
 
-def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedSubclass:
+def adopt(
+    plain: Tensor,
+    layout: PackedLayout,
+    axes: str = "bhtd",
+    *,
+    growing: bool = False,
+    shard: ContextShard | None = None,
+) -> PackedSubclass:
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
     Afterwards every name, list and module attribute that held ``plain`` holds the packed cache. Attributes that were
@@ -33,16 +42,20 @@ def adopt(plain: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: b
         layout: format and role of the packed cache.
         axes: an order of :mod:`kvcompile.passes.graph.permutations`.
         growing: whether the cache grows by concatenation.
+        shard: the tokens that this process keeps, of a cache that several ranks hold together.
 
     Returns:
-        The object ``plain`` itself: now a PackedTensor, or a PackedPool if it has blocks.
+        The object ``plain`` itself: now a PackedTensor, a PackedPool if it has blocks, or a PackedShard.
 
     Raises:
         AdoptionError: the format cannot hold the cache, or other code would miss the swap: a view of the cache or
             another tensor on its storage is alive, or a weak reference to the cache exists.
     """
     check_adoptable(plain, {(): (layout, axes)})
-    _swap(plain, packed_of(plain, layout, axes, growing=growing))
+    if shard is not None:
+        _swap(plain, PackedShard.from_dense(plain, layout, shard, axes))
+    else:
+        _swap(plain, packed_of(plain, layout, axes, growing=growing))
     assert isinstance(plain, PackedSubclass)
     return plain
 

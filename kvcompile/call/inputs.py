@@ -17,6 +17,7 @@ from kvcompile.compat.tensors import is_autograd_view, is_traceable_wrapper_subc
 from kvcompile.compat.tracing import FakeTensor
 from kvcompile.kernels.layout.axes import BLOCK_AXES
 from kvcompile.packed.pool import PackedPool, slots_of
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
@@ -75,11 +76,13 @@ def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphIn
 
 def _packed_input(value: PackedSubclass) -> PackedInput | None:
     """The packed cache that passes may use; None for a view that lacks an axis of a cache."""
-    cache = slots_of(value)
+    cache = value.local if isinstance(value, PackedShard) else slots_of(value)
     if not isinstance(cache, PackedTensor) or cache.axes not in WHOLE_AXES:
         return None
     axes = BLOCK_AXES[value.heads_first] if isinstance(value, PackedPool) else cache.axes
-    return PackedInput(cache.packed_layout, axes, cache.growing, cache.is_whole or cache.can_be_copied_whole)
+    shard = value.shard if isinstance(value, PackedShard) else None
+    is_cache = cache.is_whole or cache.can_be_copied_whole
+    return PackedInput(cache.packed_layout, axes, cache.growing, is_cache, shard)
 
 
 def _is_persistent(value: Any, source: str) -> bool:

@@ -30,9 +30,11 @@ from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
 from kvcompile.kernels.layout.axes import PartIndex
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedParts, PackedStack, stacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -247,6 +249,7 @@ class AdoptingCall:
         guard: KeyGuard | None = None,
         conceals: bool = False,
         shards: LocalShards | None = None,
+        shard: ContextShard | None = None,
     ) -> None:
         """
         Args:
@@ -258,6 +261,7 @@ class AdoptingCall:
             guard: examines the inputs of the first call, whose caches may still be plain.
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
             shards: the distributed parameters, of which the packed graph takes the local shards.
+            shard: the tokens of every packed cache that this process keeps; None if it keeps all.
         """
         self._compiled = compiled
         self._stacks = stacks
@@ -268,6 +272,8 @@ class AdoptingCall:
         self._guard = guard
         self._conceals = conceals
         self._shards = shards
+        self._shard = shard
+        self._places = [action.index for action in caches]
 
     def __call__(self, *args: Any) -> Any:
         guard, self._guard = self._guard, None  # another thread may make a first call at the same time
@@ -277,25 +283,41 @@ class AdoptingCall:
             try:
                 self._adopt(plain)
             except AdoptionError as error:
+                if self._shard is not None:
+                    raise  # the other ranks would wait for this one
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
         report.ran(self._graph)
         local = args if self._shards is None else self._shards.of(args)
+        if self._shard is not None:
+            return self._run_on_shards(list(local))
+        return self._run(local)
+
+    def _run(self, args: Sequence[Any]) -> Any:
         if not self._conceals:
-            return self._compiled(*local)
-        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in local)
+            return self._compiled(*args)
+        concealed = (Concealed.of(arg) if isinstance(arg, PackedSubclass) else arg for arg in args)
         return revealed(self._compiled(*concealed))  # a model may return one of its input caches
+
+    def _run_on_shards(self, args: list[Any]) -> Any:
+        """Run the graph on the caches of this rank. If it returns one of them, the caller gets his own cache back."""
+        owners = {}
+        for place in self._places:
+            cache = args[place]
+            args[place] = cache.local
+            owners[id(cache.local)] = cache
+        return [owners.get(id(result), result) for result in self._run(args)]
 
     def _adopt(self, plain: Sequence[Adoption]) -> None:
         try:
-            adopt_all(plain)
+            adopt_all(plain, self._shard)
         except AdoptionError:
             if not self._collects_garbage:
                 raise
             # Garbage may hold a cache: after a graph break, Dynamo's first attempt at a frame is a reference cycle.
             self._collects_garbage = False
             gc.collect()
-            adopt_all(plain)
+            adopt_all(plain, self._shard)
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
@@ -313,16 +335,19 @@ def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) ->
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
         return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, ())]
-    return [] if isinstance(tensor, (PackedTensor, PackedPool)) else [(tensor, parts, stacked_dims)]
+    return [] if isinstance(tensor, (PackedTensor, PackedPool, PackedShard)) else [(tensor, parts, stacked_dims)]
 
 
-def adopt_all(caches: Sequence[Adoption]) -> None:
-    """Adopt all caches or none, because a graph runs packed or plain as a whole."""
+def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> None:
+    """Adopt all caches or none, because a graph runs packed or plain as a whole.
+
+    With ``shard``, this process keeps its tokens of each cache. None of them is then a stack.
+    """
     for tensor, parts, _ in caches:
         check_adoptable(tensor, parts)
     for tensor, parts, stacked_dims in caches:
         if () in parts:
-            adopt(tensor, *parts[()])
+            adopt(tensor, *parts[()], shard=shard)
         else:
             adopt_stack(tensor, parts, stacked_dims)
 

@@ -16,6 +16,7 @@ from kvcompile.errors import AliasedCacheError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.pool import slots_of
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
@@ -47,6 +48,8 @@ def _parts_of(cache: Tensor) -> Sequence[Tensor]:
     """The packed caches and plain tensors that make up an input."""
     if isinstance(cache, PackedTensor):
         return (cache,)
+    if isinstance(cache, PackedShard):
+        return (cache.local,)
     if isinstance(cache, LiveView):
         return _parts_of(cache.source)
     return [slots_of(part) for part in (cache.parts if isinstance(cache, PackedStack) else [cache])]

@@ -14,6 +14,7 @@ import kvcompile.packed.live_view
 import kvcompile.packed.pool_ops
 import kvcompile.packed.repeated_heads
 import kvcompile.packed.saved_names
+import kvcompile.packed.shard
 import kvcompile.packed.stack_ops
 import kvcompile.packed.views
 import kvcompile.packed.writes  # noqa: F401

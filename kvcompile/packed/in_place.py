@@ -18,6 +18,7 @@ from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import general_rule, written_arguments
 from kvcompile.packed.pool import PackedPool
 from kvcompile.packed.repeated_heads import RepeatedHeads
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack, unstacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
@@ -105,6 +106,8 @@ def _storages(cache: Tensor) -> set[int]:
         return {storage for part in cache.parts for storage in _storages(part)}
     if isinstance(cache, PackedPool):
         return _storages(cache.slots)
+    if isinstance(cache, PackedShard):
+        return _storages(cache.local)
     return {storage_id(cache.packed if isinstance(cache, PackedTensor) else cache)}
 
 
@@ -125,6 +128,8 @@ def store_changes(cache: Tensor, values: Tensor) -> None:
     elif isinstance(cache, PackedStack):
         for part, own in zip(cache.parts, unstacked(values, cache.stacked_dims), strict=True):
             store_changes(part, own)
+    elif isinstance(cache, PackedShard):
+        store_changes(cache.local, cache.shard.select(values, cache.local.token_dim))
     elif isinstance(cache, PackedPool):
         store_changes(cache.slots, (values.transpose(1, 2) if cache.heads_first else values).flatten(0, 1))
     elif isinstance(cache, PackedTensor):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.layout.axes import in_order
+from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import move_tokens, read_tokens, to_cache_dtype
 from kvcompile.passes.calling import InputAction, OutputAction, Rewritten
@@ -28,6 +29,7 @@ from kvcompile.passes.prove.first_position import first_position
 from kvcompile.passes.prove.head_ranges import HeadRange, head_ranges
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
+from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded_attention
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
@@ -47,8 +49,9 @@ def is_mutated(placeholder: Node) -> bool:
 class CacheRewriter:
     """Rewrites proven caches and the attention that reads them, in one graph."""
 
-    def __init__(self, gm: GraphModule, example_inputs: list[Any]) -> None:
+    def __init__(self, gm: GraphModule, example_inputs: list[Any], shard: ContextShard | None = None) -> None:
         self.gm = gm
+        self.shard = shard
         self.graph: Graph = gm.graph
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.output = self.graph.output_node()
@@ -118,6 +121,8 @@ class CacheRewriter:
         if x is not None:
             if write.form == "cat" and cache.kind == "static" and state.op == "placeholder":
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
+            if self.shard is not None:
+                x, positions, valid = insert_owned(self.graph, self.shard, x, positions, valid)
             return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
         if write.drops_tokens:
             return self._window(cache, layout, state, positions, write)
@@ -159,7 +164,10 @@ class CacheRewriter:
         if heads.tiles != 1:
             call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
         key, value = layouts[0].of_heads(heads.key, heads.num_heads), layouts[1].of_heads(heads.value, heads.num_heads)
-        result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
+        if self.shard is None:
+            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
+        else:
+            result = insert_sharded_attention(self.graph, self.shard, call, k_data, v_data, (key, value), kv_len)
         if heads.tiles != 1:
             result = tile_heads(self.graph, result, heads.num_heads, heads.tiles)
         return result
@@ -203,6 +211,8 @@ class CacheRewriter:
 
     def _stored_tokens(self, cache: Cache) -> Any:
         """Number of tokens that the storage of a cache holds before a window drops some."""
+        if self.shard is not None:
+            return self.shard.num_tokens(cache.num_tokens)
         if cache.kind == "static" or not cache.drops_tokens:
             return cache.num_tokens
         stored = takewhile(lambda write: not write.drops_tokens, cache.writes)

@@ -9,6 +9,7 @@ traced code would have to go through the whole cache.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from kvcompile.compat.operators import auto_functionalized_v2
 from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.spec.attention import attend
+from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
 from kvcompile.kernels.spec.packing import write_tokens
 from kvcompile.kernels.spec.residual import is_few
@@ -95,10 +96,39 @@ def insert_attention(
     graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
 ) -> Node:
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output."""
+    op = torch.ops.kvcompile.attention.default
+    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, _attend)
+    return out
+
+
+def insert_attention_part(
+    graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
+) -> tuple[Node, Node]:
+    """As :func:`insert_attention`, on a part of the tokens; returns the output and its log-sum-exp."""
+    op = torch.ops.kvcompile.attention_part.default
+    result = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, _attend_part)
+    if isinstance(result, tuple):
+        return result
+    out, lse = (insert_call(graph, operator.getitem, result, index) for index in range(2))
+    return out, lse
+
+
+def _insert_attention(
+    graph: Graph,
+    marker: Marker,
+    k_data: Node,
+    v_data: Node,
+    key: PackedLayout,
+    value: PackedLayout,
+    kv_len: Any,
+    op: Any,
+    spec: Callable[..., Any],
+) -> Any:
+    """Insert the operator ``op`` on a GPU, and the operations of ``spec`` elsewhere."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
         return inline(
-            graph, _attend, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
+            graph, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
             marker.is_causal, scale, marker.softcap,
         )  # fmt: skip
     ranges = None
@@ -106,7 +136,7 @@ def insert_attention(
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
     own_v_data = None if v_data is k_data else v_data
     return insert_call(
-        graph, torch.ops.kvcompile.attention.default,
+        graph, op,
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
         key.spec, value.spec, value.head_dim, ranges,
     )  # fmt: skip
@@ -126,6 +156,25 @@ def _attend(
     softcap: float,
 ) -> Tensor:
     return attend(
+        query, k_data, v_data, key, value,
+        mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
+    )  # fmt: skip
+
+
+def _attend_part(
+    query: Tensor,
+    k_data: Tensor,
+    v_data: Tensor,
+    key: PackedLayout,
+    value: PackedLayout,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    kv_len: Any,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    return attend_part(
         query, k_data, v_data, key, value,
         mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
     )  # fmt: skip

@@ -30,7 +30,12 @@ SMALL_NBYTES = 4096
 
 copy_ = torch.ops.aten.copy_.default
 
-_TAKE_REFERENCES = (torch.ops.kvcompile.attention.default, torch.ops.kvcompile.gather.default, copy_)
+_TAKE_REFERENCES = (
+    torch.ops.kvcompile.attention.default,
+    torch.ops.kvcompile.attention_part.default,
+    torch.ops.kvcompile.gather.default,
+    copy_,
+)
 
 
 def can_replay(gm: GraphModule, rewritten: Rewritten) -> bool:

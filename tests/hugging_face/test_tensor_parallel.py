@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import tensor_parallel_program
 import torch
 import transformers
+from ranks import run_on_ranks
 from tiny_llama import tiny_llama
 
 pytest.importorskip("accelerate", reason="Transformers distributes models with accelerate")
@@ -30,27 +28,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD_SIZE:
-        pytest.skip(f"needs {WORLD_SIZE} CUDA devices")
     return str(request.param)
 
 
 @pytest.fixture
 def of_ranks(checkpoint: Path, device: str) -> Any:
-    """The results of all ranks under torchrun: with gloo on the CPU, or with NCCL and a GPU for each rank."""
-    program, output = Path(tensor_parallel_program.__file__), checkpoint / "ranks.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
-    paths = [*sys.path, str(program.parent)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [*torchrun, str(program), str(checkpoint), str(output)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(output)
+    """The results of all ranks."""
+    return run_on_ranks("tensor_parallel_program.py", WORLD_SIZE, device, checkpoint / "ranks.pt", checkpoint)
 
 
 def test_every_rank_packs_its_heads_and_logits_are_those_of_one_process(

@@ -1,0 +1,261 @@
+"""A decode step on one GPU and on several: tensor parallel, and one context that the ranks hold together.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py [--tensor-shape 8,32/8,128,32768] [--layers 16] ...
+    python benchmarks/parallel.py --help
+
+Ranks run a model as wide as Llama 3 8B with random weights in bfloat16. First the first rank runs it alone, and the
+others wait. The baseline of a row is the same step on one rank.
+
+- tensor parallel: PyTorch distributes weights and KV heads (``parallelize_module``). Caches are full of random values.
+- context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Full shards of random
+  values are decoded.
+
+Before steps are timed, the logits of a short prompt and a step are compared with those of one rank. All ranks begin a
+repeat together; its time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from llama import config, packed_layers, random_model
+from recording import Chart, Recorder, argument, parse_arguments
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import kvcompile
+from kvcompile.benching.measuring import Timing
+from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+
+MAX_ERROR = 5e-2
+"""The largest relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
+
+CHECKED_TOKENS = 300
+"""Tokens of the prompt whose logits are compared. They fill five blocks, the last one in part."""
+
+STEPS = 20
+"""Steps of a repeat."""
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+"""Linear layers whose weights are split by columns, and those whose outputs are then summed over the ranks."""
+
+MODES: dict[str, dict[str, Any]] = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of this run, or the first of them alone.
+
+    Attributes:
+        rank: this process.
+        size: the processes that run the model.
+        mesh: the mesh of these processes; None for one alone.
+    """
+
+    rank: int
+    size: int
+    mesh: Any = None
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of each number over all ranks."""
+        if self.mesh is None:
+            return seconds
+        largest = torch.tensor(seconds, device=DEVICE)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def begin_together(self) -> None:
+        if self.mesh is not None:
+            dist.barrier()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def distributed(model: Any, ranks: Ranks) -> Any:
+    """The model with the weights and the heads of this rank in every layer; embeddings stay whole."""
+    if ranks.mesh is not None:
+        plan = {f"layers.*.{name}": ColwiseParallel() for name in COLUMNS} | {
+            f"layers.*.{name}": RowwiseParallel() for name in ROWS
+        }
+        parallelize_module(model.model, ranks.mesh, plan)
+    return model
+
+
+def fill(cache: Any) -> None:
+    """Fill a cache with random tokens, but for room for the steps of a repeat."""
+    for layer in cache.layers:
+        for whole in (layer.keys, layer.values):
+            own = whole.local if isinstance(whole, kvcompile.PackedShard) else whole
+            for part in own.split(1 << 14, 2):
+                part.copy_(torch.randn(part.shape, dtype=DTYPE, device=DEVICE))
+    rewind(cache)
+
+
+def rewind(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(max(0, layer.max_cache_len - 2 * STEPS))
+
+
+def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: int) -> Timing:
+    """The time of a step, from repeats of STEPS steps."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first repeat is not timed
+        rewind(cache)
+        step()
+        ranks.begin_together()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begin) / STEPS)
+    return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
+
+
+def logits_of_prompt(model: Any, compiled: Any, cache: Any) -> Tensor:
+    """The logits of a prompt of random tokens, and of one more token."""
+    batch = cache.layers[0].keys.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, CHECKED_TOKENS + 1), generator=generator).to(DEVICE)
+    logits = [compiled(input_ids=part, past_key_values=cache).logits[:, -1] for part in (ids[:, :-1], ids[:, -1:])]
+    return torch.stack([x.clone() for x in logits])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step that is measured on one rank and on all.
+
+    Attributes:
+        case: ``tensor parallel`` or ``context parallel``.
+        shape: its caches.
+        policy: of kvcompile; None for plain ``torch.compile``.
+        mode: a key of MODES.
+    """
+
+    case: str
+    shape: Shape
+    policy: str | None
+    mode: str
+
+    def compile(self, model: Any, ranks: Ranks) -> Any:
+        if self.policy is None:
+            return torch.compile(model, dynamic=False, options=MODES[self.mode])
+        split = ranks.mesh if self.case == "context parallel" else None
+        backend = kvcompile.kvquant(
+            policy=self.policy, context_parallel=split, on_unsupported="error", options=MODES[self.mode]
+        )
+        return torch.compile(model, dynamic=False, backend=backend)
+
+    def cache(self, model: Any, ranks: Ranks, num_tokens: int) -> Any:
+        """An empty cache; its first call packs it, but for a shared context, which is packed from the start."""
+        if self.case == "context parallel":
+            return kvcompile.static_cache(model, self.shape.batch, num_tokens, self.policy, ranks.mesh)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=num_tokens)
+        heads = self.shape.num_kv_heads // (ranks.size if self.case == "tensor parallel" else 1)
+        cache.early_initialization(self.shape.batch, heads, self.shape.head_dim, DTYPE, DEVICE)
+        return cache
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a job gave on some ranks: the logits of its prompt, its time, and its cache."""
+
+    logits: Tensor
+    timing: Timing
+    cache_bytes: int
+    packed_layers: int
+
+
+def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
+    torch._dynamo.reset()
+    gc.collect()
+    model = random_model(config(job.shape, args.layers, args.vocab_size), DTYPE, DEVICE)
+    if job.case == "tensor parallel":
+        model = distributed(model, ranks)
+    compiled = job.compile(model, ranks)
+    logits = logits_of_prompt(model, compiled, job.cache(model, ranks, 2 * CHECKED_TOKENS))
+    cache = job.cache(model, ranks, job.shape.context)
+    fill(cache)
+    ids = torch.zeros(job.shape.batch, 1, dtype=torch.long, device=DEVICE)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(input_ids=ids, past_key_values=cache)
+
+    for _ in range(5):  # CUDA graphs are recorded
+        step()
+    timing = time_steps(step, cache, ranks, args.repeats)
+    return Measured(logits, timing, kvcompile.cache_nbytes(cache), packed_layers(cache))
+
+
+def run(job: Job, ranks: Ranks, recorder: Recorder | None, args: argparse.Namespace) -> None:
+    """Measure a job on one rank, then on all, and record two rows on the first rank."""
+    alone = measure(job, Ranks(0, 1), args) if ranks.rank == 0 else None
+    dist.barrier()
+    together = measure(job, ranks, args)
+    if recorder is None or alone is None:
+        return
+    for size, result in ((1, alone), (ranks.size, together)):
+        named = {"case": job.case, "shape": str(job.shape), "format": job.policy or "plain", "mode": job.mode}
+        with recorder.row(**named, ranks=size) as row:
+            baseline = ("one rank", alone.timing) if size > 1 else None
+            row |= recorder.timed(result.timing, None, baseline)
+            row |= {"packed_layers": result.packed_layers, "cache_megabytes": result.cache_bytes / 1e6}
+            if size > 1:
+                row["relative_error"] = _checked_error(alone, together, job)
+
+
+def _checked_error(alone: Measured, together: Measured, job: Job) -> float:
+    error = relative_error(together.logits, alone.logits)
+    return check(error, f"{job.case}, {job.policy or 'plain'}", MAX_ERROR)
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    result = []
+    for mode in args.modes:
+        result += [Job("tensor parallel", args.tensor_shape, policy, mode) for policy in (None, args.policy)]
+        result.append(Job("context parallel", args.context_shape, args.policy, mode))
+    return [job for job in result if job.case.split()[0] in args.cases]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=["tensor", "context"], default=["tensor", "context"])
+    shape = argument(Shape.parse)
+    parser.add_argument("--tensor-shape", type=shape, default="8,32/8,128,32768", help="default: %(default)s")
+    parser.add_argument("--context-shape", type=shape, default="1,32/8,128,1048576", help="default: %(default)s")
+    parser.add_argument("--policy", default="int4_per_token_head", help="preset or file (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["reduce-overhead"], help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=16, help="of the model (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of the model (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repeats, at least 2 (default: %(default)s)")
+    args = parse_arguments(parser, needs_cuda=False)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error("it needs two ranks or more: torchrun --nproc-per-node 2 benchmarks/parallel.py")
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+    mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), mesh)
+    chart = Chart("shape", ("case", "format", "ranks"), ("speedup",))
+    recorder = Recorder(args, chart, DEVICE.type) if ranks.rank == 0 else None
+    with torch.no_grad():
+        for job in jobs(args):
+            run(job, ranks, recorder, args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return recorder.finish() if recorder is not None else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,25 @@
+"""Private names of process groups. Context parallelism needs them; nothing takes over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """``x`` of all ranks of a group, one after the other along the first dimension. Graphs that are traced hold it."""
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x, size, group))  # type: ignore[no-any-return]
+
+
+def group_name(group: Any) -> str:
+    """The name by which functional collectives find a process group."""
+    return str(group.group_name)
+
+
+def group_of(name: str) -> Any:
+    """The process group with this name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]

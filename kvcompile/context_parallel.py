@@ -1,0 +1,71 @@
+"""Context parallelism: the option ``context_parallel``, and the agreement of all ranks on what they compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from kvcompile.compat.distributed import group_name, group_of
+from kvcompile.compat.tensors import without_modes
+from kvcompile.errors import KVCompileError, OptionsError, shown
+from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.passes.site import Site
+
+
+def shard_of(ranks: Any) -> ContextShard | None:
+    """The tokens that this process keeps.
+
+    Args:
+        ranks: a DeviceMesh of one dimension, such as ``mesh["cp"]``, or a process group; None for one process.
+
+    Returns:
+        The shard of this process; None if it is alone.
+
+    Raises:
+        OptionsError: ``ranks`` is something else, has several dimensions, or does not contain this process.
+    """
+    if ranks is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionsError("option context_parallel: no process group is initialised; start the program with torchrun")
+    group = ranks
+    if hasattr(ranks, "mesh_dim_names"):
+        if ranks.ndim != 1:
+            raise OptionsError(f"option context_parallel: the mesh has {ranks.ndim} dimensions; select one, mesh['cp']")
+        group = ranks.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise OptionsError(f"option context_parallel: expected a DeviceMesh or a process group, got {shown(ranks)}")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise OptionsError("option context_parallel: this process is not in the group")
+    return ContextShard(rank, size, group_name(group)) if size > 1 else None
+
+
+def check_agreement(shard: ContextShard, sites: Sequence[Site]) -> None:
+    """Make sure that all ranks pack the same attention. Ranks that run different collectives wait for each other.
+
+    Every rank of the group must call it for the same graph.
+
+    Raises:
+        KVCompileError: another rank decided otherwise.
+    """
+    mine = [(site.module, site.reason) for site in sites]
+    decisions: list[Any] = [None] * shard.size
+    with without_modes():  # graphs are compiled in a fake mode, and the ranks exchange real bytes
+        dist.all_gather_object(decisions, mine, group=group_of(shard.group))
+    for rank, theirs in enumerate(decisions):
+        if theirs != mine:
+            ours, other = (_first_difference(*pair) for pair in ((mine, theirs), (theirs, mine)))
+            raise KVCompileError(
+                f"context_parallel: rank {shard.rank} and rank {rank} disagree: {ours} here, {other} there; give all "
+                f"ranks the same model, policy, inputs and versions"
+            )
+
+
+def _first_difference(sites: Sequence[tuple[str, str | None]], others: Sequence[tuple[str, str | None]]) -> str:
+    for index, (module, reason) in enumerate(sites):
+        if index >= len(others) or others[index] != (module, reason):
+            return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"
+    return f"there are {len(sites)} sites"
