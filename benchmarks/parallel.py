@@ -127,8 +127,11 @@ def logits_of_prompt(model: Any, compiled: Any, cache: Any) -> Tensor:
     batch = cache.layers[0].keys.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, CHECKED_TOKENS + 1), generator=generator).to(DEVICE)
-    logits = [compiled(input_ids=part, past_key_values=cache).logits[:, -1] for part in (ids[:, :-1], ids[:, -1:])]
-    return torch.stack([x.clone() for x in logits])
+    logits = []
+    for part in (ids[:, :-1], ids[:, -1:]):
+        torch.compiler.cudagraph_mark_step_begin()
+        logits.append(compiled(input_ids=part, past_key_values=cache).logits[:, -1].clone())
+    return torch.stack(logits)
 
 
 @dataclass(frozen=True)
