@@ -33,9 +33,9 @@ the increase of bits per byte (docs/quality.md)."""
 CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),
     "turboquant_3bit_nc_mean": FormatPair("turboquant_3bit_mean", "turboquant_3bit_mean"),
-    "transform_3.2bit": FormatPair("transform_5443", "transform_5300"),
+    "transform_3.2bit": FormatPair("transform_6433", "transform_5300"),
     "transform_2.6bit": FormatPair("transform_5421", "transform_5200"),
-    "transform_2.2bit": FormatPair("transform_4321", "transform_4200"),
+    "transform_2.2bit": FormatPair("transform_5320", "transform_4200"),
 }
 """Presets that need a calibration of the model, which the policy names as ``transforms``.
 
