@@ -57,8 +57,15 @@ COEFFICIENTS = {
 }
 """``(a, b, c, d)`` of the polynomial, by bits per code."""
 
-TRIED_STEPS = {1: (-2, 0, 2), 2: (-3, 0, 3), 3: (-5, -3, -1), 4: (-2, -1, 0), 5: (-1, 0, 1), 6: (-1, 2, 5)}
-"""The steps from the first scale to those that are tried, ascending and evenly spaced, by bits per code."""
+TRIED_STEPS = {
+    1: range(-2, 3, 2),
+    2: range(-3, 4, 3),
+    3: range(-5, 0, 2),
+    4: range(-2, 1),
+    5: range(-1, 2),
+    6: range(-1, 6, 3),
+}
+"""The steps from the first scale to those that the encoder tries, by bits per code."""
 
 LARGEST_BY_RMS = 2
 """The most bits per code with which the first scale is the root mean square."""
@@ -102,7 +109,7 @@ def _encode_plane(x, in_plane, PLANE: tl.constexpr, OPERAND: tl.constexpr):
     STRIDE: tl.constexpr = OPERAND.codec.constants.tried[PLANE][1] - LEAST
     NUM_TRIED: tl.constexpr = len(OPERAND.codec.constants.tried[PLANE])
     magnitude = tl.abs(x)
-    first = _first_bytes(magnitude, PLANE, OPERAND)
+    first = _first_byte(magnitude, PLANE, OPERAND)
     byte = first
     error = tl.full(first.shape, float("inf"), tl.float32)
     for i in range(NUM_TRIED):  # a loop, and the codes again after it, because the registers are few
@@ -118,8 +125,8 @@ def _encode_plane(x, in_plane, PLANE: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @jit
-def _first_bytes(magnitude, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    """:func:`_first_byte` of a tile."""
+def _first_byte(magnitude, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The number of the scale from which the encoder counts, float32 [vectors]; it may lie outside of the bytes."""
     WIDTH: tl.constexpr = float(OPERAND.width)
     if OPERAND.codec.constants.by_rms[PLANE]:
         scale = tl.sqrt_rn(tl.div_rn(tl.sum(magnitude * magnitude, 1), WIDTH))
@@ -171,12 +178,14 @@ class LloydMax(Format):
         self.packing = packing
         self.bits_of_planes = bits
         self.thresholds = {width: _thresholds(width) for width in bits}
+        self.inverse_largest = {width: float32(1 / _magnitudes(width)[-1].item()) for width in bits}
         constants = SimpleNamespace(
             coefficients=tuple(COEFFICIENTS[width] for width in bits),
             sign=tuple(1 << width - 1 for width in bits),
             thresholds=tuple(tuple(self.thresholds[width]) for width in bits),
-            tried=tuple(TRIED_STEPS[width] for width in bits), by_rms=tuple(width <= LARGEST_BY_RMS for width in bits),
-            inverse_largest=tuple(_inverse_largest(width) for width in bits),
+            tried=tuple(tuple(TRIED_STEPS[width]) for width in bits),
+            by_rms=tuple(width <= LARGEST_BY_RMS for width in bits),
+            inverse_largest=tuple(self.inverse_largest[width] for width in bits),
             least=LEAST_SCALE, steps=float(SCALE_STEPS), one=float(SCALE_OF_ONE), largest_byte=float(LARGEST_BYTE),
             nan=SCALE_OF_NAN,
         )  # fmt: skip
@@ -199,8 +208,9 @@ class LloydMax(Format):
         codes, scales = [], []
         for plane, bits in zip(x.chunk(self.num_planes, -1), self.bits_of_planes, strict=True):
             magnitude = plane.abs()
-            steps = torch.tensor(TRIED_STEPS[bits], dtype=torch.float32, device=x.device)
-            tried = (_first_byte(magnitude, bits) + steps).clamp(0, LARGEST_BYTE)  # [..., 3]
+            steps = TRIED_STEPS[bits]
+            offsets = torch.arange(steps.start, steps.stop, steps.step, device=x.device)
+            tried = (self._first_byte(magnitude, bits) + offsets).clamp(0, LARGEST_BYTE)  # [..., 3]
             index = self._nearest(magnitude.unsqueeze(-2), tried.unsqueeze(-1), bits)
             decoded = _centroid(index, bits) * scale_of_byte(tried).unsqueeze(-1)
             errors = (magnitude.unsqueeze(-2) - decoded).square().sum(-1)
@@ -210,13 +220,21 @@ class LloydMax(Format):
             scales.append(byte.to(torch.uint8))
         return torch.cat(codes, -1), torch.cat(scales, -1), None
 
+    def _first_byte(self, magnitude: Tensor, bits: int) -> Tensor:
+        """The number of the scale from which the encoder counts, float32 [..., 1]; it may lie outside of the bytes."""
+        if bits <= LARGEST_BY_RMS:
+            scale = magnitude.square().mean(-1, keepdim=True).sqrt()
+        else:
+            scale = magnitude.amax(-1, keepdim=True) * self.inverse_largest[bits]
+        return torch.round(torch.log2(scale.clamp(min=LEAST_SCALE / 2)) * SCALE_STEPS) + SCALE_OF_ONE
+
     def _nearest(self, magnitude: Tensor, byte: Tensor, bits: int) -> Tensor:
         """The indices, uint8, of the nearest centroids if the bytes of the scales are ``byte``, float32."""
         direction = magnitude * torch.exp2((SCALE_OF_ONE - byte) / SCALE_STEPS)
-        index = torch.zeros_like(direction, dtype=torch.uint8)
+        index = torch.zeros_like(direction)  # floats, because Inductor does not vectorize sums of bytes
         for threshold in self.thresholds[bits]:
-            index = index + (direction > threshold)
-        return index
+            index = index + torch.where(direction > threshold, 1.0, 0.0)
+        return index.to(torch.uint8)
 
     def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
         bits = self.bits_of_planes[plane]
@@ -234,20 +252,6 @@ def scale_of_byte(byte: Tensor) -> Tensor:
     return torch.where(byte == 0, 0.0, torch.where(byte == SCALE_OF_NAN, torch.nan, scale))
 
 
-def _first_byte(magnitude: Tensor, bits: int) -> Tensor:
-    """The number of the scale from which the encoder counts, float32 [..., 1]; it may lie outside of the bytes."""
-    if bits <= LARGEST_BY_RMS:
-        scale = magnitude.square().mean(-1, keepdim=True).sqrt()
-    else:
-        scale = magnitude.amax(-1, keepdim=True) * _inverse_largest(bits)
-    return torch.round(torch.log2(scale.clamp(min=LEAST_SCALE / 2)) * SCALE_STEPS) + SCALE_OF_ONE
-
-
-def _inverse_largest(bits: int) -> float:
-    """One over the largest centroid, rounded to float32."""
-    return float32(1 / _centroid(torch.tensor((1 << bits - 1) - 1), bits).item())
-
-
 def _centroid(index: Tensor, bits: int) -> Tensor:
     """The positive centroids, float32 [...], from indices uint8 [...]."""
     a, b, c, d = COEFFICIENTS[bits]
@@ -256,7 +260,12 @@ def _centroid(index: Tensor, bits: int) -> Tensor:
     return u * (a + square * (b + square * (c + square * d)))
 
 
+def _magnitudes(bits: int) -> Tensor:
+    """The positive centroids, float32 [2**(bits - 1)], ascending."""
+    return _centroid(torch.arange(1 << bits - 1), bits)
+
+
 def _thresholds(bits: int) -> list[float]:
     """The numbers half way between two neighbouring positive centroids."""
-    levels = _centroid(torch.arange(1 << bits - 1), bits)
+    levels = _magnitudes(bits)
     return ((levels[1:] + levels[:-1]) / 2).tolist()
