@@ -157,7 +157,7 @@ def section_table() -> str:
         "int4_per_token_head",
         "int4_per_group_32",
         "turboquant_3bit",
-        "transform_5320",
+        "transform_4321",
     ):
         packed = PackedLayout(name, "key", 128)
         for section in packed.sections:

@@ -36,7 +36,7 @@ CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "transform_4bit": FormatPair("transform_6543", "transform_6420"),
     "transform_3.2bit": FormatPair("transform_6433", "transform_5300"),
     "transform_2.6bit": FormatPair("transform_5421", "transform_5200"),
-    "transform_2.2bit": FormatPair("transform_5320", "transform_4200"),
+    "transform_2.2bit": FormatPair("transform_4321", "transform_4200"),
 }
 """Presets that need a calibration of the model, which the policy names as ``transforms``.
 

@@ -71,7 +71,7 @@ def test_sizes_need_no_transforms():
     assert (
         loaded.formats_for("model.layers.0.self_attn", 0, 2, sizes_only=True) == CALIBRATED_PRESETS["transform_2.2bit"]
     )
-    with pytest.raises(PolicyError, match="transform_5320 needs a calibration of the model: give"):
+    with pytest.raises(PolicyError, match="transform_4321 needs a calibration of the model: give"):
         loaded.formats_for("model.layers.0.self_attn", 0, 2)
 
 
