@@ -36,7 +36,7 @@ CALIBRATED_FORMATS = (
             "int3_unrotated",
         )
     ),
-    *(f"{TRANSFORM}{bits}" for bits in ("5443", "5300", "5421", "5200", "4321", "4200")),
+    *(f"{TRANSFORM}{bits}" for bits in ("6543", "6420", "6433", "5300", "5421", "5200", "4321", "4200")),
 )
 """Names of calibrated formats, for lists. Every format with scales per token or group has a variant with a mean. Any
 four bits from 6 to 0 in descending order make a transform format.

@@ -11,9 +11,15 @@ above that of Lloyd-Max centroids:
 
 The highest bit of a code is the sign; the other bits are an index that counts up from the smallest centroid.
 
-A scale is one byte: 0 for zero, 255 for NaN, and otherwise ``2**((byte - 128) / 16)``. It is the norm of the channels
-over the norm of their decoded levels, as in TurboQuant. Scales lie between 2**-8 and 2**8; larger ones saturate. The
-formats are therefore for vectors whose channels are close to N(0, 1), as in the bases of ``transform_*``.
+A scale is one byte: 0 for zero, 255 for NaN, and otherwise ``2**((byte - 128) / 16)``. Scales lie between 2**-8 and
+2**8; larger ones saturate. The formats are therefore for vectors whose channels are close to N(0, 1), as in the bases
+of ``transform_*``.
+
+The encoder tries three scales, and takes the one with the least squared error. A plane has few channels, and the
+largest of them differs between vectors. For codes of three bits and more, the three scales are near the one that gives
+the largest channel the largest centroid; for fewer bits, near the root mean square. With one scale that keeps the norm
+of the channels, as in TurboQuant, the error is larger: in planes of 32 channels of N(0, 1) by 11 % (1 bit), 5 %, 18 %,
+38 %, 51 % and 64 % (6 bits).
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.base import Format, float32
 from kvcompile.kernels.formats.bit_planes import WordPacking
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.words_ptx import halves_of_words
@@ -50,6 +56,19 @@ COEFFICIENTS = {
     6: (0.06478650505, 4.7505838254e-05, -8.834540150e-08, 9.439907905e-11),
 }
 """``(a, b, c, d)`` of the polynomial, by bits per code."""
+
+TRIED_STEPS = {
+    1: range(-2, 3, 2),
+    2: range(-3, 4, 3),
+    3: range(-5, 0, 2),
+    4: range(-2, 1),
+    5: range(-1, 2),
+    6: range(-1, 6, 3),
+}
+"""The steps from the first scale to those that the encoder tries, by bits per code."""
+
+LARGEST_BY_RMS = 2
+"""The most bits per code with which the first scale is the root mean square."""
 
 
 @jit
@@ -85,20 +104,48 @@ def _encode(planes, in_plane, OPERAND: tl.constexpr):
 
 @jit
 def _encode_plane(x, in_plane, PLANE: tl.constexpr, OPERAND: tl.constexpr):
-    WIDTH: tl.constexpr = float(OPERAND.width)
     SIGN: tl.constexpr = OPERAND.codec.constants.sign[PLANE]
+    LEAST: tl.constexpr = OPERAND.codec.constants.tried[PLANE][0]
+    STRIDE: tl.constexpr = OPERAND.codec.constants.tried[PLANE][1] - LEAST
+    NUM_TRIED: tl.constexpr = len(OPERAND.codec.constants.tried[PLANE])
+    magnitude = tl.abs(x)
+    first = _first_byte(magnitude, PLANE, OPERAND)
+    byte = first
+    error = tl.full(first.shape, float("inf"), tl.float32)
+    for i in range(NUM_TRIED):  # a loop, and the codes again after it, because the registers are few
+        tried = tl.clamp(first + (LEAST + STRIDE * i), 0.0, OPERAND.codec.constants.largest_byte)
+        decoded = _magnitude(_nearest(magnitude, tried, PLANE, OPERAND), PLANE, OPERAND)
+        difference = magnitude - decoded * scales_of_bytes(tried, OPERAND)[:, None]
+        difference = tl.where(in_plane, difference, 0.0)
+        tried_error = tl.sum(difference * difference, 1)
+        byte = tl.where(tried_error < error, tried, byte)
+        error = tl.minimum(error, tried_error)
+    index = _nearest(magnitude, byte, PLANE, OPERAND)
+    return tl.where(x < 0, index + SIGN, index), byte.to(tl.int32)
+
+
+@jit
+def _first_byte(magnitude, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The number of the scale from which the encoder counts, float32 [vectors]; it may lie outside of the bytes."""
+    WIDTH: tl.constexpr = float(OPERAND.width)
+    if OPERAND.codec.constants.by_rms[PLANE]:
+        scale = tl.sqrt_rn(tl.div_rn(tl.sum(magnitude * magnitude, 1), WIDTH))
+    else:
+        scale = tl.max(magnitude, 1) * OPERAND.codec.constants.inverse_largest[PLANE]
+    scale = tl.maximum(scale, OPERAND.codec.constants.least / 2)
+    return round_to_integer(tl.log2(scale) * OPERAND.codec.constants.steps) + OPERAND.codec.constants.one
+
+
+@jit
+def _nearest(magnitude, byte, PLANE: tl.constexpr, OPERAND: tl.constexpr):
+    """The indices of the nearest centroids if the byte of the scale is ``byte``, float32 [vectors]."""
     NUM_THRESHOLDS: tl.constexpr = len(OPERAND.codec.constants.thresholds[PLANE])
-    rms = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), WIDTH))
-    direction = tl.div_rn(x, tl.broadcast_to(tl.where(rms > 0, rms, 1.0)[:, None], x.shape))
-    index = tl.zeros(x.shape, tl.int32)
+    inverse = tl.exp2((OPERAND.codec.constants.one - byte) / OPERAND.codec.constants.steps)
+    direction = magnitude * inverse[:, None]
+    index = tl.zeros(magnitude.shape, tl.int32)
     for i in tl.static_range(NUM_THRESHOLDS):
-        index += (tl.abs(direction) > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
-    magnitude = tl.where(in_plane, _magnitude(index, PLANE, OPERAND), 0.0)
-    decoded_rms = tl.sqrt_rn(tl.div_rn(tl.sum(magnitude * magnitude, 1), WIDTH))
-    scale = tl.maximum(tl.div_rn(rms, decoded_rms), OPERAND.codec.constants.least / 2)
-    steps = round_to_integer(tl.log2(scale) * OPERAND.codec.constants.steps) + OPERAND.codec.constants.one
-    byte = tl.clamp(steps, 0.0, OPERAND.codec.constants.largest_byte).to(tl.int32)
-    return tl.where(direction < 0, index + SIGN, index), byte
+        index += (direction > OPERAND.codec.constants.thresholds[PLANE][i]).to(tl.int32)
+    return index
 
 
 @jit
@@ -131,10 +178,14 @@ class LloydMax(Format):
         self.packing = packing
         self.bits_of_planes = bits
         self.thresholds = {width: _thresholds(width) for width in bits}
+        self.inverse_largest = {width: float32(1 / _magnitudes(width)[-1].item()) for width in bits}
         constants = SimpleNamespace(
             coefficients=tuple(COEFFICIENTS[width] for width in bits),
             sign=tuple(1 << width - 1 for width in bits),
             thresholds=tuple(tuple(self.thresholds[width]) for width in bits),
+            tried=tuple(tuple(TRIED_STEPS[width]) for width in bits),
+            by_rms=tuple(width <= LARGEST_BY_RMS for width in bits),
+            inverse_largest=tuple(self.inverse_largest[width] for width in bits),
             least=LEAST_SCALE, steps=float(SCALE_STEPS), one=float(SCALE_OF_ONE), largest_byte=float(LARGEST_BYTE),
             nan=SCALE_OF_NAN,
         )  # fmt: skip
@@ -156,15 +207,34 @@ class LloydMax(Format):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         codes, scales = [], []
         for plane, bits in zip(x.chunk(self.num_planes, -1), self.bits_of_planes, strict=True):
-            rms = plane.square().mean(-1, keepdim=True).sqrt()
-            direction = plane / torch.where(rms > 0, rms, 1.0)
-            index = torch.zeros_like(direction, dtype=torch.uint8)
-            for threshold in self.thresholds[bits]:
-                index = index + (direction.abs() > threshold)
-            decoded_rms = _centroid(index, bits).square().mean(-1, keepdim=True).sqrt()
-            codes.append(index + ((direction < 0).byte() << bits - 1))
-            scales.append(_byte_of_scale(rms / decoded_rms))
+            magnitude = plane.abs()
+            steps = TRIED_STEPS[bits]
+            offsets = torch.arange(steps.start, steps.stop, steps.step, device=x.device)
+            tried = (self._first_byte(magnitude, bits) + offsets).clamp(0, LARGEST_BYTE)  # [..., 3]
+            index = self._nearest(magnitude.unsqueeze(-2), tried.unsqueeze(-1), bits)
+            decoded = _centroid(index, bits) * scale_of_byte(tried).unsqueeze(-1)
+            errors = (magnitude.unsqueeze(-2) - decoded).square().sum(-1)
+            is_best = errors == errors.amin(-1, keepdim=True)
+            byte = torch.where(is_best, tried, SCALE_OF_NAN).amin(-1, keepdim=True)  # the least of equally good ones
+            codes.append(self._nearest(magnitude, byte, bits) + ((plane < 0).byte() << bits - 1))
+            scales.append(byte.to(torch.uint8))
         return torch.cat(codes, -1), torch.cat(scales, -1), None
+
+    def _first_byte(self, magnitude: Tensor, bits: int) -> Tensor:
+        """The number of the scale from which the encoder counts, float32 [..., 1]; it may lie outside of the bytes."""
+        if bits <= LARGEST_BY_RMS:
+            scale = magnitude.square().mean(-1, keepdim=True).sqrt()
+        else:
+            scale = magnitude.amax(-1, keepdim=True) * self.inverse_largest[bits]
+        return torch.round(torch.log2(scale.clamp(min=LEAST_SCALE / 2)) * SCALE_STEPS) + SCALE_OF_ONE
+
+    def _nearest(self, magnitude: Tensor, byte: Tensor, bits: int) -> Tensor:
+        """The indices, uint8, of the nearest centroids if the bytes of the scales are ``byte``, float32."""
+        direction = magnitude * torch.exp2((SCALE_OF_ONE - byte) / SCALE_STEPS)
+        index = torch.zeros_like(direction)  # floats, because Inductor does not vectorize sums of bytes
+        for threshold in self.thresholds[bits]:
+            index = index + torch.where(direction > threshold, 1.0, 0.0)
+        return index.to(torch.uint8)
 
     def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
         bits = self.bits_of_planes[plane]
@@ -182,12 +252,6 @@ def scale_of_byte(byte: Tensor) -> Tensor:
     return torch.where(byte == 0, 0.0, torch.where(byte == SCALE_OF_NAN, torch.nan, scale))
 
 
-def _byte_of_scale(scale: Tensor) -> Tensor:
-    """The bytes whose scales are nearest to ``scale``, float32 [...], on a logarithmic axis."""
-    steps = torch.round(torch.log2(scale.clamp(min=LEAST_SCALE / 2)) * SCALE_STEPS) + SCALE_OF_ONE
-    return steps.clamp(0, LARGEST_BYTE).to(torch.uint8)
-
-
 def _centroid(index: Tensor, bits: int) -> Tensor:
     """The positive centroids, float32 [...], from indices uint8 [...]."""
     a, b, c, d = COEFFICIENTS[bits]
@@ -196,7 +260,12 @@ def _centroid(index: Tensor, bits: int) -> Tensor:
     return u * (a + square * (b + square * (c + square * d)))
 
 
+def _magnitudes(bits: int) -> Tensor:
+    """The positive centroids, float32 [2**(bits - 1)], ascending."""
+    return _centroid(torch.arange(1 << bits - 1), bits)
+
+
 def _thresholds(bits: int) -> list[float]:
     """The numbers half way between two neighbouring positive centroids."""
-    levels = _centroid(torch.arange(1 << bits - 1), bits)
+    levels = _magnitudes(bits)
     return ((levels[1:] + levels[:-1]) / 2).tolist()

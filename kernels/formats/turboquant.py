@@ -187,10 +187,10 @@ class TurboQuant(Format):
         return torch.cat(codes, dim=-1), (rms / decoded_rms).clamp(max=HALF_MAX).half(), None
 
     def _nearest(self, magnitude: Tensor, bits: int) -> Tensor:
-        index = torch.zeros_like(magnitude, dtype=torch.uint8)
+        index = torch.zeros_like(magnitude)  # floats, because Inductor does not vectorize sums of bytes
         for threshold in self.thresholds[bits]:
-            index = index + (magnitude > threshold)
-        return index
+            index = index + torch.where(magnitude > threshold, 1.0, 0.0)
+        return index.to(torch.uint8)
 
     def levels(self, codes: Tensor, plane: int = 0) -> Tensor:
         bits = self.plane_bits[plane]

@@ -27,6 +27,7 @@ EXAMPLES = examples(
     "tune --model . --budget-bits 4.5 --output policy.yaml",
     "tune --model . --budget-bits 4.5 --data text.txt --windows 4 --json",
     "tune --model . --budget-bits 5 --formats fp8_e4m3,int4_per_token_head",
+    "tune --model . --budget-bits 2.5 --transforms transforms.safetensors",
 )
 
 BudgetBits = Annotated[
@@ -38,6 +39,14 @@ BudgetBits = Annotated[
 ]
 Formats = Annotated[
     str | None, typer.Option(metavar="LIST", help="Formats to choose from.  [default: all up to 8 bits, and bfloat16]")
+]
+TransformsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--transforms",
+        metavar="FILE",
+        help="Transforms of the model, from `calibrate`: the search considers calibrated formats, too.",
+    ),
 ]
 Output = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the policy there.")]
 
@@ -51,6 +60,7 @@ def tune(
     budget_bits: BudgetBits,
     data: Data = None,
     formats: Formats = None,
+    transforms: TransformsFile = None,
     prefill: Prefill = 960,
     decode: Decode = 64,
     chunk: Chunk = 1,
@@ -62,19 +72,24 @@ def tune(
 ) -> None:
     """Find formats for every layer's keys and values: within a budget of bits, with the least change of predictions."""
     from kvcompile.evaluation.schedule import Schedule
-    from kvcompile.evaluation.tune import DEFAULT_FORMATS, check_search, tune_on
+    from kvcompile.evaluation.tune import InterruptedTuning, search_formats, tune_on
 
     schedule = Schedule(prefill, decode, chunk)
-    names = items(formats) if formats else DEFAULT_FORMATS
-    check_search(names, budget_bits)
+    names = search_formats(items(formats) if formats else None, budget_bits, has_transforms=transforms is not None)
     check_writable(output)
     subject, text = load(model, data, schedule, windows, device, dtype)
     name = name_of(model)
+    interrupted = False
     try:
         with progress_bar() as on_progress:
-            found = tune_on(subject, text, budget_bits, formats=names, model_name=name, on_progress=on_progress)
+            found = tune_on(
+                subject, text, budget_bits, formats=names, transforms=transforms, model_name=name,
+                on_progress=on_progress,
+            )  # fmt: skip
+    except InterruptedTuning as stop:
+        found, interrupted = stop.tuning, True
     except KeyboardInterrupt:
-        print_interrupted("nothing was written, because the choice needs the costs of all layers")
+        print_interrupted("nothing was written, because no layer was measured")
         raise typer.Exit(INTERRUPTED) from None
     if output is not None:
         found.save(output)
@@ -82,3 +97,6 @@ def tune(
         print_json(found.to_dict())
     else:
         print(found)
+    if interrupted:
+        print_interrupted(f"{found.progress}; the policy is the best by these")
+        raise typer.Exit(INTERRUPTED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from kvcompile.kernels.formats import get_format
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
 from kvcompile.policy.policy import Policy, Rule
@@ -20,7 +21,8 @@ def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], p
     Args:
         choices: the format pair of each module; None leaves its cache unpacked.
         sites: all attention sites of the model.
-        policy: the policy that the rules are for; they omit its ``residual_length`` and ``sink_tokens``.
+        policy: the policy that the rules are for; they omit its ``residual_length`` and ``sink_tokens``. Calibrated
+            formats have its transforms.
     """
     count = Counter(site.layer for site in {site.module: site for site in sites}.values())
     layers: dict[FormatPair | None, list[int]] = {}
@@ -40,7 +42,11 @@ def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], p
 def _fields(formats: FormatPair | None, policy: Policy) -> dict[str, Any]:
     if formats is None:
         return {"dtype": presets.AUTO}
-    fields: dict[str, Any] = {"key": {"dtype": formats.key}, "value": {"dtype": formats.value}}
+    fields: dict[str, Any] = {
+        role: {"dtype": name.partition("@")[0]} for role, name in (("key", formats.key), ("value", formats.value))
+    }
+    if any(get_format(name).is_calibrated for name in (formats.key, formats.value)):
+        fields["transforms"] = next((transforms.source for transforms in policy.transforms), None)
     for name in ("residual_length", "sink_tokens"):
         if getattr(formats, name) != getattr(policy, name):
             fields[name] = getattr(formats, name)

@@ -14,8 +14,9 @@ independent, so divergences add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class HalfCache:
     """The cache of the keys, or of the values, of one layer: [1, num_kv_heads, capacity, width] in a dtype."""
 
     module: str
+    layer: int | None
     role: Role
     num_kv_heads: int
     slots: int
@@ -89,49 +91,100 @@ def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[
         if len(by_layer.get(index, ())) == 1:
             for role, tensor in zip(ROLES, (layer.keys, layer.values), strict=True):
                 _, heads, slots, width = tensor.shape
-                halves.append(HalfCache(by_layer[index][0].module, role, heads, slots, width, tensor.dtype))
+                module = by_layer[index][0].module
+                halves.append(HalfCache(module, index, role, heads, slots, width, tensor.dtype))
     return halves, sum(half.numel() for layer in cache.layers for half in (layer.keys, layer.values))
 
 
-def format_costs(
+@dataclass
+class Sensitivity:
+    """What is known of formats in the key caches and value caches of a model.
+
+    Attributes:
+        halves: the caches.
+        nbytes: for each cache, the bytes of its storage by format.
+        squared: for each cache, the squared relative error of the attention output by format.
+        per_error: the divergence of the predictions over the squared error, by the index of a cache. Caches that were
+            not measured yet are missing.
+    """
+
+    halves: Sequence[HalfCache]
+    nbytes: list[dict[str, int]]
+    squared: list[dict[str, float]]
+    per_error: dict[int, float] = field(default_factory=dict)
+
+    def costs(self) -> list[list[FormatCost]]:
+        """The cost of each format in each cache. A cache that was not measured counts like the mean of the others."""
+        mean = statistics.fmean(self.per_error.values()) if self.per_error else 0.0
+        return [
+            [FormatCost(name, size, self.per_error.get(index, mean) * squared[name]) for name, size in nbytes.items()]
+            for index, (nbytes, squared) in enumerate(zip(self.nbytes, self.squared, strict=True))
+        ]
+
+
+NamedIn = Callable[[HalfCache, str], str]
+"""The name of a format in a cache: that of a calibrated format has the basis of the layer."""
+
+
+def measure_errors(
     tap: AttentionTap,
     windows: Tensor,
     halves: Sequence[HalfCache],
     formats: Iterable[str],
-    budget_bits: float,
+    named: NamedIn,
     on_progress: OnProgress,
-) -> list[list[FormatCost]]:
-    """The cost of each format in each of ``halves``, in their order.
+) -> Sensitivity:
+    """The errors of each format in each of ``halves``.
 
     Args:
         tap: the model.
         windows: int64 [num_windows, tokens].
         halves: key caches and value caches of the model.
         formats: the formats to consider; a format that cannot hold a cache is skipped there.
-        budget_bits: the divergence is measured in the format whose bits per element are nearest to this number.
-        on_progress: called for every module that is measured, and for every run.
+        named: the names of formats in a cache.
+        on_progress: called for every module that is measured.
     """
-    sizes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
+    nbytes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
+    pairs = [
+        {name: pair_of(half.role, named(half, name)) for name in sizes}
+        for half, sizes in zip(halves, nbytes, strict=True)
+    ]
     wanted: dict[str, list[FormatPair]] = {}
-    for half, nbytes in zip(halves, sizes, strict=True):
-        wanted.setdefault(half.module, []).extend(pair_of(half.role, name) for name in nbytes)
+    for half, names in zip(halves, pairs, strict=True):
+        wanted.setdefault(half.module, []).extend(names.values())
     steps = len(windows) * len(wanted)
     measured = measure_sites(
         tap, windows, lambda site, call: wanted.get(site.module, ()), counted(on_progress, "formats", steps)
     )
-    probing = counted(on_progress, "layers", len(halves) * len(windows))
-    exact = [tap(window, lambda site, call: None) for window in windows]
-    costs = []
-    for half, nbytes in zip(halves, sizes, strict=True):
+    squared = []
+    for half, names in zip(halves, pairs, strict=True):
         found = measured.get(half.module)
         errors = {} if found is None else found.attention.errors()
-        squared = {name: errors.get(pair_of(half.role, name), 0.0) ** 2 for name in nbytes}
+        squared.append({name: errors.get(pair, 0.0) ** 2 for name, pair in names.items()})
+    return Sensitivity(halves, nbytes, squared)
+
+
+def measure_divergences(
+    known: Sensitivity, tap: AttentionTap, windows: Tensor, budget_bits: float, named: NamedIn, on_progress: OnProgress
+) -> None:
+    """Add the divergence over the squared error to ``known``, cache by cache.
+
+    Args:
+        known: the errors of formats.
+        tap: the model.
+        windows: int64 [num_windows, tokens].
+        budget_bits: the divergence is measured in the format whose bits per element are nearest to this number.
+        named: the names of formats in a cache.
+        on_progress: called for every run.
+    """
+    probing = counted(on_progress, "layers", len(known.halves) * len(windows))
+    exact = [tap(window, lambda site, call: None) for window in windows]
+    for index, (half, nbytes, squared) in enumerate(zip(known.halves, known.nbytes, known.squared, strict=True)):
         # A format without an error cannot tell the cost of an error.
         usable = [name for name in nbytes if squared[name] > 0]
         probe = min(usable, key=lambda name: abs(8 * nbytes[name] / half.numel - budget_bits), default=None)
-        per_error = 0.0
+        divergence = 0.0
         if probe is not None:
-            pair = pair_of(half.role, probe)
-            per_error = divergence_when(tap, windows, exact, half.module, pair, probing) / squared[probe]
-        costs.append([FormatCost(name, size, per_error * squared[name]) for name, size in nbytes.items()])
-    return costs
+            pair = pair_of(half.role, named(half, probe))
+            divergence = divergence_when(tap, windows, exact, half.module, pair, probing) / squared[probe]
+        known.per_error[index] = divergence

@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import did_you_mean
@@ -16,17 +17,44 @@ from kvcompile.evaluation.layer_rules import rules_for
 from kvcompile.evaluation.measure import OnProgress, evaluate, ignore_progress
 from kvcompile.evaluation.models import uncompiled
 from kvcompile.evaluation.results import Evaluation
-from kvcompile.evaluation.sensitivity import FormatCost, HalfCache, format_costs, half_caches
+from kvcompile.evaluation.sensitivity import (
+    FormatCost,
+    HalfCache,
+    Sensitivity,
+    half_caches,
+    measure_divergences,
+    measure_errors,
+)
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
 from kvcompile.evaluation.tuning import TunedHalf, Tuning, Uniform
-from kvcompile.kernels.formats import FORMATS
+from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, get_format, is_calibrated
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
 from kvcompile.policy.policy import Choice, Policy, RoleFormat
+from kvcompile.policy.transforms import Transforms
 
 DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "bfloat16")
 """The formats that a search considers by default."""
+
+WIDTHS = (
+    "6544 6543 6433 5443 5433 5432 5421 5320 5310 5300 5200 4321 4300 4310 4200 4100 6420 6400 6310 6300 3200 3100 3000"
+)
+"""The bits of the four quarters of transform formats that a search considers if it has transforms."""
+
+CALIBRATED = (
+    *(name for name in CALIBRATED_FORMATS if name.endswith("_mean")),
+    *(f"transform_{bits}" for bits in WIDTHS.split()),
+)
+"""The calibrated formats that a search considers by default if it has transforms."""
+
+
+class InterruptedTuning(KeyboardInterrupt):
+    """The user ended a search after its first measurements; ``tuning`` is the choice by what was measured."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        super().__init__()
 
 
 def tune(
@@ -35,7 +63,8 @@ def tune(
     budget_bits: float,
     output: str | os.PathLike[str] | None = None,
     *,
-    formats: Iterable[str] = DEFAULT_FORMATS,
+    formats: Iterable[str] | None = None,
+    transforms: str | os.PathLike[str] | None = None,
     decode: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Tuning:
@@ -44,7 +73,7 @@ def tune(
     The cost of each format in each layer is estimated once (:mod:`kvcompile.evaluation.sensitivity`). The choice within
     the budget is a knapsack problem, which is solved exactly. The resulting policy is measured once on the compiled
     model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are chosen
-    again.
+    again. Ctrl-C raises :class:`InterruptedTuning`, which has a choice by what was measured, and writes this choice.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
@@ -53,16 +82,25 @@ def tune(
             and exact tokens. They are counted for a static cache that holds all tokens of a row except the last; a
             capacity that is a multiple of 64 has no padding.
         output: a file for the policy.
-        formats: the formats to choose from.
+        formats: the formats to choose from; by default all up to 8 bits and bfloat16, and calibrated formats if there
+            are ``transforms``.
+        transforms: the transforms file of the model, for calibrated formats.
         decode: how many tokens of a row are read one by one in the measurement of the result; by default 8, or half of
             a short row.
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
         EvaluationError: ``data`` are not token ids, a format does not exist, nothing can be packed, or no choice fits.
+        PolicyError: ``transforms`` cannot be read, or are those of another model.
         OSError: ``output`` cannot be written.
     """
-    tuning = tune_on(model, text_of(model, data, decode), budget_bits, formats=formats, on_progress=on_progress)
+    text = text_of(model, data, decode)
+    try:
+        tuning = tune_on(model, text, budget_bits, formats=formats, transforms=transforms, on_progress=on_progress)
+    except InterruptedTuning as interrupted:
+        if output is not None:
+            interrupted.tuning.save(output)
+        raise
     if output is not None:
         tuning.save(output)
     return tuning
@@ -73,43 +111,72 @@ def tune_on(
     text: Text,
     budget_bits: float,
     *,
-    formats: Iterable[str] = DEFAULT_FORMATS,
+    formats: Iterable[str] | None = None,
+    transforms: str | os.PathLike[str] | None = None,
     model_name: str = "",
     on_progress: OnProgress = ignore_progress,
 ) -> Tuning:
     """:func:`tune` on the windows of a text."""
-    formats = list(dict.fromkeys(formats))
-    check_search(formats, budget_bits)
+    names = search_formats(formats, budget_bits, has_transforms=transforms is not None)
     model = uncompiled(model)
+    known = None if transforms is None else Transforms.read(Path(transforms).absolute())
+    if known is not None:
+        known.check_model(model)
     windows = text.windows[:, : text.schedule.num_tokens]
     tap = AttentionTap(model)
     sites = sites_heard(tap, windows[0])
     halves, numel = half_caches(model, text.schedule, sites)
-    costs = format_costs(tap, windows, halves, formats, budget_bits, on_progress)
-    table = dict(zip(halves, costs, strict=True))
-    while True:
-        table = {half: options for half, options in table.items() if options}
-        search = _Search(table, sites, numel, model.dtype.itemsize, budget_bits)
-        chosen = search.choose()
-        policy = search.policy(chosen)
-        evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)
-        left = set(evaluation.results[0].unpacked_modules)
-        if not any(half.module in left for half in table):
-            return search.result(chosen, policy, evaluation)
-        table = {half: options for half, options in table.items() if half.module not in left}
+
+    def named(half: HalfCache, name: str) -> str:
+        if known is None or not is_calibrated(name):
+            return name
+        return known.calibrated(get_format(name), half.role, half.module, half.layer).name
+
+    def search_without(left: set[str]) -> _Search:
+        table = dict(zip(halves, measured.costs(), strict=True))
+        table = {half: options for half, options in table.items() if options and half.module not in left}
+        return _Search(table, sites, numel, model.dtype.itemsize, budget_bits, known)
+
+    measured = measure_errors(tap, windows, halves, names, named, on_progress)
+    left: set[str] = set()
+    try:
+        measure_divergences(measured, tap, windows, budget_bits, named, on_progress)
+        while True:
+            search = search_without(left)
+            chosen = search.choose()
+            policy = search.policy(chosen)
+            evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)
+            refused = set(evaluation.results[0].unpacked_modules)
+            if not any(half.module in refused for half in search.table):
+                return search.result(chosen, measured, evaluation)
+            left |= refused
+    except KeyboardInterrupt:
+        if not measured.per_error:
+            raise
+        search = search_without(left)
+        raise InterruptedTuning(search.result(search.choose(), measured, None)) from None
 
 
-def check_search(formats: Sequence[str], budget_bits: float) -> None:
-    """Raise EvaluationError if a format does not exist, or if the budget is not a positive number."""
-    for name in formats:
-        if name not in FORMATS:
+def search_formats(formats: Iterable[str] | None, budget_bits: float, *, has_transforms: bool) -> list[str]:
+    """The formats of a search: ``formats`` or the default.
+
+    Raises:
+        EvaluationError: a format does not exist or needs transforms, or the budget is not a positive number.
+    """
+    known = [*FORMATS, *(CALIBRATED if has_transforms else ())]
+    names = list(dict.fromkeys(formats)) if formats is not None else [*DEFAULT_FORMATS, *known[len(FORMATS) :]]
+    for name in names:
+        if is_calibrated(name) and not has_transforms:
+            raise EvaluationError(f"{name} needs a calibration of the model; give --transforms FILE")
+        if name not in FORMATS and not is_calibrated(name):
             raise EvaluationError(
-                f"there is no format {name!r}{did_you_mean(name, FORMATS)} (formats: {', '.join(FORMATS)})"
+                f"there is no format {name!r}{did_you_mean(name, known)} (formats: {', '.join(known)})"
             )
-    if not formats:
+    if not names:
         raise EvaluationError("there is no format to choose from; name at least one")
     if not (math.isfinite(budget_bits) and budget_bits > 0):
         raise EvaluationError(f"a budget of {budget_bits:g} bits is not valid: give a number above 0, such as 4.5")
+    return names
 
 
 class _Search:
@@ -122,6 +189,7 @@ class _Search:
         numel: int,
         plain_itemsize: int,
         budget_bits: float,
+        transforms: Transforms | None,
     ) -> None:
         """
         Args:
@@ -130,6 +198,7 @@ class _Search:
             numel: elements of the whole cache.
             plain_itemsize: bytes of an element that is not packed.
             budget_bits: bits per element, on average.
+            transforms: the transforms of calibrated formats.
         """
         modules = Counter(half.module for half in table)
         self.table = {half: options for half, options in table.items() if modules[half.module] == 2}
@@ -137,6 +206,7 @@ class _Search:
         self.numel = numel
         self.fixed_bytes = plain_itemsize * (numel - sum(half.numel for half in self.table))
         self.budget_bits = budget_bits
+        self.transforms = transforms
         if not self.table:
             raise EvaluationError("tune: no layer of this model can be packed; `kvcompile explain` says why")
 
@@ -165,13 +235,17 @@ class _Search:
         pairs: dict[str, FormatPair | None] = {site.module: None for site in self.sites}
         pairs |= {module: FormatPair(roles["key"], roles["value"]) for module, roles in names.items()}
         default = Counter(pair for pair in pairs.values() if pair is not None).most_common(1)[0][0]
-        policy = Policy(default=Choice(key=RoleFormat(dtype=default.key), value=RoleFormat(dtype=default.value)))
+        key, value = RoleFormat(dtype=default.key), RoleFormat(dtype=default.value)
+        is_used = any(is_calibrated(cost.format) for cost in chosen)
+        source = self.transforms.source if self.transforms is not None and is_used else None
+        policy = Policy(default=Choice(key=key, value=value, transforms=source))
         others = {module: pair for module, pair in pairs.items() if pair != default}
         return policy.model_copy(update={"rules": rules_for(others, self.sites, policy)})
 
-    def result(self, chosen: Sequence[FormatCost], policy: Policy, evaluation: Evaluation) -> Tuning:
+    def result(self, chosen: Sequence[FormatCost], measured: Sensitivity, evaluation: Evaluation | None) -> Tuning:
+        names = [*presets.PRESETS, *presets.CALIBRATED_PRESETS]
         return Tuning(
-            policy=policy,
+            policy=self.policy(chosen),
             budget_bits=self.budget_bits,
             predicted_bits=self._bits(sum(cost.nbytes for cost in chosen)),
             predicted_divergence=sum(cost.divergence for cost in chosen),
@@ -179,13 +253,14 @@ class _Search:
                 TunedHalf(half.module, half.role, cost.format, 8 * cost.nbytes / half.numel, cost.divergence)
                 for half, cost in zip(self.table, chosen, strict=True)
             ),
-            presets=tuple(filter(None, map(self._uniform, presets.preset_names()))),
+            presets=tuple(filter(None, map(self._uniform, names))),
+            measured_caches=(len(measured.per_error), len(measured.halves)),
             evaluation=evaluation,
         )
 
     def _uniform(self, preset: str) -> Uniform | None:
         """The cost of a preset in every layer; None if one of its formats was not considered."""
-        pair = presets.PRESETS[preset]
+        pair = (presets.PRESETS | presets.CALIBRATED_PRESETS)[preset]
         costs: list[FormatCost] = []
         for half, options in self.table.items():
             wanted = pair.format_name(half.role)

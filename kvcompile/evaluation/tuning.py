@@ -53,7 +53,9 @@ class Tuning:
         predicted_divergence: the estimated divergence of the predictions, in nats.
         halves: the formats of keys and values of every layer, in the order of the layers.
         presets: the estimated costs of all presets whose formats were considered.
-        evaluation: the measurement of the policy on the compiled model.
+        measured_caches: the key and value caches whose divergence was measured, and all of them. They differ only in an
+            interrupted search, in which the other caches count like the mean of the measured ones.
+        evaluation: the measurement of the policy on the compiled model; None in an interrupted search.
     """
 
     policy: Policy
@@ -62,23 +64,33 @@ class Tuning:
     predicted_divergence: float
     halves: tuple[TunedHalf, ...]
     presets: tuple[Uniform, ...]
-    evaluation: Evaluation
+    measured_caches: tuple[int, int]
+    evaluation: Evaluation | None
 
     @property
     def result(self) -> PolicyResult:
-        """The measured quality under the policy."""
+        """The measured quality under the policy; ValueError if the search was interrupted."""
+        if self.evaluation is None:
+            raise ValueError("the search was interrupted before the policy was measured; tune again")
         return self.evaluation.results[0]
+
+    @property
+    def progress(self) -> str:
+        """What an interrupted search has measured."""
+        return f"{self.measured_caches[0]} of {self.measured_caches[1]} key and value caches were measured"
 
     def to_yaml(self) -> str:
         """The policy as YAML, with the predicted and measured figures as comments."""
-        schedule = f"{self.evaluation.num_windows} x ({self.evaluation.prefill} + {self.evaluation.decode}) tokens"
-        lines = [
-            f"tuned for {self.evaluation.model} on {self.evaluation.data}, {schedule}, {self.evaluation.device}",
-            f"bits per element: budget {self.budget_bits:g}, predicted {self.predicted_bits:.4f}, measured "
-            f"{self.result.effective_bits:.4f}",
-            f"KL divergence in nats: predicted {self.predicted_divergence:.2e}, measured "
-            f"{self.result.mean_divergence:.2e}",
-        ]
+        lines = [f"bits per element: budget {self.budget_bits:g}, predicted {self.predicted_bits:.4f}"]
+        lines.append(f"KL divergence in nats: predicted {self.predicted_divergence:.2e}")
+        if self.evaluation is None:
+            lines.insert(0, f"interrupted: {self.progress}, and the policy was not")
+        else:
+            schedule = f"{self.evaluation.num_windows} x ({self.evaluation.prefill} + {self.evaluation.decode}) tokens"
+            origin = f"{self.evaluation.model} on {self.evaluation.data}, {schedule}, {self.evaluation.device}"
+            lines[0] += f", measured {self.result.effective_bits:.4f}"
+            lines[1] += f", measured {self.result.mean_divergence:.2e}"
+            lines.insert(0, f"tuned for {origin}")
         return "".join(f"# {line}\n" for line in lines) + self.policy.to_yaml()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +103,8 @@ class Tuning:
         data["policy"] = self.policy.model_dump(mode="json", exclude_none=True)
         for field in ("halves", "presets"):
             data[field] = [dataclasses.asdict(item) for item in getattr(self, field)]
-        return finite({**data, "evaluation": self.evaluation.to_dict()})
+        data["measured_caches"] = list(self.measured_caches)
+        return finite({**data, "evaluation": self.evaluation and self.evaluation.to_dict()})
 
     def __str__(self) -> str:
         return render(self)
@@ -105,20 +118,21 @@ LEGEND = (
 
 def render(tuning: Tuning) -> str:
     """The formats of every layer, the predicted and measured figures, presets for comparison, and the policy."""
-    result = tuning.result
-    rows = [
-        ["predicted", f"{tuning.predicted_bits:.3f}", f"{tuning.predicted_divergence:.2e}", ""],
-        ["measured", f"{result.effective_bits:.3f}", f"{result.mean_divergence:.2e}", f"{100 * result.same_top1:.1f}"],
-        *([preset.preset, f"{preset.bits:.3f}", f"{preset.divergence:.2e}", ""] for preset in tuning.presets),
-    ]
+    rows = [["predicted", f"{tuning.predicted_bits:.3f}", f"{tuning.predicted_divergence:.2e}", ""]]
+    if tuning.evaluation is not None:
+        result = tuning.result
+        top1 = f"{100 * result.same_top1:.1f}"
+        rows.append(["measured", f"{result.effective_bits:.3f}", f"{result.mean_divergence:.2e}", top1])
+    rows.extend([preset.preset, f"{preset.bits:.3f}", f"{preset.divergence:.2e}", ""] for preset in tuning.presets)
     parts = [
-        wrapped(circumstances(tuning.evaluation), 2),
+        wrapped(circumstances(tuning.evaluation) if tuning.evaluation is not None else tuning.progress, 2),
         table(["module", "keys", "bits", "values", "bits", "KL"], _layers(tuning.halves)),
         table([f"budget {tuning.budget_bits:g} bits", "bits", "KL", "top-1"], rows),
         wrapped(LEGEND, 2),
         tuning.policy.to_yaml().rstrip(),
     ]
-    parts.extend(wrapped(f"note: {note}", 6) for note in result.notes)
+    if tuning.evaluation is not None:
+        parts.extend(wrapped(f"note: {note}", 6) for note in tuning.result.notes)
     return "\n\n".join(parts)
 
 

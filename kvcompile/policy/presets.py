@@ -33,7 +33,8 @@ the increase of bits per byte (docs/quality.md)."""
 CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),
     "turboquant_3bit_nc_mean": FormatPair("turboquant_3bit_mean", "turboquant_3bit_mean"),
-    "transform_3.2bit": FormatPair("transform_5443", "transform_5300"),
+    "transform_4bit": FormatPair("transform_6543", "transform_6420"),
+    "transform_3.2bit": FormatPair("transform_6433", "transform_5300"),
     "transform_2.6bit": FormatPair("transform_5421", "transform_5200"),
     "transform_2.2bit": FormatPair("transform_4321", "transform_4200"),
 }

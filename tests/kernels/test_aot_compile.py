@@ -475,7 +475,8 @@ def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
     [
         ("lloyd_max_4321", 128, "lloyd_max_42", 64),
         pytest.param("lloyd_max_5421", 128, "lloyd_max_52", 64, marks=pytest.mark.slow),
-        pytest.param("lloyd_max_5443", 128, "lloyd_max_53", 64, marks=pytest.mark.slow),
+        pytest.param("lloyd_max_6543", 128, "lloyd_max_642", 96, marks=pytest.mark.slow),
+        pytest.param("lloyd_max_6433", 128, "lloyd_max_53", 64, marks=pytest.mark.slow),
     ],
 )
 def test_attention_on_words_compiles_without_spills(key, head_dim, value, v_head_dim, compiled):

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,23 @@ from typing import Any
 import pytest
 import torch
 from documented_commands import command_line
-from small_models import HEAD_DIM, MODULES, save, small_model, some_bytes
+from small_models import CONTEXT, HEAD_DIM, MODULES, save, small_model, some_bytes
 from typer.testing import CliRunner
 
 import kvcompile
+from kvcompile import digests
 from kvcompile.cli.app import app
+from kvcompile.cli.output import INTERRUPTED
+from kvcompile.errors import PolicyError
 from kvcompile.evaluation import knapsack
 from kvcompile.evaluation import tune as tune_module
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
+from kvcompile.evaluation.transforms import calibrate_transforms
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy.policy import Policy
+from kvcompile.policy.transforms import Origin, Transforms
 from kvcompile.tables import WIDTH
 
 FORMATS = ["int8_per_token_head", "int4_per_token_head", "int4_per_channel", "turboquant_3bit", "turboquant_2bit"]
@@ -121,6 +127,56 @@ def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytes
     assert found.predicted_bits == (32 + sum(bits) / 2) / 2, "one half of the other layer gets 8 bits, one 4"
     assert found.policy.rules[0].match.layers == "0"
     assert found.policy.rules[0].dtype == "auto"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_with_transforms_the_search_chooses_calibrated_formats(tmp_path: Path) -> None:
+    model, transforms, file = small_model(num_layers=1), tmp_path / "t.safetensors", tmp_path / "policy.yaml"
+    windows = torch.tensor(list(some_bytes(4 * 64))).view(4, 64)
+    tensors, least, largest = calibrate_transforms(model, windows, context=CONTEXT)
+    origin = Origin(
+        model="small", fingerprint=digests.of_model(model), text="", text_digest="", windows=4, tokens=64,
+        positions=(least, largest),
+    )  # fmt: skip
+    Transforms(str(transforms), origin, tensors).save(transforms)
+    tokens, formats = torch.tensor(list(some_bytes(BLOCK_TOKENS + 1))), ["transform_3210", "transform_2100"]
+    found = kvcompile.tune(
+        model, tokens, 2, file, formats=[*formats, "int4_per_token_head"], transforms=transforms, decode=1
+    )
+    assert {half.format for half in found.halves} & set(formats)
+    assert found.result.packed_layers == 1
+    assert found.result.effective_bits == found.predicted_bits <= 2
+    assert Policy.load(file) == found.policy
+    assert found.policy.transforms[0].source == str(transforms)
+    with pytest.raises(PolicyError, match="calibrated on another model"):
+        kvcompile.tune(small_model(), tokens, 5, transforms=transforms)
+    with pytest.raises(EvaluationError, match="transform_3210 needs a calibration of the model; give --transforms"):
+        kvcompile.tune(model, tokens, 5, formats=formats)
+
+
+@pytest.mark.parametrize(("runs", "measured"), [(1, 1), (4, 4)])
+def test_an_interrupted_search_leaves_the_best_policy_by_what_was_measured(
+    runs: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(small_model(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def interrupt(*args: Any, **arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def divergence(*args: Any, calls: Iterator[int] = itertools.count(), **arguments: Any) -> float:  # noqa: B008
+        return 0.01 if next(calls) < runs else interrupt()
+
+    monkeypatch.setattr("kvcompile.evaluation.sensitivity.divergence_when", divergence)
+    monkeypatch.setattr(tune_module, "evaluate", interrupt)
+    command = "tune --model . --budget-bits 5 --formats int4_per_token_head,turboquant_2bit --prefill 63 --decode 1"
+    out, err = run(f"{command} --windows 1 --output policy.yaml", INTERRUPTED)
+    assert f"interrupted: {measured} of 4 key and value caches were measured" in err
+    assert "measured" not in next(line for line in out.splitlines() if "budget 5 bits" in line)
+    file = (tmp_path / "policy.yaml").read_text()
+    assert file.startswith(f"# interrupted: {measured} of 4 key and value caches were measured")
+    formats = Policy.load(tmp_path / "policy.yaml").formats_for(MODULES[0], 0, 2)
+    assert formats == FormatPair("int4_per_token_head", "int4_per_token_head"), "the budget allows it everywhere"
 
 
 def test_mistakes_are_named() -> None:
