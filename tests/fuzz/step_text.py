@@ -98,6 +98,8 @@ SOFTMAXES = {
         "weights = (scores - scores.amax(-1, keepdim=True)).exp()",
         "weights = weights / weights.sum(-1, keepdim=True)",
     ],
+    "logsumexp": ["weights = (scores - scores.logsumexp(-1)[..., None]).exp()"],
+    "log_softmax": ["weights = F.log_softmax(scores, dim=-1).exp()"],
 }
 
 STACKS = {"none": "", "first": "[{role}]", "second": "[:, {role}]", "unbind": ".unbind(0)[{role}]"}
