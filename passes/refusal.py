@@ -102,8 +102,8 @@ class Reason(enum.Enum):
         "return the whole cache, or no part of it",
     )
     not_written_back = (
-        "its {role} cache {source} is updated out of place; the old cache stays visible to the caller",
-        "update the cache in place (index_copy_ instead of index_copy), or let it grow by cat and return it",
+        "its {role} cache {source} is updated out of place, and the result is neither returned nor written back",
+        "update the cache in place (index_copy_ instead of index_copy), or return the new cache",
     )
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",

@@ -14,7 +14,7 @@ from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
 
-Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
+Kind = Literal["static", "functional", "allocated", "growing", "fresh", "read-only"]
 
 
 @dataclass
@@ -24,7 +24,8 @@ class Cache:
     Attributes:
         root: its value after all writes, which attention reads.
         role: ``key`` or ``value``.
-        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph and returned), ``growing`` (an
+        kind: ``static`` (an input that is mutated), ``functional`` (an input that stays unchanged; the graph writes it
+            out of place and returns the result), ``allocated`` (made in the graph and returned), ``growing`` (an
             input that is concatenated and returned), ``fresh`` (new keys or values that are returned as a growing
             cache) or ``read-only`` (an input that is packed already, or an attribute of an object of the caller, such
             as an encoder's keys in a cache).
@@ -35,7 +36,8 @@ class Cache:
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         kept: for a sliding window, the slice of ``root`` that it keeps. ``growing`` and ``fresh`` caches return the
             slice in the place of ``root``, and ``static`` caches copy it back.
-        returned: the output that is the cache, for ``allocated``, ``growing`` and ``fresh``.
+        returned: the output that is the cache, for ``functional``, ``allocated``, ``growing`` and ``fresh``.
+        repeats_sequence: whether the only sequence of ``base`` is repeated for all sequences before the first write.
         reads: how each site reads it.
         readers: the markers of those sites.
         pool_axes: the order of the dimensions of ``base`` if it is a pool of slots or blocks. Its later states are a
@@ -59,6 +61,7 @@ class Cache:
     serves_both: bool = False
     kept: CacheWrite | None = None
     returned: Node | None = None
+    repeats_sequence: bool = False
 
     @property
     def changes(self) -> list[CacheWrite]:

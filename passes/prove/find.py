@@ -28,7 +28,13 @@ from kvcompile.passes.graph.aten import (
     view_chain,
 )
 from kvcompile.passes.graph.names import cache_name, operation, user_name
-from kvcompile.passes.graph.permutations import axes_after, axes_before, permutes_vectors
+from kvcompile.passes.graph.permutations import (
+    REPETITIONS,
+    axes_after,
+    axes_before,
+    permutes_vectors,
+    repeats_sequence,
+)
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
@@ -158,6 +164,7 @@ class CacheFinder:
         cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.pool_axes = pool.args[2] if pool is not None else None
+        cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
         if kind == "static":
             cache.kept = self._shifted(read)
         elif kind != "read-only":
@@ -178,7 +185,7 @@ class CacheFinder:
         writes: list[CacheWrite] = []
         while True:
             is_returned = node in self.outputs or node in self.windows
-            if _keeps_values(node) and not is_returned:
+            if (_keeps_values(node) or repeats_sequence(node, axes)) and not is_returned:
                 node, axes = node.args[0], axes_before(node, axes)
             elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axes, role)
@@ -215,9 +222,11 @@ class CacheFinder:
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
             write_back = _find_write_back(root, base, read.axes, axes)
-            if write_back is None:
-                raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
-            return "static", write_back
+            if write_back is not None:
+                return "static", write_back
+            if returned is root and keeps_order and not read.gathers:
+                return "functional", None
+            raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
         if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
             return "allocated", None
         if returned is not None:
@@ -266,7 +275,7 @@ class CacheFinder:
         if cache.kind == "fresh":
             self._check_other_outputs(cache)
             return  # other users read the rows in full precision; only attention and the caller see them quantized
-        returned = cache.returned if cache.kind in ("allocated", "growing") else None
+        returned = cache.returned if cache.kind in ("functional", "allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
         if kept is not None and kept is not cache.root:

@@ -79,7 +79,7 @@ class CacheRewriter:
                 state = self._changed(cache, layout, state, write)
             dropped = dropped or write.drops_tokens or (cache.kind == "static" and cache.drops_tokens)
             in_place = in_place if dropped else state
-        if cache.kind in ("static", "growing") and in_place is not data:
+        if cache.kind in ("static", "functional", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
         if cache.computing:
@@ -89,7 +89,7 @@ class CacheRewriter:
                 state = self._changed(cache, layout, state, cache.kept)
         if cache.kind == "static" and cache.drops_tokens:
             self._write_back(cache, data, state)
-        if cache.kind in ("allocated", "fresh", "growing"):
+        if cache.kind in ("functional", "allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
@@ -112,7 +112,8 @@ class CacheRewriter:
         if write.form == "slice" and not write.drops_tokens:
             return state
         x, positions, valid = write.normalise(self.graph)
-        if write is cache.writes[0] and cache.kind == "static" and x is not None and write.first_sequence is None:
+        has_size = cache.kind in ("static", "functional")
+        if write is cache.writes[0] and has_size and x is not None and write.first_sequence is None:
             first = first_position(self.gm, self.placeholders, positions, valid)
             self.input_actions[-1] = replace(self.input_actions[-1], first_position=first)
         if x is not None:
@@ -220,15 +221,24 @@ class CacheRewriter:
         return data
 
     def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
-        if cache.kind != "growing":
+        if cache.kind not in ("functional", "growing"):
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
             return InputAction(index, kind, layout, cache.input_axes)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
-        grown = None if cache.drops_tokens else cache.returned
-        # Outputs are None too: those that are grown caches of other layers (_replace_outputs), and dropped ones.
-        places = enumerate(self.output.args[0]) if grown is not None else ()
-        outputs = tuple(place for place, node in places if node is grown)
-        return InputAction(index, "growing", layout, cache.axes, new_tokens, outputs)
+        num_sequences = cache.size("b") if cache.repeats_sequence else None
+        made = None if cache.drops_tokens else cache.returned
+        # Outputs are None too: those that are caches which the call makes (_replace_outputs), and dropped ones.
+        places = enumerate(self.output.args[0]) if made is not None else ()
+        outputs = tuple(place for place, node in places if node is made)
+        return InputAction(
+            index,
+            "growing" if cache.kind == "growing" else "functional",
+            layout,
+            cache.axes,
+            new_tokens,
+            num_sequences,
+            outputs,
+        )
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
         """Packed zeros, for a cache that the graph makes."""
@@ -279,7 +289,7 @@ class CacheRewriter:
         outputs = list(self.output.args[0])
         replaced = [index for index, node in enumerate(outputs) if node is cache.returned]
         for index in replaced:
-            if cache.kind == "growing" and not cache.drops_tokens:
+            if cache.kind in ("functional", "growing") and not cache.drops_tokens:
                 outputs[index] = None
                 continue
             outputs[index] = state

@@ -46,7 +46,7 @@ def view_escapes(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: T
 
 def out_of_place_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     keys, values = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
-    return sdpa(q, keys, values), keys, values
+    return sdpa(q, keys, values)
 
 
 def accumulating_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
