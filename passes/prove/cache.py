@@ -79,7 +79,8 @@ class Cache:
     @property
     def shape(self) -> tuple[Any, ...]:
         """Logical shape after the writes, in the order ``axes``."""
-        return tuple(shape_of(self.base if self.kind == "static" and not self.is_pool else self.root))
+        has_input_shape = self.kind in ("static", "functional") and not self.is_pool and not self.repeats_sequence
+        return tuple(shape_of(self.base if has_input_shape else self.root))
 
     @property
     def input_shape(self) -> tuple[Any, ...]:

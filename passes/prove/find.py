@@ -7,7 +7,7 @@ use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -167,6 +167,8 @@ class CacheFinder:
         cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
         if kind == "static":
             cache.kept = self._shifted(read)
+        elif kind == "functional":
+            cache.returned = self._returned_as(read, axes)
         elif kind != "read-only":
             cache.kept, cache.returned = self._returned(read)
         if cache.dtype not in _FLOATS:
@@ -224,7 +226,7 @@ class CacheFinder:
             write_back = _find_write_back(root, base, read.axes, axes)
             if write_back is not None:
                 return "static", write_back
-            if returned is root and keeps_order and not read.gathers:
+            if not read.gathers and self._returned_as(read, axes) is not None:
                 return "functional", None
             raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
         if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
@@ -245,6 +247,11 @@ class CacheFinder:
             return None, root if root in self.outputs else None
         kept = match_slice(window.output, read.axes)
         return kept, None if kept is None else window.output
+
+    def _returned_as(self, read: Read, axes: str) -> Node | None:
+        """The output that is the cache, with its dimensions in the order ``axes``."""
+        forms = _permutations(read.root, read.axes)
+        return next((node for node, order in forms if order == axes and node in self.outputs), None)
 
     def _shifted(self, read: Read) -> CacheWrite | None:
         """The slice that a window of fixed size keeps, if attention reads further tokens."""
@@ -278,6 +285,8 @@ class CacheFinder:
         returned = cache.returned if cache.kind in ("functional", "allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
+        if cache.kind == "functional" and returned is not None:
+            views.update(view_chain(returned, frozenset((cache.root,)))[1])
         if kept is not None and kept is not cache.root:
             views.update(node for node in sliced_by(kept) if node is not cache.root)
         understood = {cache.write_back, *views}
@@ -361,14 +370,19 @@ def _is_overwritten(base: Node) -> bool:
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
     """The ``copy_`` into ``base`` of ``node``, which has the order ``axes``, or of a permutation of ``node``."""
-    for user in node.users:
-        if user.target is aten.copy_.default and user.args[0] is base and axes == axes_of_base:
-            return user
-        if _keeps_values(user):
-            found = _find_write_back(user, base, axes_after(user, axes), axes_of_base)
-            if found is not None:
-                return found
+    for form, order in _permutations(node, axes):
+        for user in form.users:
+            if user.target is aten.copy_.default and user.args[0] is base and order == axes_of_base:
+                return user
     return None
+
+
+def _permutations(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
+    """``node``, which has the order ``axes``, and its permutations and copies, with their orders."""
+    yield node, axes
+    for user in node.users:
+        if _keeps_values(user):
+            yield from _permutations(user, axes_after(user, axes))
 
 
 def _keeps_values(node: Node) -> bool:

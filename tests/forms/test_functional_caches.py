@@ -59,13 +59,26 @@ def written_copy(cache: Tensor, x: Tensor, pos: Tensor, dim: int) -> Tensor:
     return cache
 
 
+def through_a_view(cache: Tensor, x: Tensor, pos: Tensor, dim: int) -> Tensor:
+    return cache.transpose(0, dim).index_put((pos,), x.transpose(0, dim)).transpose(0, dim)
+
+
 def two_writes(cache: Tensor, x: Tensor, pos: Tensor, dim: int) -> Tensor:
     last = x.shape[dim] - 1
     cache = cache.index_copy(dim, pos[:last], x.narrow(dim, 0, last))
     return cache.index_copy(dim, pos[last:], x.narrow(dim, last, 1))
 
 
-WRITES: Sequence[Write] = (index_copy, scatter, slice_scatter, select_scatter, where, written_copy, two_writes)
+WRITES: Sequence[Write] = (
+    index_copy,
+    scatter,
+    slice_scatter,
+    select_scatter,
+    where,
+    written_copy,
+    through_a_view,
+    two_writes,
+)
 
 
 def visible(pos: Tensor, kv_len: int = MAX_LEN) -> Tensor:
