@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.passes.calling import with_parts_of_stacks
+from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
 from kvcompile.passes.graph.names import name_inputs
@@ -178,6 +179,12 @@ PIPELINE = (
         _remove_dead_code,
         "AOTAutograd has functionalised the graph: only the copies at its end mutate inputs.",
         "Every node is used, so that every use of a cache counts.",
+    ),
+    Pass(
+        "drop_offset_checks",
+        lambda packing: drop_offset_checks(packing.gm.graph),
+        "Every node is used, so that every use of a cache counts.",
+        "No node only checks where a view begins in memory.",
     ),
     Pass(
         "drop_returned_inputs",

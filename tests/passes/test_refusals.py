@@ -445,6 +445,12 @@ class Layer(torch.nn.Module):
         write(self.keys, k, pos), write(self.values, v, pos)
         return self.keys[:, :, :length], self.values[:, :, :length]
 
+    def update_at_an_integer(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        start = int(pos)
+        for cache, x in ((self.keys, k), (self.values, v)):
+            cache.narrow(2, start, x.shape[2]).copy_(x)
+        return self.keys, self.values
+
     def update_and_break(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         torch._dynamo.graph_break()
         return self.update(k, v, pos)
@@ -499,6 +505,23 @@ def test_a_graph_break_by_a_number_of_a_tensor_is_named_with_the_setting_that_av
     place = f"test_refusals.py:{Layer.update_and_read_the_position.__code__.co_firstlineno + 1}"
     assert f"the graph break at {place}: length = pos.item() + 1" in str(reason)
     assert str(reason).endswith("; torch._dynamo.config.capture_scalar_outputs = True keeps one graph")
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_setting_that_a_graph_break_names_packs_the_cache() -> None:
+    q, k, v, *_, pos = inputs()
+    model, expected = Model(Layer.update_at_an_integer), Model(Layer.update_at_an_integer)
+    (reason,) = reasons_of_model(model, q, k, v, pos)
+    assert str(reason).endswith(
+        ": start = int(pos); torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+    )
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = run(model, [q, k, v, pos], policy={"default": {"dtype": "float32"}})
+    (site,) = last_report().sites
+    assert site.reason is None
+    torch.testing.assert_close(found, expected(q, k, v, pos), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.layers[0].keys.dequantize(), expected.layers[0].keys, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("without_code_generation")
