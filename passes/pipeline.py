@@ -22,7 +22,7 @@ from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings, surroundings_of_sites
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
-from kvcompile.passes.prove.cache import AttentionOnLatents
+from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.prove.formats import choose_formats
 from kvcompile.passes.prove.settle import settle_sites
@@ -119,8 +119,8 @@ def _fuse_attention(packing: Packing) -> None:
     for candidate in packing.accepted:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
-        if isinstance(attention, AttentionOnLatents):
-            continue  # it stays as the model wrote it, on what is computed from dequantized latents
+        if isinstance(attention, ComputedAttention):
+            continue  # it stays as the model wrote it, on what is computed from dequantized caches
         packing.reduces_masks |= Marker.of(attention.marker).hidden_rows_are_nan
         key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
         with packing.notes.attending(packing.gm, candidate.site):

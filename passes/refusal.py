@@ -47,8 +47,9 @@ class Reason(enum.Enum):
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, or latents of one head from which a "
-        "projection computes keys and values; and return the cache or write it back",
+        "cache keys and values in the form in which attention reads them, keys of which each vector is computed "
+        "alone (a rotation or a scale), or latents of one head from which a projection computes keys and values; and "
+        "return the cache or write it back",
     )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",

@@ -33,6 +33,7 @@ class Cache:
         in_growing_buffer: whether its packed data is in a growing buffer, now or after the graph.
         writes: its writes, in order of execution.
         axes: the order of the dimensions of ``base``. For a pool, the order of its cache of one sequence.
+        root_axes: the order of the dimensions of ``root``.
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         kept: for a sliding window, the slice of ``root`` that it keeps. ``growing`` and ``fresh`` caches return the
             slice in the place of ``root``, and ``static`` caches copy it back.
@@ -42,7 +43,7 @@ class Cache:
         readers: the markers of those sites.
         pool_axes: the order of the dimensions of ``base`` if it is a pool of slots or blocks. Its later states are a
             cache [1, num_slots, num_kv_heads, head_dim].
-        computing: for a cache of latents, the nodes that lead from it to attention.
+        computing: for a cache that keys or values are computed from, the nodes that lead from it to attention.
         serves_both: whether a site reads it both as keys and as values. Its role is then ``key``.
     """
 
@@ -52,6 +53,7 @@ class Cache:
     base: Node
     writes: list[CacheWrite]
     axes: str
+    root_axes: str
     write_back: Node | None = None
     in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
@@ -135,8 +137,29 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class AttentionOnLatents:
-    """A marker whose keys and values are computed from caches of latents, with these caches proven."""
+class ComputedRead:
+    """How attention depends on caches that its keys or values are computed from.
+
+    Attributes:
+        roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
+            packed in.
+        computing: the nodes that lead from these values to the attention, its marker included.
+    """
+
+    roles: dict[Node, Role]
+    computing: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class ComputedAttention:
+    """A marker whose keys or values are computed from caches, with these caches proven.
+
+    Attributes:
+        marker: the marker.
+        caches: the caches, which are dequantized for the computation.
+        note: what is computed, for the report.
+    """
 
     marker: Node
     caches: tuple[Cache, ...]
+    note: str

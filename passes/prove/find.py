@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.pytree import tree_leaves
+from kvcompile.kernels.layout.axes import CACHE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
@@ -38,9 +39,10 @@ from kvcompile.passes.graph.permutations import (
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
-from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache, Kind
+from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
+from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
-from kvcompile.passes.prove.latents import has_one_head, later_states, read_latents, read_whole, views_of
+from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, trace_read
 from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
@@ -74,27 +76,54 @@ class CacheFinder:
         self.originals = owners_of_originals(graph)
         self.later_states = later_states(graph)
 
-    def attention(self, marker: Node) -> Attention | AttentionOnLatents:
+    def attention(self, marker: Node) -> Attention | ComputedAttention:
         """Prove the caches of one site; raises Refusal."""
         try:
             return self._attention(marker)
         except Refusal as refusal:
             if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
                 raise
-            on_latents = self._attention_on_latents(marker)
-            if on_latents is None:
+            computed = self._attention_on_latents(marker) or self._attention_with_computed_keys(marker)
+            if computed is None:
                 raise
-            return on_latents
+            return computed
 
-    def _attention_on_latents(self, marker: Node) -> AttentionOnLatents | None:
+    def _attention_on_latents(self, marker: Node) -> ComputedAttention | None:
         read = read_latents(marker, self._may_be_latents)
         if read is None:
             return None
         latents = [self._latents(root, role) for root, role in read.roles.items()]
-        for cache in latents:
+        return self._computed(marker, read, latents, "computed from latents")
+
+    def _attention_with_computed_keys(self, marker: Node) -> ComputedAttention | None:
+        try:
+            value = self._read(Marker.of(marker).value, "value")
+        except Refusal:
+            return None
+        read = read_computed_keys(marker, value, self._may_be_cache)
+        if read is None:
+            return None
+        keys = next(root for root in read.roles if root is not value.root)
+        key = read_like(keys, value)
+        if key is None or value.gathers:
+            return None
+        caches = [self._cache(key, "key"), self._cache(value, "value")]
+        return self._computed(marker, read, caches, "keys computed from their cache")
+
+    def _computed(self, marker: Node, read: ComputedRead, caches: list[Cache], note: str) -> ComputedAttention:
+        for cache in caches:
             cache.computing |= read.computing
             cache.readers.add(marker)
-        return AttentionOnLatents(marker, tuple(latents))
+        return ComputedAttention(marker, tuple(caches), note)
+
+    def _may_be_cache(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
+            return False
+        packed = self.packed_inputs.get(node)
+        if node in self.outputs or node in self.windows or (packed is not None and "b" in packed.axes):
+            return True
+        return node in self.later_states and any(is_written(node, axes) for axes in CACHE_AXES)
 
     def _may_be_latents(self, node: Node) -> bool:
         if not has_one_head(node):
@@ -161,7 +190,7 @@ class CacheFinder:
         kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
-        cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
+        cache = Cache(read.root, role, kind, base, writes, axes, read.axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.pool_axes = pool.args[2] if pool is not None else None
         cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
@@ -316,7 +345,7 @@ class CacheFinder:
         It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
 
         - ``user`` is in ``understood``.
-        - It computes keys or values from latents.
+        - It computes keys or values from the cache.
         - It asks for a size.
         - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten, and if
           one site is not, no other reader of the cache is.

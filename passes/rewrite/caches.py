@@ -93,17 +93,17 @@ class CacheRewriter:
             self._replace_outputs(cache, layout, state)
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
-        """Let the nodes that compute keys and values from a cache of latents read its dequantized tokens."""
-        dtype, axes = cache.dtype, cache.axes
+        """Let the nodes that compute keys or values from a cache read its dequantized tokens."""
+        dtype, axes = cache.dtype, cache.root_axes
 
-        def latents(data: Tensor, num_tokens: int) -> Tensor:
+        def tokens(data: Tensor, num_tokens: int) -> Tensor:
             x = to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
             return in_order(x, axes).contiguous()
 
         users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
         with self.graph.inserting_before(users[0]):
             num_tokens = size_node(self.graph, shape_of(cache.root)[axes.index("t")])
-            dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
+            dequantized = inline(self.graph, tokens, self.packed[cache.root], num_tokens)
         for user in users:
             user.replace_input_with(cache.root, dequantized)
 

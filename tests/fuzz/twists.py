@@ -51,6 +51,7 @@ TWISTS = {
     ),
     "returned": Twist(after="extra{number} = {K}", returns=True),
     "written_twice": Twist(written="{K}.index_copy_({t}, pos, {x} * 3.0)", is_safe=True),
+    "keys_rotated": Twist(read="keys = keys * 0.5 + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1)"),
     # Other uses of the values.
     "summed": Twist(after="extra{number} = {K}.sum()", returns=True),
     "view_returned": Twist(after="extra{number} = {keys}[:, :, :2]", returns=True),

@@ -131,9 +131,9 @@ def old_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p
     return sdpa(q, old, vc)
 
 
-def keys_are_scaled(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+def keys_are_added_up_over_tokens(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc * 2, vc)
+    return sdpa(q, kc.cumsum(2), vc)
 
 
 def keys_decay(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -244,7 +244,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     write_after_the_read: "not_written_back",
     other_keys_are_read: "unknown_read",
     old_keys_are_read: "read_before_write",
-    keys_are_scaled: "computed_from_cache",
+    keys_are_added_up_over_tokens: "computed_from_cache",
     keys_decay: "unknown_write",
     keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
