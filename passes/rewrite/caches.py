@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import in_order
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
@@ -30,6 +31,7 @@ from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
+from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 
@@ -128,18 +130,22 @@ class CacheRewriter:
         """Replace the marker by attention on the packed caches."""
         marker = attention.marker
         with self.graph.inserting_before(marker):
-            kv_len = size_node(self.graph, attention.key_read.num_tokens)
+            first_token, num_tokens = attention.key_read.first_token, attention.key_read.num_tokens
+            kv_len = size_node(self.graph, first_token + num_tokens)
             k_data = self._read(attention.key_read, key)
             data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
             ranges = head_ranges(attention.key_read, attention.value_read)
             assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
-            result = joined(self.graph, [self._attend(call, heads, data, (key, value), kv_len) for heads in ranges])
+            shown = call
+            if not statically_known_true(first_token == 0):
+                shown = hide_first_tokens(self.graph, call, first_token, num_tokens)
+            result = joined(self.graph, [self._attend(shown, heads, data, (key, value), kv_len) for heads in ranges])
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
             if call.mask is not None and call.hidden_rows_are_nan:
-                result = insert_nan_in_hidden_rows(self.graph, result, call.mask, attention.key_read.num_tokens)
+                result = insert_nan_in_hidden_rows(self.graph, result, call.mask, num_tokens)
             dtype = marker.meta["val"].dtype
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)

@@ -104,6 +104,7 @@ TWISTS = {
     "reversed_and_written_back": Twist(written="{K}.copy_({K}.flip({t}))"),
     # Other reads.
     "tail": Twist(read_as="{x}[:, :, 1:]"),
+    "last_tokens": Twist(read_as="{x}[:, :, -3:]"),
     "every_second_token": Twist(read_as="{x}[:, :, ::2]"),
     "tokens_reversed": Twist(read_as="{x}.flip(2)"),
     "tokens_rolled": Twist(read_as="{x}.roll(1, 2)"),

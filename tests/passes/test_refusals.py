@@ -76,14 +76,16 @@ def one_tensor_for_keys_of_one_and_values_of_another(
     return sdpa(q, kc, vc) + sdpa(q, vc, kc)
 
 
-def sliding_window_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+def keys_and_values_of_different_tokens_are_read(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc[:, :, 8:], vc[:, :, 8:])
+    return sdpa(q, kc[:, :, 8:], vc[:, :, :-8])
 
 
 def two_reads_of_which_one_is_unknown(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc, vc) + sdpa(q, kc[:, :, 1:], vc[:, :, 1:])
+    return sdpa(q, kc, vc) + sdpa(q, kc[:, :, ::2], vc[:, :, ::2])
 
 
 def dropout(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -101,7 +103,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     no_cache_at_all: "no_cache",
     plain_cache_only_read: "plain_read_only",
     one_tensor_for_keys_of_one_and_values_of_another: "other_role",
-    sliding_window_read: "unknown_read",
+    keys_and_values_of_different_tokens_are_read: "unknown_read",
     two_reads_of_which_one_is_unknown: "used_elsewhere",
     dropout: "dropout",
 }
