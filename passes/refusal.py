@@ -83,8 +83,8 @@ class Reason(enum.Enum):
     )
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
-        "read the whole cache or neighbouring tokens (the same of keys and values), through views, and hide others with "
-        "a mask",
+        "read the whole cache or neighbouring tokens (the same of keys and values), through views, and hide others "
+        "with a mask",
     )
     channels_not_last = (
         "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
