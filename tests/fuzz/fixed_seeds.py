@@ -57,7 +57,7 @@ GROUPS = (
     Group("pools", programs(POOLS, twisted=False), 12),
     Group("twisted", programs(OF_FIXED_SIZE, twisted=True), 36, is_safe=False),
     Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 20, is_safe=False),
-    Group("lossy", programs((*OF_FIXED_SIZE, *EXTENDED), twisted=False, lossy=True), 16),
+    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 16),
 )
 
 SEED = 1
