@@ -10,8 +10,8 @@ others wait. The baseline of a row is the same step on one rank.
 - context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Full shards of random
   values are decoded.
 
-Before steps are timed, the logits of a short prompt and a step are compared with those of one rank. All ranks begin a
-repeat together; its time is that of the slowest rank.
+The logits of the first step are compared with those of one rank on the same cache. All ranks begin a repeat together;
+its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import kvcompile
 from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+from kvcompile.policy.policy import Policy
 
 MAX_ERROR = 5e-2
 """The largest relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
 
-CHECKED_TOKENS = 300
-"""Tokens of the prompt whose logits are compared. They fill five blocks, the last one in part."""
+FILLED_AT_ONCE = 1 << 14
+"""Tokens of a rank that are random numbers at a time, a multiple of the tokens of a block."""
 
 STEPS = 20
 """Steps of a repeat."""
@@ -91,13 +92,24 @@ def distributed(model: Any, ranks: Ranks) -> Any:
     return model
 
 
-def fill(cache: Any) -> None:
-    """Fill a cache with random tokens, but for room for the steps of a repeat."""
+def fill(cache: Any, ranks: Ranks) -> None:
+    """Fill a cache with the part of this rank of random tokens, the same for any number of ranks."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
     for layer in cache.layers:
         for whole in (layer.keys, layer.values):
-            own = whole.local if isinstance(whole, kvcompile.PackedShard) else whole
-            for part in own.split(1 << 14, 2):
-                part.copy_(torch.randn(part.shape, dtype=DTYPE, device=DEVICE))
+            is_shard = isinstance(whole, kvcompile.PackedShard)
+            batch, heads, num_tokens, head_dim = whole.shape
+            all_heads = heads * (1 if is_shard else ranks.size)
+            at_once = FILLED_AT_ONCE * (ranks.size if is_shard else 1)
+            for first in range(0, num_tokens, at_once):
+                count = min(at_once, num_tokens - first)
+                tokens = torch.randn(batch, all_heads, count, head_dim, generator=generator, device=DEVICE, dtype=DTYPE)
+                if is_shard:
+                    tokens, first = whole.shard.select(tokens, 2), first // ranks.size
+                    whole.local[:, :, first : first + tokens.shape[2]] = tokens
+                else:
+                    own = tokens.narrow(1, ranks.rank * heads, heads) if ranks.size > 1 else tokens
+                    whole[:, :, first : first + count] = own
     rewind(cache)
 
 
@@ -120,18 +132,6 @@ def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: in
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - begin) / STEPS)
     return Timing.of(ranks.slowest(seconds[1:]), "wall clock")
-
-
-def logits_of_prompt(model: Any, compiled: Any, cache: Any) -> Tensor:
-    """The logits of a prompt of random tokens, and of one more token."""
-    batch = cache.layers[0].keys.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, CHECKED_TOKENS + 1), generator=generator).to(DEVICE)
-    logits = []
-    for part in (ids[:, :-1], ids[:, -1:]):
-        torch.compiler.cudagraph_mark_step_begin()
-        logits.append(compiled(input_ids=part, past_key_values=cache).logits[:, -1].clone())
-    return torch.stack(logits)
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,27 @@ class Job:
         )
         return torch.compile(model, dynamic=False, backend=backend)
 
-    def cache(self, model: Any, ranks: Ranks, num_tokens: int) -> Any:
-        """An empty cache; its first call packs it, but for a shared context, which is packed from the start."""
+    def cache(self, model: Any, ranks: Ranks) -> Any:
+        """An empty cache for this rank, packed from the start if there is a policy."""
+        shape, policy = self.shape, self.policy
         if self.case == "context parallel":
-            return kvcompile.static_cache(model, self.shape.batch, num_tokens, self.policy, ranks.mesh)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=num_tokens)
-        heads = self.shape.num_kv_heads // (ranks.size if self.case == "tensor parallel" else 1)
-        cache.early_initialization(self.shape.batch, heads, self.shape.head_dim, DTYPE, DEVICE)
+            return kvcompile.static_cache(model, shape.batch, shape.context, policy, ranks.mesh)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=shape.context)
+        heads = shape.num_kv_heads // ranks.size
+        cache.early_initialization(0 if policy else shape.batch, heads, shape.head_dim, DTYPE, DEVICE)
+        for index, layer in enumerate(cache.layers if policy else []):
+            formats = Policy.load(policy).formats_for("", index, len(cache.layers))
+            assert formats is not None, "the policy packs every layer"
+            size = (shape.batch, heads, shape.context, shape.head_dim)
+            for name, role in (("keys", "key"), ("values", "value")):
+                layout = formats.layout(role, shape.head_dim, DTYPE)
+                setattr(layer, name, kvcompile.PackedTensor.zeros(size, DTYPE, layout, device=DEVICE))
         return cache
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job gave on some ranks: the logits of its prompt, its time, and its cache."""
+    """What a job gave on some ranks: the logits of its first step, its time, and its cache."""
 
     logits: Tensor
     timing: Timing
@@ -186,15 +194,15 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
     if job.case == "tensor parallel":
         model = distributed(model, ranks)
     compiled = job.compile(model, ranks)
-    logits = logits_of_prompt(model, compiled, job.cache(model, ranks, 2 * CHECKED_TOKENS))
-    cache = job.cache(model, ranks, job.shape.context)
-    fill(cache)
-    ids = torch.zeros(job.shape.batch, 1, dtype=torch.long, device=DEVICE)
+    cache = job.cache(model, ranks)
+    fill(cache, ranks)
+    ids = torch.ones(job.shape.batch, 1, dtype=torch.long, device=DEVICE)
 
-    def step() -> None:
+    def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        compiled(input_ids=ids, past_key_values=cache)
+        return compiled(input_ids=ids, past_key_values=cache).logits
 
+    logits = step().clone()
     for _ in range(5):  # CUDA graphs are recorded
         step()
     timing = time_steps(step, cache, ranks, args.repeats)
@@ -226,8 +234,11 @@ def _checked_error(alone: Measured, together: Measured, job: Job) -> float:
 def jobs(args: argparse.Namespace) -> list[Job]:
     result = []
     for mode in args.modes:
-        result += [Job("tensor parallel", args.tensor_shape, policy, mode) for policy in (None, args.policy)]
-        result.append(Job("context parallel", args.context_shape, args.policy, mode))
+        result += [
+            Job("tensor parallel", args.tensor_shape, args.policy, mode),
+            Job("context parallel", args.context_shape, args.policy, mode),
+            Job("tensor parallel", args.tensor_shape, None, mode),
+        ]
     return [job for job in result if job.case.split()[0] in args.cases]
 
 

@@ -47,6 +47,7 @@ from kvcompile.passes.site import Site, num_layers
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 from kvcompile.report import report
 from kvcompile.report.origin import Origin, policy_name
+from kvcompile.report.recompile_limit import watch
 from kvcompile.report.weight_bytes import weight_bytes
 from kvcompile.verification.check import VERIFY, verify
 from kvcompile.verification.dump import write_dump
@@ -373,6 +374,7 @@ class _GraphCompiler:
         passes = self.packing.seconds if self.packing is not None else {}
         weights = weight_bytes(self.example_inputs)
         graph = report.record(sites, surroundings, weights, passes, self.origin, self.verified_steps)
+        watch(self.marked.graph)
         self.stages.reported(graph)
         graph.enforce(self.options.on_unsupported)
         self.options.policy.check_rules(sites, num_layers(sites))

@@ -104,22 +104,36 @@ class InputAction:
 
     Attributes:
         index: position among the graph's inputs.
-        kind: the caller passes packed data. For ``growing`` it first reserves room for ``new_tokens``.
+        kind: the caller passes packed data. For ``growing`` it first reserves room for ``new_tokens``. For
+            ``functional`` it passes a copy, which becomes an output. The caller's own cache stays unchanged.
         layout: the layout of the packed cache.
         axes: the order of its dimensions (:mod:`kvcompile.passes.graph.permutations`).
         new_tokens: tokens that the graph appends, an int or SymInt.
-        outputs: for ``growing``, the outputs that are the longer cache.
-        first_position: for ``static``, the first position that the graph writes. None if it is not known before the
-            graph runs.
+        num_sequences: for ``growing`` and ``functional``, how often the only sequence of the caller's cache is
+            repeated in the packed data, an int or SymInt; None if it is not repeated.
+        outputs: for ``growing`` and ``functional``, the outputs that are the new cache.
+        first_position: for ``static`` and ``functional``, the first position that the graph writes. None if it is not
+            known before the graph runs.
     """
 
     index: int
-    kind: Literal["static", "growing", "read-only"]
+    kind: Literal["static", "functional", "growing", "read-only"]
     layout: PackedLayout
     axes: str
     new_tokens: int | torch.SymInt = 0
+    num_sequences: int | torch.SymInt | None = None
     outputs: tuple[int, ...] = ()
     first_position: FirstPosition | None = None
+
+    @property
+    def makes_cache(self) -> bool:
+        """Whether the call makes a new cache of the caller's, which it neither changes nor adopts."""
+        return self.kind in ("functional", "growing")
+
+    @property
+    def without_symbols(self) -> InputAction:
+        """The same action without symbolic sizes, which belong to one compilation."""
+        return replace(self, new_tokens=0, num_sequences=None)
 
 
 @dataclass(frozen=True)

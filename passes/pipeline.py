@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.passes.calling import with_parts_of_stacks
+from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
 from kvcompile.passes.graph.names import name_inputs
@@ -21,7 +22,7 @@ from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings, surroundings_of_sites
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
-from kvcompile.passes.prove.cache import AttentionOnLatents
+from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.check_shards import check_shards
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.prove.formats import choose_formats
@@ -125,8 +126,8 @@ def _fuse_attention(packing: Packing) -> None:
     for candidate in packing.accepted:
         attention = candidate.attention
         assert attention is not None, "an accepted site has its caches proven"
-        if isinstance(attention, AttentionOnLatents):
-            continue  # it stays as the model wrote it, on what is computed from dequantized latents
+        if isinstance(attention, ComputedAttention):
+            continue  # it stays as the model wrote it, on what is computed from dequantized caches
         packing.reduces_masks |= Marker.of(attention.marker).hidden_rows_are_nan
         key, value = (packing.layouts[cache.root][1] for cache in (attention.key, attention.value))
         with packing.notes.attending(packing.gm, candidate.site):
@@ -185,6 +186,12 @@ PIPELINE = (
         _remove_dead_code,
         "AOTAutograd has functionalised the graph: only the copies at its end mutate inputs.",
         "Every node is used, so that every use of a cache counts.",
+    ),
+    Pass(
+        "drop_offset_checks",
+        lambda packing: drop_offset_checks(packing.gm.graph),
+        "Every node is used, so that every use of a cache counts.",
+        "No node only checks where a view begins in memory.",
     ),
     Pass(
         "drop_returned_inputs",

@@ -47,8 +47,9 @@ class Reason(enum.Enum):
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, or latents of one head from which a "
-        "projection computes keys and values; and return the cache or write it back",
+        "cache keys and values in the form in which attention reads them, keys of which each vector is computed "
+        "alone (a rotation or a scale), or latents of one head from which a projection computes keys and values; and "
+        "return the cache or write it back",
     )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
@@ -82,7 +83,8 @@ class Reason(enum.Enum):
     )
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
-        "read the whole cache or its first tokens, through views, and hide the rest with a mask",
+        "read the whole cache or neighbouring tokens (the same of keys and values), through views, and hide others "
+        "with a mask",
     )
     channels_not_last = (
         "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
@@ -102,8 +104,8 @@ class Reason(enum.Enum):
         "return the whole cache, or no part of it",
     )
     not_written_back = (
-        "its {role} cache {source} is updated out of place; the old cache stays visible to the caller",
-        "update the cache in place (index_copy_ instead of index_copy), or let it grow by cat and return it",
+        "its {role} cache {source} is updated out of place, and the result is neither returned nor written back",
+        "update the cache in place (index_copy_ instead of index_copy), or return the new cache",
     )
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",

@@ -52,8 +52,9 @@ class CacheSummary:
 
     Attributes:
         role: ``key`` or ``value``.
-        kind: ``static`` (a buffer that arrives and is mutated), ``allocated`` (a buffer made inside the graph) or
-            ``growing`` (concatenated and returned).
+        kind: ``static`` (a buffer that arrives and is mutated), ``functional`` (a buffer that arrives and is returned
+            with new tokens, out of place), ``allocated`` (a buffer made inside the graph), ``growing`` (concatenated
+            and returned), ``fresh`` (new rows, returned) or ``read-only``.
         write_form: how the model writes it, e.g. ``index_put``, ``slice_scatter``, ``scatter``, ``where``, ``cat``.
         source: Dynamo's name of the tensor (``L['past_key_values'].layers[0].keys``), or the name of its node.
         shape: logical shape, symbolic sizes as strings.

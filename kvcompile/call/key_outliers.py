@@ -177,7 +177,7 @@ class KeyGuard:
             if isinstance(args[action.index], PackedSubclass):
                 continue
             keys = heads_first(args[action.index], action.axes)
-            if action.kind == "static":
+            if action.kind in ("static", "functional"):
                 keys = _written(keys, action, args)
             if found := examine(keys, action.layout.format_name, module):
                 self._note(str(found))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
@@ -61,7 +62,7 @@ class CallPlan:
 
     Attributes:
         caches: the duties for packed caches among the inputs.
-        growing: the growing caches among them, with the number of new tokens.
+        made: those from which the call makes a new cache, with the number of new tokens and of sequences.
         outputs: the packed caches among the outputs, with their logical shapes.
         dequantized: the packed inputs that the graph takes as plain values.
         by_reference: whether packed data is passed as references.
@@ -71,7 +72,7 @@ class CallPlan:
     """
 
     caches: tuple[InputAction, ...]
-    growing: tuple[tuple[InputAction, SizeOfCall], ...]
+    made: tuple[tuple[InputAction, SizeOfCall, SizeOfCall | None], ...]
     outputs: tuple[tuple[OutputAction, tuple[SizeOfCall, ...]], ...]
     dequantized: tuple[DequantizedInput, ...] = ()
     by_reference: bool = False
@@ -89,18 +90,22 @@ class CallPlan:
     ) -> CallPlan:
         """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split."""
         sizes = SizeReader(example_inputs)
-        caches = tuple(replace(action, new_tokens=0, first_position=None) for action in rewritten.inputs)
-        growing = (
-            (action, sizes.reader(given.new_tokens))
+        caches = tuple(replace(action.without_symbols, first_position=None) for action in rewritten.inputs)
+        made = (
+            (
+                action,
+                sizes.reader(given.new_tokens),
+                None if given.num_sequences is None else sizes.reader(given.num_sequences),
+            )
             for action, given in zip(caches, rewritten.inputs, strict=True)
-            if action.kind == "growing"
+            if action.makes_cache
         )
         outputs = (
             (replace(action, shape=()), tuple(sizes.reader(size) for size in action.shape))
             for action in rewritten.outputs
         )
         return cls(
-            caches, tuple(growing), tuple(outputs), tuple(dequantized), rewritten.by_reference,
+            caches, tuple(made), tuple(outputs), tuple(dequantized), rewritten.by_reference,
             rewritten.buffered_inputs, rewritten.stacks, conceals,
         )  # fmt: skip
 
@@ -115,7 +120,7 @@ class PackedCall:
         self._fixed = FixedInputs() if plan.by_reference else None
         self._buffered = plan.buffered_inputs
         self._stacks = plan.stacks
-        self._growing = plan.growing
+        self._made = plan.made
         self._places = [action.index for action in plan.caches]
         self._dequantized = plan.dequantized
         written = [action.index for action in plan.caches if action.kind == "static"]
@@ -128,16 +133,19 @@ class PackedCall:
         if self._conceals:
             args[:] = revealed(args)
         shapes = [(action, [read(args) for read in readers]) for action, readers in self._outputs]
-        new_tokens = [(action, read(args)) for action, read in self._growing]
+        made = [
+            (action, tokens(args), sequences(args) if sequences is not None else None)
+            for action, tokens, sequences in self._made
+        ]
         if self._stacks:
             args[:] = with_parts(args, self._stacks)
-        grown: list[tuple[int, PackedTensor]] = []
+        returned: list[tuple[int, PackedTensor]] = []
         changed: list[tuple[Tensor, Tensor]] = []
         if not self._replace_known(args):
             check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
-            for action, count in new_tokens:
-                args[action.index] = cache = _growing(args[action.index], action).extended(count)
-                grown.extend((output, cache) for output in action.outputs)
+            for action, new_tokens, num_sequences in made:
+                args[action.index] = cache = _new_cache(args[action.index], action, new_tokens, num_sequences)
+                returned.extend((output, cache) for output in action.outputs)
             self._replace_caches(args)
             for plain in self._dequantized:
                 tensor = args[plain.index]
@@ -150,15 +158,15 @@ class PackedCall:
             copy_each(buffered, buffers)
         for tensor, new_values in changed:
             store_changes(tensor, new_values)
-        for index, cache in grown:
+        for index, cache in returned:
             outputs[index] = cache
-        for made, shape in shapes:
-            outputs[made.index] = _wrap(outputs[made.index], made, shape)
+        for output, shape in shapes:
+            outputs[output.index] = _wrap(outputs[output.index], output, shape)
         return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
     def _replace_known(self, args: list[Any]) -> bool:
         """Replace caches as :meth:`_replace_caches` if they are those of the last call, which has checked them."""
-        if self._dequantized:
+        if self._dequantized or self._made:
             return False
         data = self._known.data_of([args[place] for place in self._places])
         if data is None:
@@ -223,7 +231,7 @@ class InputAdoption:
 
     def __init__(self, caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> None:
         """Takes the caches and the stacks of :class:`AdoptingCall`."""
-        self._caches = _by_input([action for action in caches if action.kind != "growing"], stacks)
+        self._caches = _by_input([action for action in caches if not action.makes_cache], stacks)
         self._stacked_dims = {stack.index: stack.dims for stack in stacks}
 
     def plain_among(self, args: Sequence[Any]) -> list[Adoption]:
@@ -362,10 +370,27 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
     return cache.packed
 
 
-def _growing(cache: Tensor, action: InputAction) -> PackedTensor:
-    if isinstance(cache, PackedTensor):
-        return cache.whole()
-    return PackedTensor.from_dense(cache, action.layout, action.axes, growing=True)
+def _new_cache(source: Tensor, action: InputAction, new_tokens: int, num_sequences: int | None) -> PackedTensor:
+    """The cache that the graph writes and the caller gets. The graph's writes do not show in ``source``.
+
+    The caller may keep ``source``, plain or packed. A growing cache may share its memory, because new tokens come
+    behind the old ones.
+    """
+    growing = action.kind == "growing"
+    if isinstance(source, PackedTensor):
+        cache = source.whole() if growing or num_sequences is not None else _copy_of(source.whole())
+    else:
+        cache = PackedTensor.from_dense(source, action.layout, action.axes, growing=growing)
+    if num_sequences is not None:
+        cache = _copy_of(cache, torch.zeros(num_sequences, dtype=torch.int64, device=cache.device))
+    return cache.extended(new_tokens) if growing else cache
+
+
+def _copy_of(cache: PackedTensor, sequences: Tensor | None = None) -> PackedTensor:
+    """A copy of all sequences, or of those that are given by their indices. It copies bytes."""
+    copy = cache.clone() if sequences is None else cache.index_select(cache.axes.index("b"), sequences)
+    assert isinstance(copy, PackedTensor)
+    return copy
 
 
 def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:

@@ -11,7 +11,7 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvcompile.call.packed_call import CallPlan, PackedCall
@@ -111,4 +111,4 @@ class PackedCode(StoredCode):
 
 def without_symbols(actions: Sequence[InputAction]) -> tuple[InputAction, ...]:
     """``actions`` without symbolic sizes, which belong to one compilation."""
-    return tuple(replace(action, new_tokens=0) for action in actions)
+    return tuple(action.without_symbols for action in actions)

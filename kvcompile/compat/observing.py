@@ -6,7 +6,9 @@ A stand-in costs a release of PyTorch the view of one tool. Compilation and resu
 from __future__ import annotations
 
 import importlib
+import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +46,37 @@ def depyf_is_active() -> bool:
 
 # The reasons of graph breaks. Without them, a message names the line after the break, and not the break.
 graph_break_reasons = _found("torch._dynamo.utils", "graph_break_reasons", [])
+
+OnRecompileLimit = Callable[[str, str, str], None]
+"""Takes the name of the limit, the function, and the reason of the last recompilation, as Dynamo's log has them."""
+
+
+class _RecompileLimits(logging.Filter):
+    """Reads Dynamo's warnings that it stops compiling a function. It holds no record back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tell: OnRecompileLimit | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_limit = str(record.msg).startswith("torch._dynamo hit config.")
+        if self.tell is not None and is_limit and isinstance(record.args, tuple) and len(record.args) > 3:
+            limit, _, function, reason, *_ = map(str, record.args)
+            self.tell(limit, function, reason)
+        return True
+
+
+_recompile_limits = _RecompileLimits()
+
+
+def on_recompile_limit(tell: OnRecompileLimit) -> None:
+    """Call ``tell`` whenever Dynamo reaches a limit on recompilations and runs a function in eager code from then on.
+
+    Dynamo has no hook for this event. It logs a warning.
+    """
+    _recompile_limits.tell = tell
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_recompile_limits)
+
 
 _CompileContext = _found("torch._guards", "CompileContext", None)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,52 @@ def _roll(cache: PackedTensor, shifts: Sequence[int], dims: Sequence[int] = ()) 
         return NotImplemented
     extent = cache.shape[dims[0]]
     return _index_select(cache, dims[0], (torch.arange(extent, device=cache.device) - shifts[0]) % extent)
+
+
+_IN_PLACE = {
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+}
+"""Operators that write whole vectors out of place, and the operators that do so in place."""
+
+
+def _written_copy(op: Any, cache: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A copy of the cache to which the operator has written. A write of other elements makes a plain tensor."""
+    if not isinstance(cache, PackedTensor):
+        return NotImplemented
+    try:
+        return PackedTensor.handlers[_IN_PLACE[op]](_clone(cache), *args, **kwargs)
+    except NotImplementedError:  # it does not write whole vectors
+        return NotImplemented
+
+
+for _op in _IN_PLACE:
+    handles(PackedTensor, _op)(functools.partial(_written_copy, _op))
+
+
+@handles(PackedTensor, aten.slice_scatter.default)
+def _slice_scatter(cache: Tensor, source: Tensor, dim: int = 0, *place: Any, **kwargs: Any) -> Any:
+    return _scattered(cache, lambda x: aten.slice.Tensor(x, dim, *place, **kwargs), source, dim)
+
+
+@handles(PackedTensor, aten.select_scatter.default)
+def _select_scatter(cache: Tensor, source: Tensor, dim: int, index: int) -> Any:
+    return _scattered(cache, lambda x: aten.select.int(x, dim, index), source, dim)
+
+
+def _scattered(cache: Tensor, part_of: Callable[[Tensor], Tensor], source: Tensor, dim: int) -> Any:
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+        return NotImplemented
+    result = _clone(cache)
+    part = part_of(result)
+    if not isinstance(part, PackedTensor):
+        return NotImplemented
+    part.copy_(source)
+    return result
 
 
 @handles(PackedTensor, aten.where.self)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcompile.compat.observing import counters
+from kvcompile.passes.graph.breaks import breaks_since, num_breaks
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.site import Site
 from kvcompile.report.data import GraphReport, ReportData, outcome
@@ -49,7 +50,10 @@ UNUSED = (
     "compile the model itself, model.compile(backend='kvquant'): a compile_config applies on accelerators, to static "
     "caches, and neither to beams nor to assisted decoding"
 )
-"""The note of a report on a block in which the backend had nothing to do."""
+"""The note of a report on a block in which the backend had nothing to do. Graph breaks follow it."""
+
+_BREAKS = 3
+"""The number of graph breaks that a note names."""
 
 _lock = threading.Lock()
 _last = Report()
@@ -118,14 +122,15 @@ def collect_reports() -> Iterator[Report]:
     ...     model.generate(...)
     >>> print(report)
     """
-    report = Report()
+    report, known_breaks = Report(), num_breaks()
     with _lock:
         _collecting.append(report)
     try:
         yield report
         if not report.graphs and not report.calls:
-            report.remarks.append(UNUSED)
-            log.warning("%s", UNUSED)
+            breaks = ", ".join(str(place) for place in breaks_since(known_breaks)[:_BREAKS])
+            report.remarks.append(f"{UNUSED}; graphs broke at {breaks}" if breaks else UNUSED)
+            log.warning("%s", report.remarks[-1])
     finally:
         with _lock:
             _collecting[:] = [other for other in _collecting if other is not report]

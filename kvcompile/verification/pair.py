@@ -221,7 +221,8 @@ class Pair:
             elif place not in self.uses.dropped:
                 self._note(found, f"output {place}", set(), packed[place], plain[place])
         for place, (value, expected) in enumerate(zip(state.packed, state.plain, strict=True)):
-            if place not in self.uses.inputs and value is not expected:
+            # A call changes no cache from which it makes a new one.
+            if (place not in self.uses.inputs or place in self.uses.grown) and value is not expected:
                 self._note(found, f"the state {self._name(place)}", set(), value, expected)
         return Results(found, outputs)
 

@@ -19,15 +19,22 @@ from kvcompile.compat.observing import graph_break_reasons
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S*)(?:\n\s*(?P<code>.*))?')
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)$")
 _READS_A_NUMBER = re.compile(r"\.(item|tolist)\(")
+_CAPTURES_NUMBERS = "capture_scalar_outputs = True"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the user's code."""
+    """A line of the user's code.
+
+    Attributes:
+        captures_numbers: whether it breaks a graph that ``torch._dynamo.config.capture_scalar_outputs`` keeps in one
+            piece, because it asks for the numbers in a tensor.
+    """
 
     file: str
     line: int
     code: str
+    captures_numbers: bool = False
 
     @property
     def where(self) -> str:
@@ -50,18 +57,34 @@ def graph_break_before(graph: Graph) -> Place | None:
     resumed = _RESUMED.match(outermost["function"]) if outermost is not None else None
     if outermost is None or resumed is None:
         return None
-    file, line = outermost["file"], int(resumed["line"])
+    file, line, why = outermost["file"], int(resumed["line"]), None
     for reason in reversed(graph_break_reasons):
         stack = [(frame.filename, frame.lineno) for frame in reason.user_stack]
         if stack and (file, line) == stack[0]:  # the break may be in a function that this line calls
             file, line = stack[-1][0], stack[-1][1] or line
+            why = reason.reason
             break
-    return Place(file, line, linecache.getline(file, line).strip())
+    code = linecache.getline(file, line).strip()
+    captures_numbers = _CAPTURES_NUMBERS in why if why is not None else _READS_A_NUMBER.search(code) is not None
+    return Place(file, line, code, captures_numbers)
 
 
-def reads_a_number(place: Place) -> bool:
-    """Whether the line asks for the numbers in a tensor, which breaks the graph."""
-    return _READS_A_NUMBER.search(place.code) is not None
+def num_breaks() -> int:
+    """The number of graph breaks so far."""
+    return len(graph_break_reasons)
+
+
+def breaks_since(count: int) -> list[Place]:
+    """The lines of the graph breaks after the first ``count``, each once."""
+    frames = [reason.user_stack[-1] for reason in graph_break_reasons[count:] if reason.user_stack]
+    places = (Place(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames)
+    return list(dict.fromkeys(places))
+
+
+def function_of(graph: Graph) -> tuple[str, str] | None:
+    """The file and the name of the function that ``graph`` is compiled for; None if no node knows its place."""
+    outermost = next((frame for node in graph.nodes for frame in _frames(node)), None)
+    return (outermost["file"], outermost["function"]) if outermost is not None else None
 
 
 def _frames(node: Node) -> Iterator[re.Match[str]]:

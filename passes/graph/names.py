@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.compat.graphs import source_of
 from kvcompile.compat.operators import OpOverload
-from kvcompile.passes.graph.breaks import graph_break_before, innermost_place, reads_a_number
+from kvcompile.passes.graph.breaks import graph_break_before, innermost_place
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import is_marker
@@ -88,7 +88,7 @@ def with_graph_break(refusal: Refusal, graph: Graph) -> Refusal:
     if place is None or not (is_from_before or refusal.reason is Reason.plain_read_only):
         return refusal
     note = f"the graph begins after the graph break at {place}"
-    return refusal.with_note(f"{note}; {_KEEPS_ONE_GRAPH}" if reads_a_number(place) else note)
+    return refusal.with_note(f"{note}; {_KEEPS_ONE_GRAPH}" if place.captures_numbers else note)
 
 
 def user_name(user: Node) -> str:

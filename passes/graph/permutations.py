@@ -11,16 +11,30 @@ from __future__ import annotations
 from torch import ops
 from torch.fx import Node
 
-from kvcompile.passes.graph.aten import shape_of
+from kvcompile.passes.graph.aten import same_sizes, shape_of
 from kvcompile.passes.graph.index_map import IndexMap, follow
 
 aten = ops.aten
+
+REPETITIONS = (aten.expand.default, aten.repeat.default)
 
 
 def permutes_vectors(node: Node) -> bool:
     """Whether ``node`` permutes the dimensions of a cache and leaves the channels last."""
     order = _permutation(node)
     return len(order) in (3, 4) and order[-1] == len(order) - 1
+
+
+def repeats_sequence(node: Node, axes: str) -> bool:
+    """Whether ``node`` repeats the only sequence of a cache in the order ``axes``, and leaves the vectors as they are.
+
+    A prefix that all sequences of a batch share is repeated in this way.
+    """
+    if node.target not in REPETITIONS or "b" not in axes:
+        return False
+    before, after = list(shape_of(node.args[0])), list(shape_of(node))
+    batch = axes.index("b")
+    return len(before) == len(after) == len(axes) and same_sizes(before, [*after[:batch], 1, *after[batch + 1 :]])
 
 
 def axes_before(node: Node, axes: str) -> str:

@@ -72,7 +72,10 @@ _PARAMETERS = {
     "bmm": "input mat2",
     "baddbmm": "input batch1 batch2 beta alpha",
     "softmax": "input dim dtype",
+    "log_softmax": "input dim dtype",
+    "logsumexp": "input dim keepdim",
     "exp": "input",
+    "log": "input",
     "tanh": "input",
     "sum": "input dim keepdim dtype",
     "amax": "input dim keepdim",
@@ -98,6 +101,7 @@ _PARAMETERS = {
 
 _OTHER_ORDER = {  # parameters of callables that differ from others of the same name
     F.softmax: "input dim _stacklevel dtype",
+    F.log_softmax: "input dim _stacklevel dtype",
     torch.dropout: "input p training",
     "where": "input condition other",  # the method
 }

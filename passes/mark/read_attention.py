@@ -18,13 +18,24 @@ from kvcompile.compat.pytree import tree_leaves
 from kvcompile.passes.mark.axes import Axis, Layout, axes_of, regroup
 from kvcompile.passes.mark.calls import CASTS, PERMUTATIONS, SAME_VALUE, VIEWS, Call, value_of
 from kvcompile.passes.mark.products import Product
-from kvcompile.passes.mark.read_scores import Context, axis_of, check_masks, read_scores, size_one_axis
+from kvcompile.passes.mark.read_scores import (
+    Context,
+    axis_of,
+    check_masks,
+    check_rows,
+    read_scores,
+    reduced,
+    size_one_axis,
+)
 from kvcompile.passes.mark.values import (
     Exponentials,
     ExponentialSum,
     Known,
+    LogSumExp,
+    LogWeights,
     Maximum,
     NotUnderstood,
+    RowValue,
     Scores,
     Tensors,
     Unknown,
@@ -59,15 +70,14 @@ def _subject(call: Call, context: Context) -> Value | None:
     given = [call.get("input"), call.get("other"), *tree_leaves(call.get("tensors"))]
     values = [context.values[node] for node in given if isinstance(node, Node) and node in context.values]
     return next(
-        (value for value in values if isinstance(value, (Scores, Weights, Exponentials))), next(iter(values), None)
+        (value for value in values if isinstance(value, (Scores, Weights, LogWeights, Exponentials))),
+        next(iter(values), None),
     )
 
 
 def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
-    if isinstance(subject, Maximum):
-        return _read_maximum(call, subject)
-    if isinstance(subject, ExponentialSum):
-        raise NotUnderstood(f"{call.name} is applied to the sum of its exponentials")
+    if isinstance(subject, RowValue):
+        return _read_row_value(call, subject)
     if call.name in CASTS or call.name in SAME_VALUE:
         return _cast(call, subject)
     if call.name in VIEWS or call.name in PERMUTATIONS:
@@ -82,9 +92,16 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
         if call.name == "nan_to_num" and call.get("nan") in (None, 0):
             return replace(subject, hidden_rows_are_zero=True)
         raise NotUnderstood(f"{call.name} is applied to its weights")
-    if call.name == "softmax":
+    if isinstance(subject, LogWeights):
+        if call.name == "exp":
+            return _softmax(subject.scores, subject.layout, subject.axis, subject.nodes)
+        raise NotUnderstood(f"{call.name} is applied to the logarithm of its weights")
+    if call.name in ("softmax", "log_softmax"):
         _cast(call, subject)
-        return _softmax(subject, subject.layout, axis_of(call.get("dim"), subject.layout), subject.nodes)
+        axis = axis_of(call.get("dim"), subject.layout)
+        if call.name == "log_softmax" and axis is not None:
+            return LogWeights(subject, subject.nodes, subject.layout, axis)
+        return _softmax(subject, subject.layout, axis, subject.nodes)
     if call.name == "exp":
         return Exponentials(subject, subject.nodes, subject.layout)
     return read_scores(call, subject, context)
@@ -109,12 +126,20 @@ def has_room_for_scores(node: Node, unknown: Unknown) -> bool:
     return statically_known_true(after.numel() >= scores.numel())
 
 
-def _read_maximum(call: Call, subject: Maximum) -> Maximum:
-    if subject.is_pair and call.name == "getitem" and call.get("index") == 0:
-        return replace(subject, is_pair=False)
-    if not subject.is_pair and call.name in SAME_VALUE:
+def _read_row_value(call: Call, subject: RowValue) -> Known:
+    if isinstance(subject, Maximum) and subject.is_pair:
+        if call.name == "getitem" and call.get("index") == 0:
+            return replace(subject, is_pair=False)
+    elif call.name in SAME_VALUE:
         return subject
-    raise NotUnderstood(f"{call.name} is applied to the maximum of its scores")
+    elif call.name in VIEWS:
+        return replace(subject, layout=_viewed(call, subject.layout))
+    elif call.name == "getitem":
+        return _get_item(call, subject)
+    elif call.name == "log" and isinstance(subject, ExponentialSum):
+        return LogSumExp(subject.scores, subject.nodes, subject.axis, subject.layout)
+    what = {Maximum: "maximum", LogSumExp: "logsumexp"}.get(type(subject), "sum of the exponentials")
+    raise NotUnderstood(f"{call.name} is applied to the {what} of its scores")
 
 
 def _cast(call: Call, subject: Tensors) -> Tensors:
@@ -130,7 +155,7 @@ def product_of(value: Value) -> Product:
     """The product of queries and keys that ``value`` comes from."""
     if isinstance(value, (Scores, Unknown)):
         return value.product
-    return product_of(value.exponentials if isinstance(value, ExponentialSum) else value.scores)
+    return product_of(value.scores)
 
 
 def _viewed(call: Call, layout: Layout) -> Layout:
@@ -164,7 +189,7 @@ def _dropout(call: Call, subject: Tensors, context: Context) -> Tensors:
     return replace(subject, dropout_p=p)
 
 
-def _get_item(call: Call, subject: Tensors) -> Tensors:
+def _get_item(call: Call, subject: Known) -> Known:
     """The value after indexing that only adds dimensions, or that drops the weights of the sinks."""
     layout: list[tuple[Axis, ...]] = []
     dropped = False
@@ -241,9 +266,11 @@ def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> K
     """``exp(scores) / exp(scores).sum(dim, keepdim=True)`` is a softmax."""
     if call.name == "sum":
         axis = axis_of(call.get("dim"), subject.layout)
-        if axis is not None and call.get("keepdim"):
-            return ExponentialSum(subject, subject.nodes, axis)
+        if axis is not None:
+            layout = reduced(call, subject.layout)
+            return ExponentialSum(subject.scores, subject.nodes, axis, layout, exponentials=subject)
     total = context.values.get(call.get("other"))
     if call.name == "div" and isinstance(total, ExponentialSum) and total.exponentials is subject:
+        check_rows(total, subject.layout)
         return _softmax(subject.scores, subject.layout, total.axis, subject.nodes | total.nodes)
     raise NotUnderstood(f"{call.name} is applied to the exponentials of its scores")

@@ -25,10 +25,13 @@ from kvcompile.passes.mark.values import (
     Fill,
     Floor,
     Known,
+    LogSumExp,
+    LogWeights,
     Maximum,
     Multiply,
     NotUnderstood,
     Operand,
+    RowValue,
     Scores,
     Value,
 )
@@ -114,11 +117,27 @@ def _add(call: Call, scores: Scores, context: Context) -> Scores:
     return replace(scores, bias=(*scores.bias, addend))
 
 
-def _subtract(call: Call, scores: Scores, context: Context) -> Scores:
-    maximum = context.values.get(call.get("other"))
-    if isinstance(maximum, Maximum) and maximum.scores is scores and not maximum.is_pair:
-        return replace(_shift(scores, maximum.axis), nodes=scores.nodes | maximum.nodes)
-    return _add(call, scores, context)
+def _subtract(call: Call, scores: Scores, context: Context) -> Known:
+    """The scores minus another operand. One number for each row, such as its maximum, shifts them.
+
+    Scores minus their logsumexp are the logarithms of weights.
+    """
+    other = context.values.get(call.get("other"))
+    alone = call.get("alpha", 1) == 1
+    if not (alone and isinstance(other, (Maximum, LogSumExp)) and other.scores is scores):
+        return _add(call, scores, context)
+    check_rows(other, scores.layout)
+    nodes = scores.nodes | other.nodes
+    if isinstance(other, LogSumExp):
+        return LogWeights(scores, nodes, scores.layout, other.axis)
+    return replace(_shift(scores, other.axis), nodes=nodes)
+
+
+def check_rows(other: RowValue, layout: Layout) -> None:
+    """Raise NotUnderstood unless ``other`` has one number for each row of a tensor of ``layout``, along its axis."""
+    rows = tuple(() if [axis.name for axis in dim] == [other.axis] else dim for dim in layout)
+    if other.layout != rows or (isinstance(other, Maximum) and other.is_pair):
+        raise NotUnderstood("a number for each row is broadcast along another dimension of its scores")
 
 
 def _shift(scores: Scores, axis: str) -> Scores:
@@ -259,10 +278,26 @@ def _max(call: Call, scores: Scores, context: Context) -> Known:
 
 
 def _amax(call: Call, scores: Scores, context: Context) -> Maximum:
+    axis = _reduced_axis(call, scores)
+    return Maximum(scores, scores.nodes, axis, reduced(call, scores.layout), is_pair=call.name == "max")
+
+
+def _logsumexp(call: Call, scores: Scores, context: Context) -> LogSumExp:
+    return LogSumExp(scores, scores.nodes, _reduced_axis(call, scores), reduced(call, scores.layout))
+
+
+def _reduced_axis(call: Call, scores: Scores) -> str:
     axis = axis_of(call.get("dim"), scores.layout)
-    if axis is None or not call.get("keepdim"):
+    if axis is None:
         raise NotUnderstood(f"{call.name} is applied to its scores")
-    return Maximum(scores, scores.nodes, axis, is_pair=call.name == "max")
+    return axis
+
+
+def reduced(call: Call, layout: Layout) -> Layout:
+    """The layout after ``call`` has reduced one dimension."""
+    dim = call.get("dim")
+    place = (dim[0] if isinstance(dim, (tuple, list)) else dim) % len(layout)
+    return (*layout[:place], *([()] if call.get("keepdim") else []), *layout[place + 1 :])
 
 
 def axis_of(dim: Any, layout: Layout) -> str | None:
@@ -318,5 +353,6 @@ _HANDLERS: dict[str, Callable[[Call, Scores, Context], Known | None]] = {
     "maximum": _maximum,
     "max": _max,
     "amax": _amax,
+    "logsumexp": _logsumexp,
     "cat": _concatenate,
 }

@@ -110,13 +110,32 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Maximum:
-    """The maximum of scores along an axis. ``is_pair``: it is the pair of maxima and indices of ``torch.max``."""
+class RowValue:
+    """One number for each row of scores.
+
+    Attributes:
+        scores: the scores.
+        nodes: the nodes that compute the numbers.
+        axis: the axis along which the scores were reduced.
+        layout: layout of the tensor, which lacks that axis.
+    """
 
     scores: Scores
     nodes: frozenset[Node]
     axis: str
-    is_pair: bool
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Maximum(RowValue):
+    """The maximum of scores along an axis. ``is_pair``: it is the pair of maxima and indices of ``torch.max``."""
+
+    is_pair: bool = False
+
+
+@dataclass(frozen=True)
+class LogSumExp(RowValue):
+    """The logarithm of the sum of the exponentials of scores along an axis."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +148,10 @@ class Exponentials:
 
 
 @dataclass(frozen=True)
-class ExponentialSum:
-    """The sum of exponentials along an axis."""
+class ExponentialSum(RowValue):
+    """The sum of ``exponentials`` of scores along an axis."""
 
     exponentials: Exponentials
-    nodes: frozenset[Node]
-    axis: str
 
 
 @dataclass(frozen=True)
@@ -163,6 +180,16 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class LogWeights:
+    """The logarithm of the softmax of scores along ``axis``: ``scores - logsumexp(scores)``."""
+
+    scores: Scores
+    nodes: frozenset[Node]
+    layout: Layout
+    axis: str
+
+
+@dataclass(frozen=True)
 class Unknown:
     """Scores after an operation that is not understood. ``softmaxed``: a softmax or exponential was applied, too."""
 
@@ -171,8 +198,8 @@ class Unknown:
     softmaxed: bool = False
 
 
-Tensors = Scores | Weights | Exponentials
-Known = Tensors | Maximum | ExponentialSum
+Tensors = Scores | Weights | LogWeights | Exponentials
+Known = Tensors | RowValue
 Value = Known | Unknown
 
 

@@ -11,14 +11,14 @@ from kvcompile.compat.tensors import schema_of
 from kvcompile.passes.graph.aten import view_chain
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.notes.roles import NodeRole, note_role, noting_new_nodes
-from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
+from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention
 from kvcompile.passes.site import Site
 
 
 class SiteNotes:
     """The sites of one graph, and the caches that were proven behind them."""
 
-    def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | AttentionOnLatents | None]) -> None:
+    def __init__(self, sites: Sequence[Site], attentions: Sequence[Attention | ComputedAttention | None]) -> None:
         """``sites`` and ``attentions``: one for every marker of the graph; None if the caches were not proven."""
         self._sites = sites
         self._attentions = attentions
@@ -49,14 +49,14 @@ class SiteNotes:
         return NodeRole(name, tuple(sites), tuple(self._sites[index].module for index in sites))
 
 
-def _reads(attention: Attention | AttentionOnLatents) -> list[tuple[Cache, Sequence[Node]]]:
+def _reads(attention: Attention | ComputedAttention) -> list[tuple[Cache, Sequence[Node]]]:
     """The caches of a site, and the nodes that read each for it."""
     if isinstance(attention, Attention):
         return [(attention.key, attention.key_read.chain), (attention.value, attention.value_read.chain)]
     return [(cache, [user for user in cache.root.users if user in cache.computing]) for cache in attention.caches]
 
 
-def _proven(attention: Attention | AttentionOnLatents) -> Iterator[tuple[str, Node, Sequence[Node]]]:
+def _proven(attention: Attention | ComputedAttention) -> Iterator[tuple[str, Node, Sequence[Node]]]:
     """(name of the role, value of the cache that is read, nodes) for the caches of a site."""
     for cache, chain in _reads(attention):
         yield f"{cache.role} read", cache.root, chain

@@ -14,7 +14,7 @@ from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import CacheWrite
 
-Kind = Literal["static", "allocated", "growing", "fresh", "read-only"]
+Kind = Literal["static", "functional", "allocated", "growing", "fresh", "read-only"]
 
 
 @dataclass
@@ -24,7 +24,8 @@ class Cache:
     Attributes:
         root: its value after all writes, which attention reads.
         role: ``key`` or ``value``.
-        kind: ``static`` (an input that is mutated), ``allocated`` (made in the graph and returned), ``growing`` (an
+        kind: ``static`` (an input that is mutated), ``functional`` (an input that stays unchanged; the graph writes it
+            out of place and returns the result), ``allocated`` (made in the graph and returned), ``growing`` (an
             input that is concatenated and returned), ``fresh`` (new keys or values that are returned as a growing
             cache) or ``read-only`` (an input that is packed already, or an attribute of an object of the caller, such
             as an encoder's keys in a cache).
@@ -32,15 +33,17 @@ class Cache:
         in_growing_buffer: whether its packed data is in a growing buffer, now or after the graph.
         writes: its writes, in order of execution.
         axes: the order of the dimensions of ``base``. For a pool, the order of its cache of one sequence.
+        root_axes: the order of the dimensions of ``root``.
         write_back: the ``copy_`` into ``base`` at the end of the graph, for ``static``.
         kept: for a sliding window, the slice of ``root`` that it keeps. ``growing`` and ``fresh`` caches return the
             slice in the place of ``root``, and ``static`` caches copy it back.
-        returned: the output that is the cache, for ``allocated``, ``growing`` and ``fresh``.
+        returned: the output that is the cache, for ``functional``, ``allocated``, ``growing`` and ``fresh``.
+        repeats_sequence: whether the only sequence of ``base`` is repeated for all sequences before the first write.
         reads: how each site reads it.
         readers: the markers of those sites.
         pool_axes: the order of the dimensions of ``base`` if it is a pool of slots or blocks. Its later states are a
             cache [1, num_slots, num_kv_heads, head_dim].
-        computing: for a cache of latents, the nodes that lead from it to attention.
+        computing: for a cache that keys or values are computed from, the nodes that lead from it to attention.
         serves_both: whether a site reads it both as keys and as values. Its role is then ``key``.
     """
 
@@ -50,6 +53,7 @@ class Cache:
     base: Node
     writes: list[CacheWrite]
     axes: str
+    root_axes: str
     write_back: Node | None = None
     in_growing_buffer: bool = False
     reads: list[Read] = field(default_factory=list)
@@ -59,6 +63,7 @@ class Cache:
     serves_both: bool = False
     kept: CacheWrite | None = None
     returned: Node | None = None
+    repeats_sequence: bool = False
 
     @property
     def changes(self) -> list[CacheWrite]:
@@ -76,7 +81,8 @@ class Cache:
     @property
     def shape(self) -> tuple[Any, ...]:
         """Logical shape after the writes, in the order ``axes``."""
-        return tuple(shape_of(self.base if self.kind == "static" and not self.is_pool else self.root))
+        has_input_shape = self.kind in ("static", "functional") and not self.is_pool and not self.repeats_sequence
+        return tuple(shape_of(self.base if has_input_shape else self.root))
 
     @property
     def input_shape(self) -> tuple[Any, ...]:
@@ -131,8 +137,29 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class AttentionOnLatents:
-    """A marker whose keys and values are computed from caches of latents, with these caches proven."""
+class ComputedRead:
+    """How attention depends on caches that its keys or values are computed from.
+
+    Attributes:
+        roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
+            packed in.
+        computing: the nodes that lead from these values to the attention, its marker included.
+    """
+
+    roles: dict[Node, Role]
+    computing: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class ComputedAttention:
+    """A marker whose keys or values are computed from caches, with these caches proven.
+
+    Attributes:
+        marker: the marker.
+        caches: the caches, which are dequantized for the computation.
+        note: what is computed, for the report.
+    """
 
     marker: Node
     caches: tuple[Cache, ...]
+    note: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache
+from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention
 from kvcompile.passes.site import Site
 
 
@@ -20,7 +20,7 @@ class Candidate:
     """
 
     site: Site
-    attention: Attention | AttentionOnLatents | None = None
+    attention: Attention | ComputedAttention | None = None
     layouts: dict[str, PackedLayout] = field(default_factory=dict)
 
     @property

@@ -55,12 +55,14 @@ def _check(
 
 def _why_not(cache: Cache, layout: PackedLayout) -> str | None:
     """Why ranks cannot split the tokens of a cache; None if they can."""
+    if cache.kind == "functional":
+        return "the model updates it out of place"
     if cache.kind not in ("static", "read-only"):
         return "it has no fixed size"
     if cache.is_pool:
         return "it is a pool of slots or blocks"
     if cache.computing:
-        return "it holds latents, from which keys and values are computed"
+        return "keys or values are computed from it"
     if cache.drops_tokens or any(change.moves or change.form == "cat" for change in cache.changes):
         return "its tokens move"
     if layout.residual is not None:

@@ -7,13 +7,14 @@ use raises a Refusal, which becomes the site's reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.pytree import tree_leaves
+from kvcompile.kernels.layout.axes import CACHE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
@@ -28,13 +29,20 @@ from kvcompile.passes.graph.aten import (
     view_chain,
 )
 from kvcompile.passes.graph.names import cache_name, operation, user_name
-from kvcompile.passes.graph.permutations import axes_after, axes_before, permutes_vectors
+from kvcompile.passes.graph.permutations import (
+    REPETITIONS,
+    axes_after,
+    axes_before,
+    permutes_vectors,
+    repeats_sequence,
+)
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
-from kvcompile.passes.prove.cache import Attention, AttentionOnLatents, Cache, Kind
+from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
+from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
-from kvcompile.passes.prove.latents import has_one_head, later_states, read_latents, read_whole, views_of
+from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, trace_read
 from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
@@ -68,27 +76,54 @@ class CacheFinder:
         self.originals = owners_of_originals(graph)
         self.later_states = later_states(graph)
 
-    def attention(self, marker: Node) -> Attention | AttentionOnLatents:
+    def attention(self, marker: Node) -> Attention | ComputedAttention:
         """Prove the caches of one site; raises Refusal."""
         try:
             return self._attention(marker)
         except Refusal as refusal:
             if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
                 raise
-            on_latents = self._attention_on_latents(marker)
-            if on_latents is None:
+            computed = self._attention_on_latents(marker) or self._attention_with_computed_keys(marker)
+            if computed is None:
                 raise
-            return on_latents
+            return computed
 
-    def _attention_on_latents(self, marker: Node) -> AttentionOnLatents | None:
+    def _attention_on_latents(self, marker: Node) -> ComputedAttention | None:
         read = read_latents(marker, self._may_be_latents)
         if read is None:
             return None
         latents = [self._latents(root, role) for root, role in read.roles.items()]
-        for cache in latents:
+        return self._computed(marker, read, latents, "computed from latents")
+
+    def _attention_with_computed_keys(self, marker: Node) -> ComputedAttention | None:
+        try:
+            value = self._read(Marker.of(marker).value, "value")
+        except Refusal:
+            return None
+        read = read_computed_keys(marker, value, self._may_be_cache)
+        if read is None:
+            return None
+        keys = next(root for root in read.roles if root is not value.root)
+        key = read_like(keys, value)
+        if key is None or value.gathers:
+            return None
+        caches = [self._cache(key, "key"), self._cache(value, "value")]
+        return self._computed(marker, read, caches, "keys computed from their cache")
+
+    def _computed(self, marker: Node, read: ComputedRead, caches: list[Cache], note: str) -> ComputedAttention:
+        for cache in caches:
             cache.computing |= read.computing
             cache.readers.add(marker)
-        return AttentionOnLatents(marker, tuple(latents))
+        return ComputedAttention(marker, tuple(caches), note)
+
+    def _may_be_cache(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_floating_point() or is_marker(node):
+            return False
+        packed = self.packed_inputs.get(node)
+        if node in self.outputs or node in self.windows or (packed is not None and "b" in packed.axes):
+            return True
+        return node in self.later_states and any(is_written(node, axes) for axes in CACHE_AXES)
 
     def _may_be_latents(self, node: Node) -> bool:
         if not has_one_head(node):
@@ -155,11 +190,14 @@ class CacheFinder:
         kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
-        cache = Cache(read.root, role, kind, base, writes, axes, write_back, in_growing_buffer)
+        cache = Cache(read.root, role, kind, base, writes, axes, read.axes, write_back, in_growing_buffer)
         pool = next((state for state in states if state.target is POOL_VIEW), None)
         cache.pool_axes = pool.args[2] if pool is not None else None
+        cache.repeats_sequence = any(state.target in REPETITIONS for state in states)
         if kind == "static":
             cache.kept = self._shifted(read)
+        elif kind == "functional":
+            cache.returned = self._returned_as(read, axes)
         elif kind != "read-only":
             cache.kept, cache.returned = self._returned(read)
         if cache.dtype not in _FLOATS:
@@ -178,7 +216,7 @@ class CacheFinder:
         writes: list[CacheWrite] = []
         while True:
             is_returned = node in self.outputs or node in self.windows
-            if _keeps_values(node) and not is_returned:
+            if (_keeps_values(node) or repeats_sequence(node, axes)) and not is_returned:
                 node, axes = node.args[0], axes_before(node, axes)
             elif (node.target in WRITE_OPS and not (is_returned and _is_new_rows(node))) or self._is_move(node, writes):
                 write = _write_of(node, axes, role)
@@ -215,9 +253,11 @@ class CacheFinder:
                     return "read-only", None
                 raise Refusal(Reason.plain_read_only, role=role, source=cache_name(base))
             write_back = _find_write_back(root, base, read.axes, axes)
-            if write_back is None:
-                raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
-            return "static", write_back
+            if write_back is not None:
+                return "static", write_back
+            if not read.gathers and self._returned_as(read, axes) is not None:
+                return "functional", None
+            raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
         if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
             return "allocated", None
         if returned is not None:
@@ -236,6 +276,11 @@ class CacheFinder:
             return None, root if root in self.outputs else None
         kept = match_slice(window.output, read.axes)
         return kept, None if kept is None else window.output
+
+    def _returned_as(self, read: Read, axes: str) -> Node | None:
+        """The output that is the cache, with its dimensions in the order ``axes``."""
+        forms = _permutations(read.root, read.axes)
+        return next((node for node, order in forms if order == axes and node in self.outputs), None)
 
     def _shifted(self, read: Read) -> CacheWrite | None:
         """The slice that a window of fixed size keeps, if attention reads further tokens."""
@@ -266,9 +311,11 @@ class CacheFinder:
         if cache.kind == "fresh":
             self._check_other_outputs(cache)
             return  # other users read the rows in full precision; only attention and the caller see them quantized
-        returned = cache.returned if cache.kind in ("allocated", "growing") else None
+        returned = cache.returned if cache.kind in ("functional", "allocated", "growing") else None
         views = {node for read in cache.reads for node in read.chain} | views_of(cache.root, cache.computing)
         kept = cache.kept.node if cache.kept is not None else returned
+        if cache.kind == "functional" and returned is not None:
+            views.update(view_chain(returned, frozenset((cache.root,)))[1])
         if kept is not None and kept is not cache.root:
             views.update(node for node in sliced_by(kept) if node is not cache.root)
         understood = {cache.write_back, *views}
@@ -298,7 +345,7 @@ class CacheFinder:
         It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
 
         - ``user`` is in ``understood``.
-        - It computes keys or values from latents.
+        - It computes keys or values from the cache.
         - It asks for a size.
         - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten, and if
           one site is not, no other reader of the cache is.
@@ -352,14 +399,19 @@ def _is_overwritten(base: Node) -> bool:
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:
     """The ``copy_`` into ``base`` of ``node``, which has the order ``axes``, or of a permutation of ``node``."""
-    for user in node.users:
-        if user.target is aten.copy_.default and user.args[0] is base and axes == axes_of_base:
-            return user
-        if _keeps_values(user):
-            found = _find_write_back(user, base, axes_after(user, axes), axes_of_base)
-            if found is not None:
-                return found
+    for form, order in _permutations(node, axes):
+        for user in form.users:
+            if user.target is aten.copy_.default and user.args[0] is base and order == axes_of_base:
+                return user
     return None
+
+
+def _permutations(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
+    """``node``, which has the order ``axes``, and its permutations and copies, with their orders."""
+    yield node, axes
+    for user in node.users:
+        if _keeps_values(user):
+            yield from _permutations(user, axes_after(user, axes))
 
 
 def _keeps_values(node: Node) -> bool:
@@ -404,6 +456,8 @@ def _check_heads(marker: Node, attention: Attention) -> None:
     if not same_length or (ranges is None and key.num_kv_heads != value.num_kv_heads):
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
+    if not bool(attention.key_read.first_token == attention.value_read.first_token):
+        raise Refusal(Reason.unknown_read, role="value", op="a slice of other tokens than those of the keys")
     if ranges is None:
         raise Refusal(Reason.unknown_read, role="value", op="a repetition of heads that the keys do not have")
     if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):

@@ -9,7 +9,6 @@ latents are small beside the keys and values of all heads, which the model compu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -22,6 +21,7 @@ from kvcompile.passes.graph.computed_from import computed_from, states_behind
 from kvcompile.passes.graph.names import cache_name
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, markers_of
+from kvcompile.passes.prove.cache import ComputedRead
 from kvcompile.passes.prove.reads import Read
 from kvcompile.passes.prove.writes import match_write
 from kvcompile.passes.refusal import Reason, Refusal
@@ -31,24 +31,12 @@ aten = torch.ops.aten
 _PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
 
 
-@dataclass(frozen=True)
-class LatentsRead:
-    """How attention depends on caches of latents.
-
-    Attributes:
-        roles: the cache values that attention depends on, in the order of the graph, each with the role that it is
-            packed in. A cache behind both keys and values has the role ``key``. If there is one, a cache behind keys
-            only has the role ``value``: Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the
-            role is the role of the operand that is computed from the cache.
-        computing: the nodes that lead from these values to the attention, its marker included.
-    """
-
-    roles: dict[Node, Role]
-    computing: frozenset[Node]
-
-
-def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead | None:
+def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> ComputedRead | None:
     """The caches of latents that keys and values of an attention are computed from.
+
+    A cache behind both has the role ``key``. If there is one, a cache behind keys only has the role ``value``:
+    Transformers keeps the two as ``keys`` and ``values`` of a layer. Otherwise the role is the role of the operand that
+    is computed from the cache.
 
     The search stops at the attention of earlier layers.
 
@@ -76,7 +64,7 @@ def read_latents(marker: Node, is_cache: Callable[[Node], bool]) -> LatentsRead 
             raise Refusal(Reason.used_elsewhere, role="key", source=cache_name(root), user="the query")
         roles[root] = "key" if root in key and (root in value or not has_shared) else "value"
     computing = frozenset(node for node, is_computed in every.items() if is_computed)
-    return LatentsRead(roles, computing | {marker})
+    return ComputedRead(roles, computing | {marker})
 
 
 def has_one_head(node: Node, *axes: int) -> bool:
@@ -97,7 +85,7 @@ def read_whole(root: Node) -> Read:
     shape = shape_of(root)
     known = CACHE_AXES if len(shape) == 4 else RANK_3_AXES
     orders = [axes for axes in known if statically_known_true(size_along(shape, axes, "h") == 1)]
-    axes = next((axes for axes in orders if _is_written(root, axes)), orders[0])
+    axes = next((axes for axes in orders if is_written(root, axes)), orders[0])
     return Read(root, (), axes, shape[axes.index("t")], shape[-1], 1, size_along(shape, axes, "b"))
 
 
@@ -141,7 +129,8 @@ def views_of(root: Node, computing: Collection[Node]) -> set[Node]:
     return views
 
 
-def _is_written(root: Node, axes: str) -> bool:
+def is_written(root: Node, axes: str) -> bool:
+    """Whether ``root`` is a write along the tokens of a cache in the order ``axes``."""
     try:
         return match_write(root, axes, "key") is not None
     except Refusal:

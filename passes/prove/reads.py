@@ -46,10 +46,11 @@ class Read:
         chain: the views from ``root`` (excluded) to the operand (included). If the first is
             ``kvcompile::gather_slots``, ``root`` is a pool.
         axes: the order of the dimensions of ``root`` (:mod:`kvcompile.passes.graph.permutations`).
-        num_tokens: number of tokens that are read, from the first on. For a pool, number of tokens per sequence.
+        num_tokens: number of tokens that are read, from ``first_token`` on. For a pool, number of tokens per sequence.
         num_channels: number of channels that are read, from the first on. Keys are read with all channels.
         num_heads: number of heads that are read.
         num_sequences: number of sequences that are read. For a pool, the sequences of the query.
+        first_token: the first token that is read.
         first_head: the first head that is read.
         first_sequence: the first sequence that is read; None if all are.
         head_tiles: how often the operand repeats all heads in turn. Each head may be repeated in place as well.
@@ -63,6 +64,7 @@ class Read:
     num_channels: Size
     num_heads: int
     num_sequences: Size
+    first_token: Size = 0
     first_head: int = 0
     first_sequence: Size | None = None
     head_tiles: int = 1
@@ -167,7 +169,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
     rank = len(shape_of(root))
     if rank == 3 and statically_known_true(index_map.base[token_axis] == 1):  # any dimension may be the tokens
         raise Refusal(Reason.unknown_read, role=role, op="a tensor of rank 3 with a single token")
-    _check_slices(index_map, token_axis, role)
+    _check_slices(index_map, role)
     divides_batch = _divides(dims, index_map, batch_axis)
     axis_of_heads = batch_axis if divides_batch else head_axis
     has_one_head = not divides_batch and statically_known_true(index_map.base[head_axis] == 1)
@@ -181,6 +183,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
         num_channels=_size(dims[3], 3),
         num_heads=int(_size(dims[1], axis_of_heads)),
         num_sequences=shape_of(chain[-1])[0] if chain else index_map.base[batch_axis],
+        first_token=index_map.starts[token_axis],
         first_head=int(index_map.starts[axis_of_heads]),
         first_sequence=None if takes_all else index_map.starts[batch_axis],
         head_tiles=math.prod(int(factor.size) for factor in repeats),
@@ -255,14 +258,12 @@ def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
     raise Refusal(Reason.channels_not_last, role=role, shape=list(root.meta["val"].shape), detail=detail)
 
 
-def _check_slices(index_map: IndexMap, token_axis: int, role: str) -> None:
-    """Raise Refusal for a slice other than of sequences, heads, the first tokens, or the first channels of values.
+def _check_slices(index_map: IndexMap, role: str) -> None:
+    """Raise Refusal for a slice of channels other than the first channels of values.
 
     The first channels of values give the first channels of the output. A score depends on all channels of its key.
     """
-    is_whole = statically_known_true(_size(index_map.factors(3), 3) == index_map.base[3])
-    for axis, what in ((token_axis, "tokens"), (3, "channels")):
-        if axis == 3 and role != "value" and not is_whole:
-            raise Refusal(Reason.unknown_read, role=role, op="a slice of channels")
-        if not statically_known_true(index_map.starts[axis] == 0):
-            raise Refusal(Reason.unknown_read, role=role, op=f"a slice of {what} without the first")
+    if role != "value" and not statically_known_true(_size(index_map.factors(3), 3) == index_map.base[3]):
+        raise Refusal(Reason.unknown_read, role=role, op="a slice of channels")
+    if not statically_known_true(index_map.starts[3] == 0):
+        raise Refusal(Reason.unknown_read, role=role, op="a slice of channels without the first")

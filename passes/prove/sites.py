@@ -8,7 +8,7 @@ from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import with_graph_break
 from kvcompile.passes.marker import Marker, markers_of
-from kvcompile.passes.prove.cache import AttentionOnLatents
+from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.refusal import Reason, Refusal
@@ -43,8 +43,8 @@ def _prove(finder: CacheFinder, marker: Node, candidate: Candidate) -> None:
         if call.unsupported is None or refusal.reason is Reason.no_cache:
             raise
     _check_call(call)
-    if isinstance(candidate.attention, AttentionOnLatents):
-        candidate.site.attention += ", computed from latents"
+    if isinstance(candidate.attention, ComputedAttention):
+        candidate.site.attention += f", {candidate.attention.note}"
 
 
 def _check_call(marker: Marker) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.layout.axes import in_order
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -32,6 +33,7 @@ from kvcompile.passes.prove.writes import CacheWrite
 from kvcompile.passes.rewrite.context_shards import insert_owned, insert_sharded_attention
 from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, narrowed, tile_heads
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
+from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 
@@ -82,7 +84,7 @@ class CacheRewriter:
                 state = self._changed(cache, layout, state, write)
             dropped = dropped or write.drops_tokens or (cache.kind == "static" and cache.drops_tokens)
             in_place = in_place if dropped else state
-        if cache.kind in ("static", "growing") and in_place is not data:
+        if cache.kind in ("static", "functional", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
         if cache.computing:
@@ -92,21 +94,21 @@ class CacheRewriter:
                 state = self._changed(cache, layout, state, cache.kept)
         if cache.kind == "static" and cache.drops_tokens:
             self._write_back(cache, data, state)
-        if cache.kind in ("allocated", "fresh", "growing"):
+        if cache.kind in ("functional", "allocated", "fresh", "growing"):
             self._replace_outputs(cache, layout, state)
 
     def _dequantize(self, cache: Cache, layout: PackedLayout) -> None:
-        """Let the nodes that compute keys and values from a cache of latents read its dequantized tokens."""
-        dtype, axes = cache.dtype, cache.axes
+        """Let the nodes that compute keys or values from a cache read its dequantized tokens."""
+        dtype, axes = cache.dtype, cache.root_axes
 
-        def latents(data: Tensor, num_tokens: int) -> Tensor:
+        def tokens(data: Tensor, num_tokens: int) -> Tensor:
             x = to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
             return in_order(x, axes).contiguous()
 
         users = [node for node in self.graph.nodes if node in cache.root.users and node in cache.computing]
         with self.graph.inserting_before(users[0]):
             num_tokens = size_node(self.graph, shape_of(cache.root)[axes.index("t")])
-            dequantized = inline(self.graph, latents, self.packed[cache.root], num_tokens)
+            dequantized = inline(self.graph, tokens, self.packed[cache.root], num_tokens)
         for user in users:
             user.replace_input_with(cache.root, dequantized)
 
@@ -115,7 +117,8 @@ class CacheRewriter:
         if write.form == "slice" and not write.drops_tokens:
             return state
         x, positions, valid = write.normalise(self.graph)
-        if write is cache.writes[0] and cache.kind == "static" and x is not None and write.first_sequence is None:
+        has_size = cache.kind in ("static", "functional")
+        if write is cache.writes[0] and has_size and x is not None and write.first_sequence is None:
             first = first_position(self.gm, self.placeholders, positions, valid)
             self.input_actions[-1] = replace(self.input_actions[-1], first_position=first)
         if x is not None:
@@ -132,18 +135,22 @@ class CacheRewriter:
         """Replace the marker by attention on the packed caches."""
         marker = attention.marker
         with self.graph.inserting_before(marker):
-            kv_len = size_node(self.graph, attention.key_read.num_tokens)
+            first_token, num_tokens = attention.key_read.first_token, attention.key_read.num_tokens
+            kv_len = size_node(self.graph, first_token + num_tokens)
             k_data = self._read(attention.key_read, key)
             data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
             ranges = head_ranges(attention.key_read, attention.value_read)
             assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)
-            result = joined(self.graph, [self._attend(call, heads, data, (key, value), kv_len) for heads in ranges])
+            shown = call
+            if not statically_known_true(first_token == 0):
+                shown = hide_first_tokens(self.graph, call, first_token, num_tokens)
+            result = joined(self.graph, [self._attend(shown, heads, data, (key, value), kv_len) for heads in ranges])
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
             if call.mask is not None and call.hidden_rows_are_nan:
-                result = insert_nan_in_hidden_rows(self.graph, result, call.mask, attention.key_read.num_tokens)
+                result = insert_nan_in_hidden_rows(self.graph, result, call.mask, num_tokens)
             dtype = marker.meta["val"].dtype
             if result.meta["val"].dtype != dtype:
                 result = inline(self.graph, lambda out: out.to(dtype), result)
@@ -230,15 +237,24 @@ class CacheRewriter:
         return data
 
     def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
-        if cache.kind != "growing":
+        if cache.kind not in ("functional", "growing"):
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
             return InputAction(index, kind, layout, cache.input_axes)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
-        grown = None if cache.drops_tokens else cache.returned
-        # Outputs are None too: those that are grown caches of other layers (_replace_outputs), and dropped ones.
-        places = enumerate(self.output.args[0]) if grown is not None else ()
-        outputs = tuple(place for place, node in places if node is grown)
-        return InputAction(index, "growing", layout, cache.axes, new_tokens, outputs)
+        num_sequences = cache.size("b") if cache.repeats_sequence else None
+        made = None if cache.drops_tokens else cache.returned
+        # Outputs are None too: those that are caches which the call makes (_replace_outputs), and dropped ones.
+        places = enumerate(self.output.args[0]) if made is not None else ()
+        outputs = tuple(place for place, node in places if node is made)
+        return InputAction(
+            index,
+            "growing" if cache.kind == "growing" else "functional",
+            layout,
+            cache.axes,
+            new_tokens,
+            num_sequences,
+            outputs,
+        )
 
     def _new_data(self, cache: Cache, layout: PackedLayout) -> Node:
         """Packed zeros, for a cache that the graph makes."""
@@ -289,7 +305,7 @@ class CacheRewriter:
         outputs = list(self.output.args[0])
         replaced = [index for index, node in enumerate(outputs) if node is cache.returned]
         for index in replaced:
-            if cache.kind == "growing" and not cache.drops_tokens:
+            if cache.kind in ("functional", "growing") and not cache.drops_tokens:
                 outputs[index] = None
                 continue
             outputs[index] = state

@@ -68,7 +68,7 @@ def contiguous_parts(gm: GraphModule, rewritten: Rewritten, packed_stacks: Colle
     placeholders = gm.graph.find_nodes(op="placeholder")
     packed = {action.index: action for action in rewritten.inputs}
     for stack in rewritten.stacks:
-        adopted = any(packed[place].kind != "growing" for place in stack.places.values() if place in packed)
+        adopted = any(not packed[place].makes_cache for place in stack.places.values() if place in packed)
         for place in stack.places.values() if adopted or stack.index in packed_stacks else ():
             if place not in packed:
                 fake = rewritten.example_inputs[place]

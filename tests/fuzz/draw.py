@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from fuzz.drive_text import ALIASED, CHANGES_SIZE, KEEPS_SIZE, MEMORY, OF_ANY
 from fuzz.program import (
     EXTENDED,
+    FUNCTIONAL,
     KINDS,
+    OF_FIXED_SIZE,
     PAGES,
     POOLS,
     SHIFTING,
@@ -38,6 +40,7 @@ from fuzz.write_text import BY_INDEX, BY_START, FORMS, ONE_TOKEN, SHIFTS
 
 AXES = {
     STATIC: ("bhtd", "bthd", "tbhd", "htd", "thd", "btd", "thbd", "htbd", "hbtd"),
+    FUNCTIONAL: ("bhtd", "bthd", "tbhd", "htd", "thd", "btd", "thbd", "htbd", "hbtd"),
     SHIFTING: ("bhtd", "bthd", "tbhd"),
     SLOTS: ("thd",),
     PAGES: ("pthd", "phtd"),
@@ -64,7 +67,7 @@ def writes(draw: st.DrawFn, kind: str, tokens: tuple[int, ...], twisted: bool, l
     forms = [form for form in FORMS[kind] if set(tokens) == {1} or form not in ONE_TOKEN]
     forms = [form for form in forms if not lossy or form not in QUANTIZED_TWICE]
     form = draw(st.sampled_from(forms))
-    positions = draw(usually("given", POSITIONS, 2)) if kind == STATIC and form not in BY_START else "given"
+    positions = draw(usually("given", POSITIONS, 2)) if kind in OF_FIXED_SIZE and form not in BY_START else "given"
     if positions == "negative" and form not in BY_INDEX:
         positions = "given"
     values = draw(usually("plain", VALUES))
@@ -81,7 +84,7 @@ def attentions(draw: st.DrawFn, kind: str, axes: str, sizes: Sizes) -> Attention
     masks = [mask for mask in MASKS if mask != "causal" or form == "sdpa"]
     if form != "sdpa" and sizes.groups == 1:
         repeats = ["gqa"]
-    reads = [read for read in READS if kind == STATIC or read not in ("filled", "first", "narrow")]
+    reads = [read for read in READS if kind in OF_FIXED_SIZE or read not in ("filled", "first", "narrow")]
     mask = draw(usually("bool", masks, 1))
     is_rank_3 = kind not in POOLS and axes in ("htd", "thd")
     if form == "sdpa" and is_rank_3 and sizes.groups == 1 and mask not in ("padding", "bool_4", "alibi", "lowest"):
@@ -91,7 +94,7 @@ def attentions(draw: st.DrawFn, kind: str, axes: str, sizes: Sizes) -> Attention
         read=draw(usually("whole", reads)),
         repeat=draw(st.sampled_from(repeats)),
         mask=mask,
-        mask_is_argument=kind in (STATIC, *POOLS) and mask not in ("none", "causal") and draw(st.booleans()),
+        mask_is_argument=kind in (*OF_FIXED_SIZE, *POOLS) and mask not in ("none", "causal") and draw(st.booleans()),
         scale=draw(st.sampled_from((None, 0.3))),
         scores=draw(st.sampled_from(list(SCORES))) if form == "written" else "matmul",
         softcap=form in ("written", "grouped") and draw(st.integers(0, 3)) == 3,
@@ -123,7 +126,7 @@ def layers(
     if kind == WINDOW:
         value = replace(value, form=key.form)  # so that there are as many values as keys
     twists = [name for name in TWISTS if kind not in POOLS or name in OF_POOLS]
-    safe = [name for name in twists if TWISTS[name].is_safe and (name != "written_twice" or kind == STATIC)]
+    safe = [name for name in twists if TWISTS[name].is_safe and (name != "written_twice" or kind in OF_FIXED_SIZE)]
     twist = draw(st.sampled_from(twists)) if has_twist else draw(usually("none", safe))
     return Layer(kind, axes, key, value, draw(st.booleans()), draw(attentions(kind, axes, sizes)), twist)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fuzz.places import index
-from fuzz.program import BLOCK_SIZE, EXTENDED, GROWING, PAGES, POOLS, SLOTS, WINDOW, Layer, Program, Step
+from fuzz.program import BLOCK_SIZE, EXTENDED, GROWING, PAGES, POOLS, RETURNED, SLOTS, WINDOW, Layer, Program, Step
 from fuzz.step_text import arguments, indented, mask_text, step_text, stored_names
 from fuzz.twists import TWISTS
 from fuzz.write_text import KEEP
@@ -38,6 +38,7 @@ BETWEEN = {
     "masked": ("{x}[{x} > 1.0] = 0.0",),
     "add": ("{x}.add_(1.0)",),
     "view": ("seen_{name} = {x}.narrow({t}, 0, 2)",),
+    "hold": ("seen_{name} = {x}",),
     "heads_view": ("seen_{name} = {x}.flatten(0, 1)",),
     "read": ("yield {x}.sum(-1), {x}[{first_tokens}], {x}.float().amax({t}), {x}.transpose(0, 1).contiguous()",),
     "truncate": ("{x} = {x}.narrow({t}, 0, {x}.shape[{t}] - 1)",),
@@ -54,8 +55,20 @@ OF_ANY = ("nothing", "snapshot", "zero", "clone", "deepcopy", "fresh")
 """The code that also applies to pools and stacks."""
 
 KEEPS_SIZE = (*OF_ANY, "reorder", "select", "restore", "assign", "write", "copy_sequence", "masked", "add", "view",
-              "heads_view", "read", "fewer", "more", "swap")  # fmt: skip
-CHANGES_SIZE = (*OF_ANY, "select", "take_back", "view", "heads_view", "read", "truncate", "fewer", "more", "swap")
+              "hold", "heads_view", "read", "fewer", "more", "swap")  # fmt: skip
+CHANGES_SIZE = (
+    *OF_ANY,
+    "select",
+    "take_back",
+    "view",
+    "hold",
+    "heads_view",
+    "read",
+    "truncate",
+    "fewer",
+    "more",
+    "swap",
+)
 
 
 def program_text(program: Program) -> str:
@@ -213,7 +226,7 @@ class _Drive:
             self.batch *= 2
         if step.before == "snapshot":
             self.saved = list(self._names)
-        if step.before in ("view", "heads_view"):
+        if step.before in ("view", "hold", "heads_view"):
             self.kept += [f"seen_{name}" for name in self._names if f"seen_{name}" not in self.kept]
         if step.before == "truncate":
             self.start -= 1
@@ -251,7 +264,7 @@ class _Drive:
         last = self._names if program.holder == "arguments" else []
         base = ["base"] if self._needs_base else []
         extras = [f"extra{number}" for number, layer in enumerate(program.layers) if TWISTS[layer.twist].returns]
-        grown = [name for name in last if self._layer(name).kind in EXTENDED]
-        yield f"{', '.join(['out', *extras, *grown])} = run({', '.join([*first, *values, *last, *base])})"
+        returned = [name for name in last if self._layer(name).kind in RETURNED]
+        yield f"{', '.join(['out', *extras, *returned])} = run({', '.join([*first, *values, *last, *base])})"
         yield f"yield {', '.join(['out', *extras, *map(self._ref, self._names), *self.kept, *base])}"
         self.start += n

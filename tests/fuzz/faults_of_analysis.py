@@ -74,7 +74,7 @@ def any_buffer_of_the_graph_counts_as_zeros(original: Faulty) -> Faulty:
 
 
 @fault(reads, "_check_slices")
-def slices_of_tokens_and_channels_are_not_checked(original: Faulty) -> Faulty:
+def slices_of_channels_are_not_checked(original: Faulty) -> Faulty:
     return nothing(original)
 
 

@@ -276,13 +276,25 @@ def packed_inputs_may_share_memory(original: Faulty) -> Faulty:
     return nothing(original)
 
 
-@fault(packed_call, "_growing")
+@fault(packed_call, "_new_cache")
 def a_growing_cache_loses_its_last_token_before_it_grows(original: Faulty) -> Faulty:
-    def faulty(cache: Any, action: Any) -> Any:
+    def faulty(cache: Any, action: Any, *sizes: Any) -> Any:
         t = action.axes.index("t")
         longer = cache.shape[t] > 0
         return original(
-            torch.cat([cache.narrow(t, 1, cache.shape[t] - 1), cache.narrow(t, 0, 1)], t) if longer else cache, action
+            torch.cat([cache.narrow(t, 1, cache.shape[t] - 1), cache.narrow(t, 0, 1)], t) if longer else cache,
+            action,
+            *sizes,
         )
 
     return faulty
+
+
+@fault(packed_call, "_copy_of")
+def a_functional_cache_is_written_in_place(original: Faulty) -> Faulty:
+    return lambda cache, sequences=None: cache if sequences is None else original(cache, sequences)
+
+
+@fault(caches, "hide_first_tokens")
+def tokens_before_the_first_that_is_read_are_seen(original: Faulty) -> Faulty:
+    return lambda graph, marker, first_token, num_tokens: original(graph, marker, 0, first_token + num_tokens)

@@ -11,8 +11,10 @@ from fuzz.drive_text import ALIASED, MEMORY
 from fuzz.program import (
     EXTENDED,
     GROWING,
+    OF_FIXED_SIZE,
     PAGES,
     POOLS,
+    RETURNED,
     SHIFTING,
     SLOTS,
     STATIC,
@@ -50,10 +52,10 @@ class Group:
 
 
 GROUPS = (
-    Group("static", programs((STATIC,), twisted=False), 24),
+    Group("static", programs(OF_FIXED_SIZE, twisted=False), 24),
     Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 20),
     Group("pools", programs(POOLS, twisted=False), 12),
-    Group("twisted", programs((STATIC,), twisted=True), 36, is_safe=False),
+    Group("twisted", programs(OF_FIXED_SIZE, twisted=True), 36, is_safe=False),
     Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 20, is_safe=False),
     Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 16),
 )
@@ -83,7 +85,7 @@ def corner_programs() -> list[Program]:
     ]
     attentions += [Attention(form="written", repeat="tile", scores=scores, softcap=True) for scores in SCORES]
     programs += [replace(first, layers=(replace(layer, attention=attention),)) for attention in attentions]
-    moving = ((kind, "bhtd") for kind in (SHIFTING, *EXTENDED))
+    moving = ((kind, "bhtd") for kind in (SHIFTING, *RETURNED))
     for kind, axes in (*moving, (SLOTS, "thd"), (PAGES, "pthd"), (PAGES, "phtd")):
         for form in FORMS[kind]:
             other = replace(layer, kind=kind, axes=axes, key=Write(form), value=Write(form))

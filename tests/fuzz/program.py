@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from fuzz.twists import TWISTS
 
 STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES = "static", "shifting", "growing", "window", "slots", "pages"
-KINDS = (STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES)
+FUNCTIONAL = "functional"
+KINDS = (STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES, FUNCTIONAL)
 POOLS = (SLOTS, PAGES)
 EXTENDED = (GROWING, WINDOW)
+RETURNED = (*EXTENDED, FUNCTIONAL)
+"""Caches that a step returns; the caller may keep the cache that it has passed."""
+OF_FIXED_SIZE = (STATIC, FUNCTIONAL)
 
 RANK_3 = ("htd", "thd", "btd")
 """Orders of caches of one sequence, or of one head."""

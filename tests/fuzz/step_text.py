@@ -5,9 +5,10 @@ from __future__ import annotations
 from fuzz.places import HEADS_FIRST, heads_first, index, stored_order
 from fuzz.program import (
     BLOCK_SIZE,
-    EXTENDED,
+    OF_FIXED_SIZE,
     PAGES,
     POOLS,
+    RETURNED,
     SHIFTING,
     SLOTS,
     STATIC,
@@ -98,6 +99,8 @@ SOFTMAXES = {
         "weights = (scores - scores.amax(-1, keepdim=True)).exp()",
         "weights = weights / weights.sum(-1, keepdim=True)",
     ],
+    "logsumexp": ["weights = (scores - scores.logsumexp(-1)[..., None]).exp()"],
+    "log_softmax": ["weights = F.log_softmax(scores, dim=-1).exp()"],
 }
 
 STACKS = {"none": "", "first": "[{role}]", "second": "[:, {role}]", "unbind": ".unbind(0)[{role}]"}
@@ -108,17 +111,17 @@ def step_text(program: Program) -> str:
     """The definition of ``step``, or of the class ``Model`` if a module holds the caches."""
     body = [line for number in range(len(program.layers)) for line in _layer(program, number)]
     tensors = stored_names(program)
-    extended = [name for name in tensors if program.layers[int(name[-1])].kind in EXTENDED]
+    returned = [name for name in tensors if program.layers[int(name[-1])].kind in RETURNED]
     values = [f"extra{number}" for number, layer in enumerate(program.layers) if TWISTS[layer.twist].returns]
     loads: list[str] = []
     if program.holder == "dict":
         loads = [f'{name} = c["{name}"]' for name in tensors]
-        body += [f'c["{name}"] = {name}' for name in extended]
+        body += [f'c["{name}"] = {name}' for name in returned]
     elif program.holder == "module":
         loads = [f"{name} = self.{name}" for name in tensors]
-        body += [f"self.{name} = {name}" for name in extended]
+        body += [f"self.{name} = {name}" for name in returned]
     else:
-        values += extended
+        values += returned
     body = [*loads, *body, f"return {', '.join(['q', *values])}"]
     signature = ", ".join(arguments(program, "\n".join(body)))
     if program.holder != "module":
@@ -250,7 +253,7 @@ def _attention(program: Program, layer: Layer) -> list[str]:
 
 def rows_text(layer: Layer) -> str:
     """The position of each query, as text."""
-    if layer.kind in (STATIC, *POOLS):
+    if layer.kind in (*OF_FIXED_SIZE, *POOLS):
         return "pos"
     return "torch.arange(q.shape[2], device=q.device) + (keys.shape[2] - q.shape[2])"
 

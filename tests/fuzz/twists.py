@@ -51,6 +51,7 @@ TWISTS = {
     ),
     "returned": Twist(after="extra{number} = {K}", returns=True),
     "written_twice": Twist(written="{K}.index_copy_({t}, pos, {x} * 3.0)", is_safe=True),
+    "keys_rotated": Twist(read="keys = keys * 0.5 + torch.cat([-keys[..., {half}:], keys[..., :{half}]], -1)"),
     # Other uses of the values.
     "summed": Twist(after="extra{number} = {K}.sum()", returns=True),
     "view_returned": Twist(after="extra{number} = {keys}[:, :, :2]", returns=True),
@@ -103,6 +104,7 @@ TWISTS = {
     "reversed_and_written_back": Twist(written="{K}.copy_({K}.flip({t}))"),
     # Other reads.
     "tail": Twist(read_as="{x}[:, :, 1:]"),
+    "last_tokens": Twist(read_as="{x}[:, :, -3:]"),
     "every_second_token": Twist(read_as="{x}[:, :, ::2]"),
     "tokens_reversed": Twist(read_as="{x}.flip(2)"),
     "tokens_rolled": Twist(read_as="{x}.roll(1, 2)"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuzz.places import index, stored_order
-from fuzz.program import BLOCK_SIZE, GROWING, PAGES, SHIFTING, SLOTS, STATIC, WINDOW
+from fuzz.program import BLOCK_SIZE, FUNCTIONAL, GROWING, PAGES, SHIFTING, SLOTS, STATIC, WINDOW
 
 KEEP = 6
 """How many tokens a window keeps."""
@@ -145,14 +145,47 @@ WRITES: dict[str, Callable[[Target], list[str]]] = {
 }
 """Writes of a cache of fixed size."""
 
-BY_INDEX = ("assignment", "index_put_", "per_sequence")
+BY_INDEX = ("assignment", "index_put_", "per_sequence", "index_put")
 """Writes that take negative positions."""
 
-ONE_TOKEN = ("select", "where")
+ONE_TOKEN = ("select", "where", "select_scatter", "masked")
 """Writes of exactly one token."""
 
-BY_START = ("slice", "narrow", "select", "slice_of_sequences")
+BY_START = ("slice", "narrow", "select", "slice_of_sequences", "slice_scatter", "select_scatter")
 """Writes that take a number, not a tensor, for the first position."""
+
+
+def _index_put_out_of_place(to: Target) -> list[str]:
+    if to.dim == 0:
+        return [f"{to.name} = {to.name}.index_put(({to.positions},), {to.x})"]
+    first = f"transpose(0, {to.dim})"
+    return [f"{to.name} = {to.name}.{first}.index_put(({to.positions},), {to.x}.{first}).{first}"]
+
+
+def _scatter_out_of_place(to: Target) -> list[str]:
+    new, write = _scatter(to)
+    return [new, f"{to.name} = " + write.replace("scatter_", "scatter")]
+
+
+def _where_out_of_place(to: Target) -> list[str]:
+    here, _ = _where(to)
+    return [here, f"{to.name} = torch.where(here, {to.x}, {to.name})"]
+
+
+def _written_copy(to: Target) -> list[str]:
+    return [f"{to.name} = {to.name}.clone()", *_index_copy(to)]
+
+
+OUT_OF_PLACE: dict[str, Callable[[Target], list[str]]] = {
+    "index_copy": lambda to: [f"{to.name} = {to.name}.index_copy({to.dim}, {to.positions}, {to.x})"],
+    "index_put": _index_put_out_of_place,
+    "scatter": _scatter_out_of_place,
+    "slice_scatter": lambda to: [f"{to.name} = {to.name}.slice_scatter({to.x}, {to.dim}, start, start + k.shape[2])"],
+    "select_scatter": lambda to: [f"{to.name} = {to.name}.select_scatter({to.x}.select({to.dim}, 0), {to.dim}, start)"],
+    "masked": _where_out_of_place,
+    "written_copy": _written_copy,
+}
+"""Writes out of place: the cache that was passed stays as it is, and the step returns the new one."""
 
 
 def _roll(to: Target) -> list[str]:
@@ -251,6 +284,7 @@ PAGE_WRITES = {"assignment": _pages_assignment, "as_slots": _pages_as_slots}
 
 FORMS = {
     STATIC: WRITES,
+    FUNCTIONAL: OUT_OF_PLACE,
     SHIFTING: SHIFTS,
     GROWING: GROWTHS,
     WINDOW: WINDOWS,

@@ -261,7 +261,7 @@ def latents_updated_out_of_place(m: LatentAttention, c: Tensor, r: Tensor, x: Te
     q, new, rotary = m.new(x)
     c = c.index_copy(2, pos, new)
     r.index_copy_(2, pos, rotary)
-    return m.attend(q, c, r, None), c
+    return m.attend(q, c, r, None)
 
 
 def latents_of_which_some_channels_are_written(m: LatentAttention, c: Tensor, r: Tensor, x: Tensor, pos: Tensor) -> Any:

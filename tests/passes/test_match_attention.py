@@ -220,6 +220,11 @@ def weights_of_queries_by_operators(q: Tensor, k: Tensor, v: Tensor, o: Operands
     return torch.ops.aten.mT(torch.ops.aten.softmax(scores_of(q, k), -1)) @ q
 
 
+def logsumexp_of_columns(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.logsumexp(-2, keepdim=True)).exp() @ repeat_kv(v)
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).mT @ v).repeat_interleave(H // H_KV, 1)
 
@@ -262,6 +267,7 @@ def integer_products(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
         no_values,
         weights_of_queries,
         weights_of_queries_by_operators,
+        logsumexp_of_columns,
         linear_attention,
         log_softmax,
         gram_matrix_of_exponentials,
@@ -438,8 +444,30 @@ def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) ->
     return exponentials @ repeat_kv(v) / exponentials.sum(-1, keepdim=True)
 
 
-def exponentials_of_log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
-    return scores_of(q, k).log_softmax(-1).exp() @ repeat_kv(v)
+def logsumexp_of_other_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores + o.additive - total).exp() @ repeat_kv(v)
+
+
+def logsumexp_along_the_wrong_rows(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k)[:, :, :Q].mT
+    return (scores - scores.logsumexp(-1)[..., None, :]).exp() @ repeat_kv(v)[:, :, :Q]
+
+
+def logsumexp_returned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+    scores = scores_of(q, k)
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - total).exp() @ repeat_kv(v), total
+
+
+def logsumexp_subtracted_twice(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return torch.sub(scores, scores.logsumexp(-1, keepdim=True), alpha=2).exp() @ repeat_kv(v)
+
+
+def logarithms_scaled(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).log_softmax(-1) * 0.5).exp() @ repeat_kv(v)
 
 
 def one_more_than_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
@@ -480,7 +508,11 @@ UNSUPPORTED: dict[Form, str] = {
     one_query_for_all_heads: "query is broadcast",
     tiled_heads: "are not neighbours",
     normalised_after_the_values: "multiplied with the values before they are divided by their sum",
-    exponentials_of_log_softmax: "log_softmax is applied to its scores",
+    logsumexp_of_other_scores: "exponentials are multiplied with the values before",
+    logsumexp_along_the_wrong_rows: "number for each row is broadcast along another dimension",
+    logsumexp_returned: "also used by the caller",
+    logsumexp_subtracted_twice: "exponentials are multiplied with the values before",
+    logarithms_scaled: "mul is applied to the logarithm of its weights",
     one_more_than_the_sum: "div is applied to the exponentials",
 }
 

@@ -46,7 +46,7 @@ def view_escapes(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: T
 
 def out_of_place_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     keys, values = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
-    return sdpa(q, keys, values), keys, values
+    return sdpa(q, keys, values)
 
 
 def accumulating_write(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -76,14 +76,16 @@ def one_tensor_for_keys_of_one_and_values_of_another(
     return sdpa(q, kc, vc) + sdpa(q, vc, kc)
 
 
-def sliding_window_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+def keys_and_values_of_different_tokens_are_read(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc[:, :, 8:], vc[:, :, 8:])
+    return sdpa(q, kc[:, :, 8:], vc[:, :, :-8])
 
 
 def two_reads_of_which_one_is_unknown(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc, vc) + sdpa(q, kc[:, :, 1:], vc[:, :, 1:])
+    return sdpa(q, kc, vc) + sdpa(q, kc[:, :, ::2], vc[:, :, ::2])
 
 
 def dropout(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -101,7 +103,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     no_cache_at_all: "no_cache",
     plain_cache_only_read: "plain_read_only",
     one_tensor_for_keys_of_one_and_values_of_another: "other_role",
-    sliding_window_read: "unknown_read",
+    keys_and_values_of_different_tokens_are_read: "unknown_read",
     two_reads_of_which_one_is_unknown: "used_elsewhere",
     dropout: "dropout",
 }
@@ -131,9 +133,9 @@ def old_keys_are_read(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p
     return sdpa(q, old, vc)
 
 
-def keys_are_scaled(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+def keys_are_added_up_over_tokens(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
     write(kc, k, pos), write(vc, v, pos)
-    return sdpa(q, kc * 2, vc)
+    return sdpa(q, kc.cumsum(2), vc)
 
 
 def keys_decay(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
@@ -244,7 +246,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     write_after_the_read: "not_written_back",
     other_keys_are_read: "unknown_read",
     old_keys_are_read: "read_before_write",
-    keys_are_scaled: "computed_from_cache",
+    keys_are_added_up_over_tokens: "computed_from_cache",
     keys_decay: "unknown_write",
     keys_are_values_elsewhere: "other_role",
     keys_become_integers: "unknown_read",
@@ -445,6 +447,12 @@ class Layer(torch.nn.Module):
         write(self.keys, k, pos), write(self.values, v, pos)
         return self.keys[:, :, :length], self.values[:, :, :length]
 
+    def update_at_an_integer(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        start = int(pos)
+        for cache, x in ((self.keys, k), (self.values, v)):
+            cache.narrow(2, start, x.shape[2]).copy_(x)
+        return self.keys, self.values
+
     def update_and_break(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         torch._dynamo.graph_break()
         return self.update(k, v, pos)
@@ -499,6 +507,23 @@ def test_a_graph_break_by_a_number_of_a_tensor_is_named_with_the_setting_that_av
     place = f"test_refusals.py:{Layer.update_and_read_the_position.__code__.co_firstlineno + 1}"
     assert f"the graph break at {place}: length = pos.item() + 1" in str(reason)
     assert str(reason).endswith("; torch._dynamo.config.capture_scalar_outputs = True keeps one graph")
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_the_setting_that_a_graph_break_names_packs_the_cache() -> None:
+    q, k, v, *_, pos = inputs()
+    model, expected = Model(Layer.update_at_an_integer), Model(Layer.update_at_an_integer)
+    (reason,) = reasons_of_model(model, q, k, v, pos)
+    assert str(reason).endswith(
+        ": start = int(pos); torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+    )
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = run(model, [q, k, v, pos], policy={"default": {"dtype": "float32"}})
+    (site,) = last_report().sites
+    assert site.reason is None
+    torch.testing.assert_close(found, expected(q, k, v, pos), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.layers[0].keys.dequantize(), expected.layers[0].keys, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("without_code_generation")

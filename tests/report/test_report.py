@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from decode_steps import step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -119,6 +120,50 @@ def test_a_note_of_a_run_reaches_the_last_report_and_the_open_ones_once(caplog: 
 
 
 # Calls
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_function_that_dynamo_compiles_no_more_is_noted_with_the_number_that_changes() -> None:
+    class Counting(nn.Module):
+        offset = 0
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            pos = torch.arange(1) + self.offset
+            self.offset += 1
+            return step(q, k, v, keys, values, pos)
+
+    def without_attention(q: Tensor, n: list[int]) -> Tensor:
+        return q * n[0]
+
+    model, other = (torch.compile(function, backend="kvquant") for function in (Counting(), without_attention))
+    keys, values = (torch.zeros(1, 2, 70, 64) for _ in range(2))
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), kvcompile.collect_reports() as report:
+        for number in range(4):
+            q, k, v = torch.randn(3, 1, 2, 1, 64).unbind()
+            model(q, k, v, keys, values)
+            other(q, [2] * (number + 1))  # compiled again for each length
+    (note,) = report.notes
+    assert note == (
+        f"forward (test_report.py:{Counting.forward.__code__.co_firstlineno}) is compiled no more, and steps that need "
+        "other code run in eager code, because Dynamo's recompile_limit is reached; the last recompilation was due to "
+        "self.offset == 1; set torch._dynamo.config.allow_unspec_int_on_nn_module = True, or keep the number that "
+        "changes in a tensor"
+    )
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_report_on_nothing_names_the_lines_that_broke_the_graph() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        torch._dynamo.graph_break()
+        return q * 2
+
+    caches = torch.zeros(2, 1, 2, 70, 64).unbind()
+    with torch.no_grad(), kvcompile.collect_reports() as report:
+        torch.compile(fn, backend="kvquant")(*torch.randn(3, 1, 2, 1, 64).unbind(), *caches, torch.arange(1))
+    (note,) = report.notes
+    line = fn.__code__.co_firstlineno + 2
+    assert note.endswith(f"; graphs broke at test_report.py:{line}: torch._dynamo.graph_break()")
 
 
 def test_calls_that_ran_plain_are_counted_apart_by_graph_and_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -242,6 +242,38 @@ def softmax_of_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Ten
 
 
 @form
+def maximum_without_its_dimension(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k).mT + o.additive
+    exponentials = (scores - scores.amax(-1)[..., None]).exp()
+    return exponentials / exponentials.sum(-1).unsqueeze(-1) @ repeat_kv(v)
+
+
+@form
+def exponential_of_logarithms(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k).mT + o.additive
+    return torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ repeat_kv(v)
+
+
+@form
+def logsumexp_without_its_dimension(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = (q @ repeat_kv(k).mT).masked_fill(~o.allowed, -torch.inf)
+    return (scores - scores.logsumexp(dim=-1).unsqueeze(-1)).exp() @ repeat_kv(v)
+
+
+@form
+def logarithm_of_a_sum_written_out(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k).mT + o.bias
+    scores = scores - scores.amax(-1, keepdim=True)
+    return (scores - scores.exp().sum(-1, keepdim=True).log()).exp() @ repeat_kv(v)
+
+
+@form
+def exponential_of_log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k).mT + o.additive
+    return F.log_softmax(scores, dim=-1, dtype=torch.float32).exp().to(q.dtype) @ repeat_kv(v)
+
+
+@form
 def operators(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     aten = torch.ops.aten
     scores = aten.mul.Scalar(aten.matmul(q, aten.mT(repeat_kv(k))), D**-0.5)

@@ -1,0 +1,257 @@
+"""Keys that are computed from a cache in every step, as by a rotary embedding behind the cache.
+
+The caches are packed, and dequantized where the model reads them. Compiled steps equal plain code in a lossless format,
+and eager code on packed caches in a lossy one. Graphs run node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kvcompile
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.packed.tensor import PackedTensor
+
+BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN = 2, 4, 2, 32, 70
+LOSSLESS, LOSSY = {"default": {"dtype": "float32"}}, "int8_per_token_head"
+
+Step = Callable[..., Any]
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
+
+
+def angles(pos: Tensor, channels: int) -> Tensor:
+    return pos[:, None] * 10000 ** (-torch.arange(0, channels, 2) / channels)
+
+
+def rotate_halves(x: Tensor, pos: Tensor) -> Tensor:
+    cos, sin = (torch.cat([of(angles(pos, x.shape[-1]))] * 2, -1) for of in (torch.cos, torch.sin))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def rotate_pairs(x: Tensor, pos: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    turns = angles(pos, x.shape[-1])
+    return torch.view_as_real(numbers * torch.polar(torch.ones_like(turns), turns)).flatten(-2).type_as(x)
+
+
+def rotate_neighbours(x: Tensor, pos: Tensor) -> Tensor:
+    cos, sin = (of(angles(pos, x.shape[-1])).repeat_interleave(2, -1) for of in (torch.cos, torch.sin))
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
+
+
+def rotate_last_channels(x: Tensor, pos: Tensor) -> Tensor:
+    return torch.cat([x[..., :16], rotate_halves(x[..., 16:], pos)], -1)
+
+
+def normalise(x: Tensor, pos: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def normalise_and_rotate(x: Tensor, pos: Tensor) -> Tensor:
+    return rotate_halves(normalise(x, pos), pos)
+
+
+COMPUTED = (
+    rotate_halves,
+    rotate_pairs,
+    rotate_neighbours,
+    rotate_last_channels,
+    normalise,
+    normalise_and_rotate,
+)
+
+
+def visible(pos: Tensor, kv_len: int = MAX_LEN) -> Tensor:
+    return torch.arange(kv_len) <= pos[:, None]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, keys.shape[2]), enable_gqa=True)
+
+
+def rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(BATCH, heads, n, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    return q, k, v
+
+
+def caches(tokens: int = MAX_LEN, axes: str = "bhtd") -> list[Tensor]:
+    sizes = {"b": BATCH, "h": NUM_KV_HEADS, "t": tokens, "d": HEAD_DIM}
+    return [torch.randn([sizes[axis] for axis in axes]) for _ in range(2)]
+
+
+def packed(given: Sequence[Tensor], axes: str = "bhtd") -> list[Tensor]:
+    layouts = (PackedLayout(LOSSY, role, HEAD_DIM) for role in ("key", "value"))
+    return [PackedTensor.from_dense(x, layout, axes) for x, layout in zip(given, layouts, strict=True)]
+
+
+def compiled(step: Step, policy: Any, **options: Any) -> Step:
+    options = {"policy": policy, "on_unsupported": "error", **options}
+    result: Step = torch.compile(step, backend="kvquant", options=options)
+    return result
+
+
+def static_step(compute: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        return attend(compute(q, pos), compute(keys, torch.arange(keys.shape[2])), values, pos)
+
+    return step
+
+
+def in_another_order(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(1, pos, k.transpose(1, 2)), values.index_copy_(1, pos, v.transpose(1, 2))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    return attend(rotate_halves(q, pos), rotate_halves(keys, torch.arange(MAX_LEN)), values, pos)
+
+
+def written_through_a_view(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(rotate_halves(q, pos), rotate_halves(keys, torch.arange(MAX_LEN)), values, pos)
+
+
+def repeated_and_written_out(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    rotated = rotate_halves(keys, torch.arange(MAX_LEN)).repeat_interleave(2, 1)
+    scores = rotate_halves(q, pos) @ rotated.mT * 0.3
+    return scores.masked_fill(~visible(pos), -torch.inf).softmax(-1) @ values.repeat_interleave(2, 1)
+
+
+STATIC = {
+    **{static_step(compute): "bhtd" for compute in COMPUTED},
+    in_another_order: "bthd",
+    written_through_a_view: "bthd",
+    repeated_and_written_out: "bhtd",
+}
+IDS = [*(compute.__name__ for compute in COMPUTED), *(step.__name__ for step in [*STATIC][len(COMPUTED) :])]
+
+
+@pytest.mark.parametrize("step", STATIC, ids=IDS)
+def test_keys_that_are_computed_from_a_cache_are_dequantized_for_it(step: Step) -> None:
+    plain = caches(axes=STATIC[step])
+    for policy, expected in (
+        (LOSSLESS, [x.clone() for x in plain]),
+        (LOSSY, packed(plain, STATIC[step])),
+    ):
+        given = [x.clone() for x in plain]
+        q, k, v = rows(3)
+        pos = torch.arange(63, 66)
+        with kvcompile.collect_reports() as report:
+            found = compiled(step, policy)(q, k, v, *given, pos)
+        torch.testing.assert_close(found, step(q, k, v, *expected, pos), rtol=1e-5, atol=1e-5)
+        for cache, other in zip(given, expected, strict=True):
+            assert isinstance(cache, PackedTensor)
+            other = other.dequantize() if isinstance(other, PackedTensor) else other
+            assert torch.equal(cache.dequantize(), other)
+        (site,) = report.sites
+        assert site.attention.endswith("keys computed from their cache")
+        assert [cache.role for cache in site.caches] == ["key", "value"]
+
+
+def test_growing_caches_of_such_keys_are_packed_from_the_first_call_on() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
+        keys, values = k * 2, v * 2
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        pos = torch.arange(keys.shape[2] - q.shape[2], keys.shape[2])
+        rotated = rotate_halves(keys, torch.arange(keys.shape[2]))
+        return attend(rotate_halves(q, pos), rotated, values, pos), (keys, values)
+
+    run = compiled(step, LOSSLESS)
+    past = expected = None
+    for n in (66, 1, 2, 1):
+        q, k, v = rows(n)
+        out, past = run(q, k, v, past)
+        result, expected = step(q, k, v, expected)
+        torch.testing.assert_close(out, result, rtol=1e-5, atol=1e-5)
+        for cache, other in zip(past, expected, strict=True):
+            assert isinstance(cache, PackedTensor)
+            assert torch.equal(cache.dequantize(), other)
+
+
+def the_query_is_computed_from_it(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q + keys[:, :1, :1], rotate_halves(keys, torch.arange(MAX_LEN)), values, pos)
+
+
+def the_mask_is_computed_from_it(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    mask = visible(pos) & (keys[:, :1, None, :, 0] < 1)
+    rotated = rotate_halves(keys, torch.arange(MAX_LEN))
+    return F.scaled_dot_product_attention(q, rotated, values, attn_mask=mask, enable_gqa=True)
+
+
+def the_cache_is_added_up(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, rotate_halves(keys, torch.arange(MAX_LEN)), values, pos) + keys.sum()
+
+
+def the_old_cache_is_rotated(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    rotated = rotate_halves(keys, torch.arange(MAX_LEN))
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, rotated, values, pos)
+
+
+def the_cache_is_scaled_afterwards(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor
+) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    out = attend(q, rotate_halves(keys, torch.arange(MAX_LEN)), values, pos)
+    keys.mul_(0.5)
+    return out
+
+
+def the_values_are_computed_too(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, rotate_halves(keys, torch.arange(MAX_LEN)), values * 2, pos)
+
+
+def other_heads_take_part(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, keys + keys.mean(1, keepdim=True), values, pos)
+
+
+def other_tokens_take_part(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+    keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+    return attend(q, keys + torch.cat([keys[:, :, -1:], keys[:, :, :-1]], 2), values, pos)
+
+
+def keys_are_computed_from_the_values(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor
+) -> Tensor:
+    values.index_copy_(2, pos, v)
+    return attend(q, rotate_halves(values, torch.arange(MAX_LEN)), values, pos)
+
+
+UNSAFE: dict[Step, str] = {
+    the_query_is_computed_from_it: "used_elsewhere",
+    the_mask_is_computed_from_it: "used_elsewhere",
+    the_cache_is_added_up: "used_elsewhere",
+    the_old_cache_is_rotated: "no_cache",
+    the_cache_is_scaled_afterwards: "not_written_back",
+    the_values_are_computed_too: "computed_from_cache",
+    other_heads_take_part: "computed_from_cache",
+    other_tokens_take_part: "computed_from_cache",
+    keys_are_computed_from_the_values: "computed_from_cache",
+}
+
+
+@pytest.mark.parametrize("step", UNSAFE, ids=lambda step: step.__name__)
+def test_other_uses_of_such_caches_are_refused_and_stay_right(step: Step) -> None:
+    given = caches()
+    expected, (q, k, v), pos = [x.clone() for x in given], rows(3), torch.arange(3, 6)
+    with kvcompile.collect_reports() as report:
+        found = compiled(step, LOSSY, on_unsupported="ignore")(q, k, v, *given, pos)
+    assert [site.reason_code for site in report.sites] == [UNSAFE[step]]
+    for one, other in zip((found, *given), (step(q, k, v, *expected, pos), *expected), strict=True):
+        assert type(one) is Tensor
+        assert torch.equal(one, other)
