@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from cheaper_compilation import make_compilation_cheaper, skip_present_objects_in_collections
 
 from fuzz.long_run import LongRun
 from fuzz.mutations import mutation_table
@@ -41,12 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def quiet() -> None:
-    """Settings of a process: one thread, no warnings about refused sites, and less collection of garbage."""
-    import gc
-
+    """Settings of a process: one thread, no warnings about refused sites, and cheaper compilation."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("kvcompile").setLevel(logging.ERROR)
-    gc.set_threshold(20_000, 20, 20)
-    trace = logging.getLogger("torch.__trace")
-    trace.propagate, trace.parent = True, None
+    make_compilation_cheaper()
+    skip_present_objects_in_collections()
