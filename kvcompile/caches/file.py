@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvcompile import digests
 from kvcompile.caches import objects
 from kvcompile.caches.description import Reader, Writer
-from kvcompile.errors import CacheFileError, one_line
+from kvcompile.errors import CacheFileError, one_line, shown
 
 FORMAT = "kvcompile.cache"
 VERSION = 4
@@ -151,14 +151,14 @@ def _check(header: Mapping[str, str], expected: Mapping[str, str], model: nn.Mod
         raise CacheFileError(f"{path} is not a cache: its metadata lack format={FORMAT!r}; use save_cache")
     if header.get("version") != str(VERSION):
         raise CacheFileError(
-            f"{path} has version {header.get('version')} of the format, and this kvcompile reads {VERSION}; "
+            f"{path} has version {one_line(header.get('version'))} of the format, and this kvcompile reads {VERSION}; "
             "make it anew from its prompt"
         )
     if header.get("digest") != digests.of_header(header):
         raise CacheFileError(f"{path} is damaged: its metadata have another digest; make it anew from its prompt")
     for name, value in expected.items():
         if header.get(name) != value:
-            raise CacheFileError(f"{path}: {name} is {header.get(name)!r} in the file, and {value!r} was expected")
+            raise CacheFileError(f"{path}: {name} is {shown(header.get(name))} in the file, and {value!r} was expected")
     if model is not None and header.get("fingerprint") != digests.of_model(model):
         reason = "another model computed it" if "fingerprint" in header else "it was saved without a model"
         raise CacheFileError(f"{path} does not belong to this model: {reason}; make it anew from its prompt")
@@ -168,4 +168,6 @@ def _check_bytes(tensors: Mapping[str, Tensor], expected: Mapping[str, str], pat
     found = digests.of_tensors(tensors)
     for name in sorted({*found, *expected}):
         if found.get(name) != expected.get(name):
-            raise CacheFileError(f"{path} is damaged: {name} has another digest; make it anew from its prompt")
+            raise CacheFileError(
+                f"{path} is damaged: {one_line(name)} has another digest; make it anew from its prompt"
+            )

@@ -134,7 +134,7 @@ class StaticScales:
         if found is not None:
             return self.numbers[found]
         same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
-        known = ", ".join(list(self.numbers)[:3]) + (", ..." if len(self.numbers) > 3 else "")
+        known = one_line(", ".join(list(self.numbers)[:3])) + (", ..." if len(self.numbers) > 3 else "")
         raise PolicyError(
             f"scales: {self.source} has no scales for {module or 'attention at top level'}"
             f"{f', and several modules in layer {layer}' if same_layer else ''} (it has: {known}); calibrate this "

@@ -120,8 +120,8 @@ class Transforms:
         if found is None or f"{found}.{role}.mean" not in self.tensors:
             raise PolicyError(
                 f"transforms: {self.source} has none for the {role}s of {module or 'attention at top level'} (it has: "
-                f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}); calibrate this model, or give the "
-                "module another format in a rule"
+                f"{one_line(', '.join(modules[:3]))}{', ...' if len(modules) > 3 else ''}); calibrate this "
+                "model, or give the module another format in a rule"
             )
         return with_basis(fmt, self._reference(fmt, f"{found}.{role}"))
 
@@ -160,8 +160,8 @@ def _read(path: Path, modified: int, size: int) -> Transforms:
         )
     if header.get("version") != VERSION:
         raise PolicyError(
-            f"transforms: {path} has version {header.get('version')}, and this kvcompile reads {VERSION}; calibrate "
-            "again"
+            f"transforms: {path} has version {one_line(header.get('version'))}, and this kvcompile reads {VERSION}; "
+            "calibrate again"
         )
     try:
         damaged = header.get("digest") != digests.of_header(header)
