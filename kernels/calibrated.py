@@ -117,7 +117,7 @@ def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, rol
 
 
 def _plain(layout: PackedLayout) -> PackedLayout:
-    """The layout with the same bytes whose vectors are those of ``layout`` in its basis."""
+    """The plain layout with the same bytes. Its vectors are the vectors of ``layout`` in their basis."""
     fmt = layout.format
     if not fmt.is_calibrated:
         return layout
@@ -151,7 +151,7 @@ def _with_mean(fmt: Format, x: Tensor) -> Tensor:
 
 
 def _of_kv_heads(x: Tensor, num_kv_heads: int) -> Tensor:
-    """float32 [batch, num_kv_heads, query heads of one, q_len, channels] from [batch, num_heads, q_len, channels]."""
+    """Query heads grouped by KV head: float32 [batch, num_kv_heads, group_size, q_len, channels]."""
     return x.float().unflatten(1, (num_kv_heads, -1))
 
 
