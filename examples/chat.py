@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
 import kvcompile
+from kvcompile.compat.transformers import with_cache
 
 SYSTEM = "You are a helpful assistant. You answer in a few words."
 
@@ -106,7 +107,7 @@ class Chat:
         else:
             self.cache = kvcompile.static_cache(self.model, batch_size=1, max_len=self.max_len, policy=self.policy)
             with torch.no_grad():
-                self.model(self.tokens.to(self.model.device), past_key_values=self.cache)
+                self.model(self.tokens.to(self.model.device), **with_cache(self.model, self.cache))
             if file is not None:
                 kvcompile.save_cache(self.cache, file, about, model=self.model)
                 done += f", and saved their cache to {file}"
@@ -121,7 +122,7 @@ class Chat:
         self.tokens = self.model.generate(
             prompt.to(self.model.device),
             attention_mask=torch.ones_like(prompt, device=self.model.device),
-            past_key_values=self.cache,
+            **with_cache(self.model, self.cache),
             max_new_tokens=new_tokens,
             do_sample=False,
             streamer=stream,

@@ -14,6 +14,7 @@ from tiny_models import tiny_llama
 from transformers import StaticCache
 
 import kvcompile
+from kvcompile.compat.transformers import with_cache
 
 POLICY = Path(__file__).with_suffix(".yaml")
 
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = tiny_llama(num_layers=4)
     cache = StaticCache(config=model.config, max_cache_len=128)
     token = torch.zeros(1, 1, dtype=torch.int64)
-    print(kvcompile.explain(model, token, past_key_values=cache, policy=policy))
+    print(kvcompile.explain(model, token, policy=policy, **with_cache(model, cache)))
 
 
 if __name__ == "__main__":

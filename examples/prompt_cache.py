@@ -16,6 +16,7 @@ from tiny_models import VOCAB_SIZE, tiny_llama
 from transformers import StaticCache
 
 import kvcompile
+from kvcompile.compat.transformers import with_cache
 
 PROMPT_TOKENS, MAX_TOKENS = 400, 448
 
@@ -30,10 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     model = tiny_llama()
     cache = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
-    model(prompt, past_key_values=cache)  # eager, on a plain cache
+    model(prompt, **with_cache(model, cache))  # eager, on a plain cache
     plain_bytes = kvcompile.cache_nbytes(cache)
     compiled = torch.compile(model, backend="kvquant", options={"policy": options.policy})
-    compiled(question, past_key_values=cache)  # packs the cache
+    compiled(question, **with_cache(model, cache))  # packs the cache
     print(f"cache of all layers: {plain_bytes} bytes in float32 -> {kvcompile.cache_nbytes(cache)} bytes packed")
 
     with tempfile.TemporaryDirectory() as folder:
@@ -41,8 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         kvcompile.save_cache(cache, file, model=model)
         print(f"saved in {file.stat().st_size} bytes")
         loaded = kvcompile.load_cache(file, model=model)
-    expected = compiled(question, past_key_values=copy.deepcopy(cache)).logits
-    logits = compiled(question, past_key_values=loaded).logits
+    expected = compiled(question, **with_cache(model, copy.deepcopy(cache))).logits
+    logits = compiled(question, **with_cache(model, loaded)).logits
     print(f"continues with the same logits: {torch.equal(logits, expected)}")
 
 

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, S
 from transformers.utils.logging import disable_progress_bar
 
 import kvcompile
+from kvcompile.compat.transformers import with_cache
 
 PROMPT_CHUNK = 2048
 UNTIMED_STEPS = 3
@@ -88,13 +89,15 @@ class Runner:
         else:
             self.cache = kvcompile.static_cache(self.model, batch_size=1, max_len=max_len, policy=self.policy)
         for part in prompt.split(PROMPT_CHUNK):
-            self.model(input_ids=part[None].to(self.model.device), past_key_values=self.cache, logits_to_keep=1)
+            self.model(
+                input_ids=part[None].to(self.model.device), logits_to_keep=1, **with_cache(self.model, self.cache)
+            )
 
     def step(self, token: Tensor) -> None:
         """Append one token, [1], and predict the next one."""
         torch.compiler.cudagraph_mark_step_begin()
         begin = time.perf_counter()
-        output = self.compiled(input_ids=token[None].to(self.model.device), past_key_values=self.cache)
+        output = self.compiled(input_ids=token[None].to(self.model.device), **with_cache(self.model, self.cache))
         self.logits.append(output.logits[0, -1].float().cpu())
         self.step_seconds.append(time.perf_counter() - begin)
 

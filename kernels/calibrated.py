@@ -66,36 +66,20 @@ def attention(
     """
     key = PackedLayout.parse(k_format, "key", query.shape[3])
     value = key if v_data is None else PackedLayout.parse(v_format, "value", v_head_dim)
-    if not key.format.is_calibrated and not value.format.is_calibrated:
-        return launch.attention(
-            query,
-            k_data,
-            v_data,
-            mask,
-            sinks,
-            kv_len,
-            is_causal,
-            scale,
-            softcap,
-            k_format,
-            v_format,
-            v_head_dim,
-            ranges,
-        )
     reason = refusal(key, value, has_sinks=sinks is not None, has_softcap=softcap != 0.0)
     if reason is not None:
         raise ValueError(f"kvcompile::attention: {key.description} and {value.description}: {reason}")
     num_kv_heads = k_data.shape[2]
+    k_plain, v_plain = _plain(key), _plain(value)
     if key.format.is_calibrated:
         query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
-    key, value = _plain(key), _plain(original := value)
     out = launch.attention(
-        query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, key.spec, value.spec, value.head_dim,
-        ranges,
+        query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_plain.spec, v_plain.spec,
+        v_plain.head_dim, ranges,
     )  # fmt: skip
-    if not original.format.is_calibrated or out.numel() == 0:
-        return out if not original.format.is_calibrated else out.new_empty((*out.shape[:3], original.head_dim))
-    return _of_query_heads(_with_mean(original.format, _of_kv_heads(out, num_kv_heads)), out)
+    if value.format.is_calibrated:
+        out = _of_query_heads(_with_mean(value.format, _of_kv_heads(out, num_kv_heads)), out)
+    return out
 
 
 def store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, spec: str, role: str) -> None:
@@ -133,7 +117,7 @@ def dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, spec: str, rol
 
 
 def _plain(layout: PackedLayout) -> PackedLayout:
-    """The layout with the same bytes whose vectors are those of ``layout`` in its basis."""
+    """The plain layout with the same bytes. Its vectors are the vectors of ``layout`` in their basis."""
     fmt = layout.format
     if not fmt.is_calibrated:
         return layout
@@ -167,7 +151,7 @@ def _with_mean(fmt: Format, x: Tensor) -> Tensor:
 
 
 def _of_kv_heads(x: Tensor, num_kv_heads: int) -> Tensor:
-    """float32 [batch, num_kv_heads, query heads of one, q_len, channels] from [batch, num_heads, q_len, channels]."""
+    """Query heads grouped by KV head: float32 [batch, num_kv_heads, group_size, q_len, channels]."""
     return x.float().unflatten(1, (num_kv_heads, -1))
 
 

@@ -300,7 +300,7 @@ def visible_range(mask: Tensor) -> Tensor:
     batch, num_heads, q_len, kv_len = mask.shape
     out = torch.empty((batch, q_len, 3), dtype=torch.int32, device=mask.device)
     if out.numel():
-        # Rows that fill the device run best in small programs; a few long rows take as long as one of them takes.
+        # Many rows fill the device, and run best in small programs. A few long rows do not, so each gets a large one.
         few_and_long = batch * q_len < 4 * launcher.num_sms_of(mask.device) and kv_len > 4096
         launch_visible_range(
             (batch * q_len, 1, 1),

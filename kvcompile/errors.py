@@ -48,6 +48,11 @@ def cut(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
+def one_line(text: object) -> str:
+    """The text of an error of another library as one line, cut as by :func:`cut`."""
+    return cut(" ".join(str(text)[:2000].split()))
+
+
 def shown(value: object) -> str:
     """A value of the user for a message: as Python writes it, and no longer than 60 characters."""
     text = repr(value[:200] if isinstance(value, str) else value)

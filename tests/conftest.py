@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,25 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
+from cheaper_compilation import make_compilation_cheaper, skip_present_objects_in_collections
 from node_by_node import running_node_by_node
 
 
 def pytest_configure() -> None:
     """Settings that make compilation in tests cheaper.
 
-    Compilation makes many objects and little garbage, so the collector runs less often. Pytest adds its handlers to
-    every logger that does not propagate, and PyTorch writes out each graph as soon as its trace logger has a handler:
-    this logger gets none, because it propagates, to no parent.
     One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
     Environment variables hold for the programs that tests start, too, and give way to the user's.
     """
-    gc.set_threshold(20_000, 20, 20)
+    make_compilation_cheaper()
     # Tests replace passes by others, which the keys of stored code do not cover.
     torch._functorch.config.enable_autograd_cache = False
     # Inductor would compile and load a program for each instruction set of the processor, in every process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    trace = logging.getLogger("torch.__trace")
-    trace.propagate, trace.parent = True, None
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,6 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    skip_present_objects_in_collections()
+
+
 @pytest.fixture
 def seed_without_grad() -> Iterator[None]:
     """The same random numbers in every test, and no gradients."""
@@ -72,12 +70,21 @@ def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def without_code_generation() -> Iterator[None]:
-    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates."""
+def without_code_generation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates.
+
+    Stores and attention are operators of ``kvcompile::`` in these graphs, as on a GPU. With ``operators_traced`` their
+    plain PyTorch is traced into the graphs, as for generated code on a CPU; this takes twice as long.
+    """
     torch._dynamo.reset()
-    with running_node_by_node():
+    with running_node_by_node(operators="operators_traced" not in request.fixturenames):
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def operators_traced() -> None:
+    """For tests ``without_code_generation``: graphs hold the plain PyTorch of stores and attention."""
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.caches import objects
-from kvcompile.errors import CacheFileError
+from kvcompile.errors import CacheFileError, cut, shown
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -24,6 +24,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+_CACHE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 _BASIS = "basis/"
 """The beginning of the names of tensors of bases: ``basis/3f9a0c12de45/mean``."""
@@ -154,14 +155,23 @@ class Reader:
 
     def _tensor(self, kind: str, name: str, content: Mapping[str, Any]) -> Tensor:
         if kind == "stack":
-            return PackedStack([self.make(part) for part in content["parts"]], content["shape"], content.get("dims"))
+            return self._stack([self.make(part) for part in content["parts"]], content)
         if kind == "pool":
             return self._pool(self.make(content["slots"]), content)
         data = self._tensors.pop(name).to(self._device)
         return data if kind == "tensor" else self._packed(data, content)
 
+    def _stack(self, parts: list[Any], content: Mapping[str, Any]) -> PackedStack:
+        shape = [_count(size) for size in content["shape"]]
+        dims = [_count(dim) for dim in content.get("dims", range(len(shape) - parts[0].dim()))]
+        rest = [size for dim, size in enumerate(shape) if dim not in dims]
+        if any(list(part.shape) != rest or part.dtype != parts[0].dtype for part in parts):
+            sizes = ", ".join(str(list(part.shape)) for part in parts[:3])
+            raise self._contradiction(content["stack"], f"a stack {shape} of {rest}", f"parts {sizes}")
+        return PackedStack(parts, shape, dims)
+
     def _pool(self, slots: Tensor, content: Mapping[str, Any]) -> PackedPool:
-        shape, heads_first = content["shape"], content["heads_first"]
+        shape, heads_first = [_count(size) for size in content["shape"]], content["heads_first"] is True
         num_blocks, block_size, num_kv_heads, head_dim = exchanged(shape) if heads_first else shape
         if not isinstance(slots, PackedTensor) or slots.shape != (num_blocks * block_size, num_kv_heads, head_dim):
             raise self._contradiction(content["pool"], f"a pool {list(shape)}", f"slots {list(slots.shape)}")
@@ -169,31 +179,42 @@ class Reader:
 
     def _packed(self, data: Tensor, content: Mapping[str, Any]) -> PackedTensor:
         name = content["packed"]
-        try:
-            layout = PackedLayout.parse(*content["layout"])
-        except ValueError as error:
-            raise CacheFileError(f"{self._path}: {name}: {error}") from error
+        layout, dtype = self._layout(content), _DTYPES[content["dtype"]]
         if data.dtype != torch.uint8 or data.dim() != 4 or data.shape[-1] != layout.block_bytes:
             expected = f"blocks of {layout.spec} with {layout.block_bytes} bytes"
             raise self._contradiction(name, expected, f"{data.dtype} {list(data.shape)}")
-        axes, shape, start = content["axes"], content["shape"], content["start"]
+        axes, shape, start = content["axes"], [_count(size) for size in content["shape"]], _count(content["start"])
         sizes = dict(zip(axes, shape, strict=True))
         if len(sizes) != len(axes) or not {"d"} <= set(axes) <= set("bhtd"):
             raise CacheFileError(f"{self._path}: {name}: {axes!r} is no order of dimensions")
         needed = (layout.blocks(start + sizes.get("t", 1)), sizes.get("b", 1), sizes.get("h", 1), layout.block_bytes)
         fits = data.shape[0] >= needed[0] and data.shape[1:] == needed[1:] and sizes["d"] == layout.head_dim
-        if not fits or start < 0 or (layout.residual is None and start >= BLOCK_TOKENS):
+        if not fits or (layout.residual is None and start >= BLOCK_TOKENS):
             raise self._contradiction(name, f"{axes} {shape} from token {start} on", f"blocks {list(data.shape)}")
-        dtype = _DTYPES[content["dtype"]]
-        if layout.residual is not None and layout.residual.dtype != dtype:
-            raise self._contradiction(name, f"a cache of {dtype}", f"exact tokens of {layout.residual.dtype}")
-        return PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"]), shape)
+        reason = layout.unsupported(dtype) if dtype in _CACHE_DTYPES else "keys and values are floats"
+        if reason is not None:
+            raise CacheFileError(f"{self._path}: {name}: no cache of {dtype} has the layout {layout.spec}: {reason}")
+        return PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"] is True), shape)
+
+    def _layout(self, content: Mapping[str, Any]) -> PackedLayout:
+        spec, role, head_dim = content["layout"]
+        try:
+            return PackedLayout.parse(spec, role, _count(head_dim))
+        except ValueError as error:
+            raise CacheFileError(f"{self._path}: {cut(content['packed'])}: {cut(str(error))}") from error
 
     def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
         return CacheFileError(
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
             "another kvcompile wrote the file, or it is damaged: make it anew from its prompt"
         )
+
+
+def _count(value: Any) -> int:
+    """``value`` if it is an int that is not negative; ValueError otherwise. JSON has floats and bools, too."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{shown(value)} is no number of tokens, heads or channels")
+    return value
 
 
 def _name_of(dtype: torch.dtype) -> str:

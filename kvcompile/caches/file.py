@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from kvcompile import digests
 from kvcompile.caches import objects
 from kvcompile.caches.description import Reader, Writer
-from kvcompile.errors import CacheFileError
+from kvcompile.errors import CacheFileError, one_line, shown
 
 FORMAT = "kvcompile.cache"
 VERSION = 4
 """Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
+
+_NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
+"""What code raises that reads a description of another form, or makes tensors of its sizes."""
 
 _OWN_ENTRIES = ("format", "version", "content", "digests", "digest", "fingerprint", "transformers")
 
@@ -129,15 +132,18 @@ def load_cache(
             _check(header, metadata or {}, model, path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
-        raise CacheFileError(f"{path}: {error}") from error
-    if verify:
-        _check_bytes(tensors, json.loads(header["digests"]), path)
+        raise CacheFileError(f"{path}: {one_line(error)}") from error
     try:
+        if verify:
+            _check_bytes(tensors, json.loads(header["digests"]), path)
         return Reader(tensors, header, torch.device(device), path).make(json.loads(header["content"]))
     except CacheFileError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration, RecursionError) as error:
-        raise CacheFileError(f"{path}: its description is not valid ({type(error).__name__}: {error})") from error
+    except _NOT_VALID as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise CacheFileError(
+            f"{path}: its description is not valid ({reason}); make it anew from its prompt"
+        ) from error
 
 
 def _check(header: Mapping[str, str], expected: Mapping[str, str], model: nn.Module | None, path: Any) -> None:
@@ -145,14 +151,14 @@ def _check(header: Mapping[str, str], expected: Mapping[str, str], model: nn.Mod
         raise CacheFileError(f"{path} is not a cache: its metadata lack format={FORMAT!r}; use save_cache")
     if header.get("version") != str(VERSION):
         raise CacheFileError(
-            f"{path} has version {header.get('version')} of the format, and this kvcompile reads {VERSION}; "
+            f"{path} has version {one_line(header.get('version'))} of the format, and this kvcompile reads {VERSION}; "
             "make it anew from its prompt"
         )
     if header.get("digest") != digests.of_header(header):
         raise CacheFileError(f"{path} is damaged: its metadata have another digest; make it anew from its prompt")
     for name, value in expected.items():
         if header.get(name) != value:
-            raise CacheFileError(f"{path}: {name} is {header.get(name)!r} in the file, and {value!r} was expected")
+            raise CacheFileError(f"{path}: {name} is {shown(header.get(name))} in the file, and {value!r} was expected")
     if model is not None and header.get("fingerprint") != digests.of_model(model):
         reason = "another model computed it" if "fingerprint" in header else "it was saved without a model"
         raise CacheFileError(f"{path} does not belong to this model: {reason}; make it anew from its prompt")
@@ -162,4 +168,6 @@ def _check_bytes(tensors: Mapping[str, Tensor], expected: Mapping[str, str], pat
     found = digests.of_tensors(tensors)
     for name in sorted({*found, *expected}):
         if found.get(name) != expected.get(name):
-            raise CacheFileError(f"{path} is damaged: {name} has another digest; make it anew from its prompt")
+            raise CacheFileError(
+                f"{path} is damaged: {one_line(name)} has another digest; make it anew from its prompt"
+            )

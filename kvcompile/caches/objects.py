@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from kvcompile.errors import CacheFileError
+from kvcompile.errors import CacheFileError, one_line, shown
 
 _MODULE = "transformers.cache_utils"
 
@@ -33,7 +33,7 @@ def check_version(header: Mapping[str, str], path: Any) -> None:
     written, here = (_minor(version) for version in (header.get("transformers", ""), transformers.__version__))
     if written != here:
         raise CacheFileError(
-            f"{path} holds a cache of Transformers {header.get('transformers')}, and this is "
+            f"{path} holds a cache of Transformers {one_line(header.get('transformers'))}, and this is "
             f"{transformers.__version__}, whose caches may differ; make the cache anew from its prompt"
         )
 
@@ -48,7 +48,7 @@ def known_class(name: str, path: Any) -> type:
 
     cls = getattr(cache_utils, name, None)
     if not is_known(cls):
-        raise CacheFileError(f"{path}: Transformers has no cache class {name!r}")
+        raise CacheFileError(f"{path}: Transformers has no cache class {shown(name)}")
     return cls
 
 

@@ -30,6 +30,7 @@ from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
 from kvcompile.compat.tensors import copy_each
+from kvcompile.errors import one_line
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -39,6 +40,7 @@ from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedParts, PackedStack, stacked
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.writes import ROOM
 from kvcompile.passes.calling import InputAction, JoinedOutput, OutputAction, Rewritten, SplitStack
 from kvcompile.report import report
 
@@ -139,10 +141,11 @@ class PackedCall:
         ]
         if self._stacks:
             args[:] = with_parts(args, self._stacks)
+        written = [args[index] for index in self._written]
         returned: list[tuple[int, PackedTensor]] = []
         changed: list[tuple[Tensor, Tensor]] = []
         if not self._replace_known(args):
-            check_distinct([args[index] for index in self._written], [args[index] for index in self._read])
+            check_distinct(written, [args[index] for index in self._read])
             for action, new_tokens, num_sequences in made:
                 args[action.index] = cache = _new_cache(args[action.index], action, new_tokens, num_sequences)
                 returned.extend((output, cache) for output in action.outputs)
@@ -153,7 +156,12 @@ class PackedCall:
                 if plain.mutated:
                     changed.append((tensor, args[plain.index]))
         buffered, buffers = self._buffer(args)
-        outputs = list(self._compiled(args))
+        try:
+            outputs = list(self._compiled(args))
+        except (IndexError, RuntimeError) as error:
+            if "out of bounds" in str(error):
+                raise IndexError(_out_of_bounds(error, written)) from error
+            raise
         if buffered:
             copy_each(buffered, buffers)
         for tensor, new_values in changed:
@@ -395,3 +403,12 @@ def _copy_of(cache: PackedTensor, sequences: Tensor | None = None) -> PackedTens
 
 def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
     return PackedTensor.over(data, action.layout, action.dtype, action.axes, shape, growing=action.growing)
+
+
+def _out_of_bounds(error: Exception, written: list[Any]) -> str:
+    """The message of a step with an index out of bounds, which mostly is a position past the end of a cache."""
+    sizes = sorted({cache.num_tokens for cache in written if isinstance(cache, PackedTensor)})
+    caches = f"it writes packed caches of {', '.join(map(str, sizes))} tokens" if sizes else "it writes packed caches"
+    return (
+        f"an index of a compiled step is out of bounds: {one_line(error)}; {caches}: if it went past their end, {ROOM}"
+    )

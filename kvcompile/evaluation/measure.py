@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
+from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
@@ -146,7 +147,7 @@ class _Run:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []
-                for step in replay(self.model, window, cache, self.text.schedule, heard):
+                for step in replay(self.model, window, with_cache(self.model, cache), self.text.schedule, heard):
                     nats.append(F.cross_entropy(step.logits.float(), _targets(window, step), reduction="sum").item())
                     steps.append(step.to("cpu"))
                     self._advance("reference")
@@ -163,7 +164,7 @@ class _Run:
             graphs = len({step.stop - step.start for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
-                steps = replay(compiled, window, cache, self.text.schedule, heard)
+                steps = replay(compiled, window, with_cache(self.model, cache), self.text.schedule, heard)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:
                         self.on_progress(f"{name}: compiling graph {number} of {graphs}", self.done, self.total)

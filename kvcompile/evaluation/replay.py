@@ -41,15 +41,20 @@ def new_cache(model: Any, schedule: Schedule) -> Any:
 
 
 def replay(
-    forward: Callable[..., Any], window: Tensor, cache: Any, schedule: Schedule, heard: list[tuple[str, Tensor]]
+    forward: Callable[..., Any],
+    window: Tensor,
+    cache: dict[str, Any],
+    schedule: Schedule,
+    heard: list[tuple[str, Tensor]],
 ) -> Iterator[Step]:
     """Feed ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
 
-    ``heard`` is the list that :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
+    ``cache`` is the argument that :func:`~kvcompile.compat.transformers.with_cache` makes, and ``heard`` the list that
+    :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
     for positions in schedule.steps():
         heard.clear()
-        logits = forward(input_ids=window[None, positions], past_key_values=cache).logits[0]
+        logits = forward(input_ids=window[None, positions], **cache).logits[0]
         yield Step(positions, logits, {name: output[0] for name, output in heard})
 
 

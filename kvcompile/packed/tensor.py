@@ -29,11 +29,10 @@ from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
-from kvcompile.kernels.spec.packing import pack_blocks
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
+from kvcompile.packed.tokens import launch_write, pack_in_chunks, read_packed, runs_kernels
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import stride_of_clone
 
@@ -45,8 +44,6 @@ STORED_AXES = "bhtd"
 
 PACKED_DIM = {"b": 1, "h": 2}
 """Maps an axis to its dimension of ``packed``. Tokens lie in blocks (dimension 0) and within blocks (dimension 3)."""
-
-_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -94,17 +91,6 @@ class CacheMeta:
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
         """Guards compare a deep copy with the meaning of a cache at every call; the same object is compared fastest."""
         return self
-
-
-def _pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
-    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks``, a part at a time.
-
-    Encoding allocates float32 temporaries. The parts keep them small compared with a long cache.
-    """
-    at_once = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
-    for first in range(0, num_blocks(x.shape[2]), at_once):
-        packed = pack_blocks(layout, x[:, :, first * BLOCK_TOKENS : (first + at_once) * BLOCK_TOKENS])
-        blocks[first : first + packed.shape[0]].copy_(packed)
 
 
 class PackedTensor(PackedSubclass):
@@ -187,7 +173,7 @@ class PackedTensor(PackedSubclass):
         if runs_kernels(result.packed):
             launch_write(result.packed, layout, x, torch.arange(x.shape[2], device=x.device))
         else:
-            _pack_in_chunks(result.packed[layout.header_blocks :], layout, x)
+            pack_in_chunks(result.packed[layout.header_blocks :], layout, x)
         if layout.residual is not None:
             result.packed[: layout.header_blocks].copy_(header_of(layout, x))
         return result

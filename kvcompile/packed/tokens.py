@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import kvcompile.kernels.ops  # noqa: F401 - defines torch.ops.kvcompile
-from kvcompile.kernels.layout.packed_layout import PackedLayout
-from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
 from kvcompile.packed.tracing import is_traced
+
+_CHUNK_BYTES = 64 << 20
 
 
 def runs_kernels(data: Tensor) -> bool:
@@ -29,3 +31,14 @@ def read_packed(data: Tensor, layout: PackedLayout, num_tokens: int, dtype: torc
 def launch_write(data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor) -> None:
     """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into tokens ``positions`` (int64 [n], distinct) on a GPU."""
     torch.ops.kvcompile.store(data, x, positions, None, layout.spec, layout.role)
+
+
+def pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
+    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks``, a part at a time.
+
+    Encoding allocates float32 temporaries. The parts keep them small compared with a long cache.
+    """
+    at_once = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
+    for first in range(0, num_blocks(x.shape[2]), at_once):
+        packed = pack_blocks(layout, x[:, :, first * BLOCK_TOKENS : (first + at_once) * BLOCK_TOKENS])
+        blocks[first : first + packed.shape[0]].copy_(packed)

@@ -32,6 +32,12 @@ aten = torch.ops.aten
 
 Coordinates = Sequence[Tensor]
 
+ROOM = "make a cache with room for more tokens (max_len of kvcompile.static_cache), or reset this one"
+"""The remedy for a write past the end of a cache of fixed size."""
+
+
+_NAMES = {"b": "sequences", "h": "KV heads", "t": "tokens"}
+
 
 def coordinates_of(cache: PackedTensor, axis: str = "", index: Tensor | None = None) -> Coordinates:
     """Sequence, head and position in the packed data of the vectors of ``cache``.
@@ -43,11 +49,19 @@ def coordinates_of(cache: PackedTensor, axis: str = "", index: Tensor | None = N
     for dim, name in enumerate("bht"):
         along = torch.arange(_extent(cache, name), device=cache.device)
         if index is not None and name == axis:
-            along = along[index]
+            along = _indexed(along, index, cache, name)
         shape = [1, 1, 1]
         shape[dim] = -1
         coordinates.append((along + cache.start if name == "t" else along).reshape(shape))
     return coordinates
+
+
+def _indexed(along: Tensor, index: Tensor, cache: PackedTensor, axis: str) -> Tensor:
+    try:
+        return along[index]
+    except IndexError as error:
+        count = f"{along.numel()} {_NAMES[axis]}"
+        raise IndexError(f"a write to the packed cache {list(cache.shape)} of {count}: {error}; {ROOM}") from error
 
 
 def _extent(cache: PackedTensor, axis: str) -> int:

@@ -94,7 +94,7 @@ class Fields:
     def missing(self, *names: str) -> PlanError:
         """An error about a missing field; ``names`` are its possible names, the usual name first."""
         others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
-        model = f" of model_type {self.model_type!r}" if self.model_type else ""
+        model = f" of model_type {shown(self.model_type)}" if self.model_type else ""
         return PlanError(f"{self.source}: the config{model} has no field {self.part}{names[0]}{others}; {WHOLE_CONFIG}")
 
 

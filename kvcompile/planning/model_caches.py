@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import sympy
 
+from kvcompile.errors import shown
 from kvcompile.planning.config_file import MAX_LAYERS, Fields
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
@@ -122,7 +123,7 @@ def read_model_caches(fields: Fields, source_tokens: int | None = None) -> Model
         _refuse_unknown_caches(fields)
         family = Family()
         known = "the plan assumes plain attention over the KV heads in the config, in every decoder layer"
-        notes.append(f"model_type {fields.model_type!r} is unknown to the planner; {known}")
+        notes.append(f"model_type {shown(fields.model_type)} is unknown to the planner; {known}")
     caches = tuple(_Reader(fields, family, notes).read(source_tokens))
     if not caches:
         raise PlanError(f"{fields.source}: no layer of this model keeps keys and values")
@@ -251,7 +252,9 @@ class _Reader:
                 f"{fields.source}: an encoder-decoder model; give the encoder's tokens with --source-tokens"
             )
         if not family.cross_module:
-            raise PlanError(f"{fields.source}: the planner does not know the encoder-decoder {fields.model_type!r}")
+            raise PlanError(
+                f"{fields.source}: the planner does not know the encoder-decoder {shown(fields.model_type)}"
+            )
         num_heads = fields.require(*_DECODER_NUM_HEADS)
         head_dim = _head_dim(fields, _DECODER_NUM_HEADS)
         for layer in range(fields.require(*_DECODER_NUM_LAYERS, most=MAX_LAYERS)):

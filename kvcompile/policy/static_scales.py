@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvcompile.errors import PolicyError, cut
+from kvcompile.errors import PolicyError, cut, one_line
 from kvcompile.kernels.formats import with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
@@ -95,7 +95,7 @@ class StaticScales:
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             raise PolicyError(
-                f"scales: {path} is not a calibration: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
+                f"scales: {path} is not a calibration: {one_line('.'.join(map(str, fault['loc'])))}: {fault['msg']}; "
                 "`python -m kvcompile calibrate` writes one"
             ) from None
 
@@ -134,7 +134,7 @@ class StaticScales:
         if found is not None:
             return self.numbers[found]
         same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
-        known = ", ".join(list(self.numbers)[:3]) + (", ..." if len(self.numbers) > 3 else "")
+        known = one_line(", ".join(list(self.numbers)[:3])) + (", ..." if len(self.numbers) > 3 else "")
         raise PolicyError(
             f"scales: {self.source} has no scales for {module or 'attention at top level'}"
             f"{f', and several modules in layer {layer}' if same_layer else ''} (it has: {known}); calibrate this "
@@ -156,8 +156,9 @@ def _scales_in(files: list[Path], source: Path) -> Numbers:
     for name, tensor in _scale_tensors(files):
         match = _SCALE_TENSOR.fullmatch(name)
         assert match is not None
-        if tensor.numel() != 1:
-            raise PolicyError(f"scales: {source}: {name} has {tensor.numel()} elements; a static scale is one number")
+        if tensor.numel() != 1 or not tensor.is_floating_point():
+            kind = f"{tensor.numel()} elements of {tensor.dtype}"
+            raise PolicyError(f"scales: {source}: {cut(name)} has {kind}; a static scale is one float")
         found = shared if match["which"] == "kv" else numbers
         found.setdefault(match["module"] or "", {}).update(dict.fromkeys(_ROLES[match["which"]], tensor.float().item()))
     for module, scales in shared.items():
@@ -179,4 +180,4 @@ def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
                 names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - not a dict
                 yield from ((name, opened.get_tensor(name)) for name in names)
         except (OSError, SafetensorError) as error:
-            raise PolicyError(f"scales: {file} cannot be read: {error}") from None
+            raise PolicyError(f"scales: {file} cannot be read: {one_line(error)}") from None

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvcompile import digests
 from kvcompile.compat.tensors import without_modes
-from kvcompile.errors import PolicyError
+from kvcompile.errors import PolicyError, one_line
 from kvcompile.kernels.formats import bases, with_basis
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import Role
@@ -120,8 +120,8 @@ class Transforms:
         if found is None or f"{found}.{role}.mean" not in self.tensors:
             raise PolicyError(
                 f"transforms: {self.source} has none for the {role}s of {module or 'attention at top level'} (it has: "
-                f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}); calibrate this model, or give the "
-                "module another format in a rule"
+                f"{one_line(', '.join(modules[:3]))}{', ...' if len(modules) > 3 else ''}); calibrate this "
+                "model, or give the module another format in a rule"
             )
         return with_basis(fmt, self._reference(fmt, f"{found}.{role}"))
 
@@ -152,7 +152,7 @@ def _read(path: Path, modified: int, size: int) -> Transforms:
             header = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError) as error:
-        raise PolicyError(f"transforms: {path} cannot be read: {error}") from None
+        raise PolicyError(f"transforms: {path} cannot be read: {one_line(error)}") from None
     if header.get("format") != FORMAT:
         raise PolicyError(
             f"transforms: {path} holds no transforms; `python -m kvcompile calibrate --output FILE.safetensors` writes "
@@ -160,17 +160,19 @@ def _read(path: Path, modified: int, size: int) -> Transforms:
         )
     if header.get("version") != VERSION:
         raise PolicyError(
-            f"transforms: {path} has version {header.get('version')}, and this kvcompile reads {VERSION}; calibrate "
-            "again"
+            f"transforms: {path} has version {one_line(header.get('version'))}, and this kvcompile reads {VERSION}; "
+            "calibrate again"
         )
-    damaged = header.get("digest") != digests.of_header(header)
-    if damaged or digests.of_tensors(tensors) != json.loads(header.get("digests", "{}")):
-        raise PolicyError(f"transforms: {path} is damaged: its digests differ; calibrate again")
     try:
+        damaged = header.get("digest") != digests.of_header(header)
+        if damaged or digests.of_tensors(tensors) != json.loads(header["digests"]):
+            raise PolicyError(f"transforms: {path} is damaged: its digests differ; calibrate again")
         origin = Origin.model_validate_json(header["origin"])
         _check_shapes(tensors)
-    except (KeyError, ValueError, ValidationError) as error:
-        raise PolicyError(f"transforms: {path} is not valid: {str(error).splitlines()[0]}; calibrate again") from None
+    except PolicyError:
+        raise
+    except (KeyError, ValueError, RecursionError) as error:
+        raise PolicyError(f"transforms: {path} is not valid: {one_line(error)}; calibrate again") from None
     return Transforms(str(path), origin, tensors)
 
 

@@ -108,7 +108,7 @@ def check(model: LatentDecoder, policy: str, rtol: float, loss: float = 0.05, **
     assert [(cache.role, cache.bytes_per_token_after) for cache in site.caches] == [("key", nbytes)]
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 @pytest.mark.parametrize("attend", [grouped, without_rotary_part, written_out])
 def test_one_cache_of_latents_is_packed_and_read_as_keys_and_values(attend: Attend) -> None:
     check(decoder(attend), "fp8_ds_mla", rtol=1e-5)

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
+@pytest.mark.usefixtures("operators_traced")
 def test_every_form_is_packed_and_means_what_it_does_on_packed_pools(fn: Step, rewritten_graphs: list[Graph]) -> None:
     pools = plain_pools(fn)
     reference = reference_pools(pools)
@@ -70,7 +71,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         slots, table, mask = places

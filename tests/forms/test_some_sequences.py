@@ -111,7 +111,7 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
     assert all("of some sequences" in cache.write_form for cache in last_report().sites[0].caches)
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 def test_how_many_sequences_and_which_may_change_from_step_to_step() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int, start: int) -> Tensor:
         batch, n = k.shape[:2]

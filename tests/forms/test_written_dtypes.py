@@ -58,7 +58,7 @@ def steps_on_both(write: Write, dtype: torch.dtype, k: Tensor, v: Tensor) -> lis
     return [(out, expected), *((cache.packed, eager.packed) for cache, eager in zip(caches, packed, strict=True))]
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 @pytest.mark.parametrize("write", [slice_assignment, copy_of_a_part, select_assignment, some_sequences])
 def test_every_assignment_of_another_dtype_stores_the_bytes_of_eager_code(write: Write) -> None:
     new = torch.randn(2, BATCH, NUM_HEADS, 1, HEAD_DIM)
@@ -115,7 +115,7 @@ def test_bits_are_asked_for_where_compiled_code_computes_what_it_stores(device: 
     assert asks == (device == "cpu" and source == "cast")
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 def test_a_cache_that_would_change_its_dtype_stays_plain() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)

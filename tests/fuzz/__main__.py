@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: look for programs for some minutes, or plant the faults."""
+"""``python -m tests.fuzz``: look for programs or files for some minutes, or plant the faults."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ import warnings
 from pathlib import Path
 
 import torch
+from cheaper_compilation import make_compilation_cheaper, skip_present_objects_in_collections
 
+from fuzz.files import search_until
 from fuzz.long_run import LongRun
 from fuzz.mutations import mutation_table
 
@@ -27,26 +29,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--counts", type=Path, metavar="FILE.json", help="write the counts to a file, each minute")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--mutations", action="store_true", help="plant each fault, and print which are caught")
+    parser.add_argument("--files", action="store_true", help="change files that users get from others, not programs")
     parser.add_argument("--tries", type=int, default=12, help="programs for one fault at most (default: 12)")
     parser.add_argument("--with-seeds", action="store_true", help="plant faults in the fixed seeds' programs, too")
     given = parser.parse_args(arguments)
     if given.mutations:
         with multiprocessing.get_context("spawn").Pool(given.processes, initializer=quiet, maxtasksperchild=8) as pool:
             return mutation_table(pool, given.tries, given.with_seeds)
+    end = time.time() + 60 * given.minutes
+    if given.files:
+        return int(search_until(lambda: time.time() >= end, given.seed) > 0)
     how = {"device": given.device, "generate_code": given.inductor, "verify": given.verify}
     run = LongRun(given.seed, how, given.counts)
-    run.until(time.time() + 60 * given.minutes, given.processes, quiet)
+    run.until(end, given.processes, quiet)
     run.print()
     return int(run.failures > 0)
 
 
 def quiet() -> None:
-    """Settings of a process: one thread, no warnings about refused sites, and less collection of garbage."""
-    import gc
-
+    """Settings of a process: one thread, no warnings about refused sites, and cheaper compilation."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("kvcompile").setLevel(logging.ERROR)
-    gc.set_threshold(20_000, 20, 20)
-    trace = logging.getLogger("torch.__trace")
-    trace.propagate, trace.parent = True, None
+    make_compilation_cheaper()
+    skip_present_objects_in_collections()

@@ -71,12 +71,12 @@ CHANGES_SIZE = (
 )
 
 
-def program_text(program: Program) -> str:
-    """The whole program: ``step`` or ``Model``, and the generator ``drive(compile, new)``.
+def drive_text(program: Program, name: str = "drive") -> str:
+    """The generator ``drive(compile, new)``, which calls the compiled function of :func:`fuzz.step_text.step_text`.
 
-    ``drive`` yields what must be equal: the results of each step, all caches, and what eager code reads.
+    It yields what must be equal: the results of each step, all caches, and what eager code reads.
     """
-    return f"{step_text(program)}\n\n\ndef drive(compile, new):\n" + indented(list(_Drive(program).lines())) + "\n"
+    return f"def {name}(compile, new):\n" + indented(list(_Drive(program).lines())) + "\n"
 
 
 @dataclass

@@ -52,12 +52,12 @@ class Group:
 
 
 GROUPS = (
-    Group("static", programs(OF_FIXED_SIZE, twisted=False), 24),
-    Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 20),
-    Group("pools", programs(POOLS, twisted=False), 12),
-    Group("twisted", programs(OF_FIXED_SIZE, twisted=True), 36, is_safe=False),
-    Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 20, is_safe=False),
-    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 16),
+    Group("static", programs(OF_FIXED_SIZE, twisted=False), 20),
+    Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 16),
+    Group("pools", programs(POOLS, twisted=False), 10),
+    Group("twisted", programs(OF_FIXED_SIZE, twisted=True), 28, is_safe=False),
+    Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 16, is_safe=False),
+    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 14),
 )
 
 SEED = 1

@@ -121,6 +121,7 @@ class LongRun:
         rate = total.programs / seconds
         last = self.first + max(self.seeds, 1) - 1
         print(f"{total.programs} programs of seeds {self.first} to {last} in {seconds:.0f} s: {rate:.2f} a second")
+        print(f"{total.compiled} compiled functions, each in several programs with other code around it")
         print(f"{self.failures} failures; {_named(total.verdicts)}")
         print(f"{total.safe} programs without a twist, {100 * total.share_rewritten:.0f} % of them packed")
         print(f"sites: {_named(total.outcomes)}")

@@ -86,6 +86,7 @@ class Outcome:
         outcomes: the outcome of every site of every graph; its reason, if it was not rewritten.
         plain_calls: why calls of rewritten graphs ran as plain Inductor would.
         packed_calls: the number of calls that ran on packed caches.
+        earlier: outcomes of the graphs that an earlier program with the same compiled function had compiled.
     """
 
     verdict: str
@@ -93,6 +94,7 @@ class Outcome:
     outcomes: Counter[str] = field(default_factory=Counter)
     plain_calls: Counter[str] = field(default_factory=Counter)
     packed_calls: int = 0
+    earlier: Counter[str] = field(default_factory=Counter)
 
     @property
     def failed(self) -> bool:
@@ -101,21 +103,31 @@ class Outcome:
     @property
     def rewritten(self) -> bool:
         """Whether every site was rewritten and every call ran on packed caches."""
-        return set(self.outcomes) == {"rewritten"} and not self.plain_calls and self.packed_calls > 0
+        return {*self.outcomes, *self.earlier} == {"rewritten"} and not self.plain_calls and self.packed_calls > 0
 
 
 class Difference(AssertionError):
     """The packed program yields something else than the plain one."""
 
 
-def compiled_text(text: str) -> Drive:
-    """``drive`` of a program's text. Dynamo and tracebacks find the text under its own name."""
+def step_of(text: str) -> dict[str, Any]:
+    """The names that the text of a compiled function defines, for :func:`drive_of`."""
+    return _defined(text, {"torch": torch, "F": F, "nn": nn, "copy": copy, "math": math})
+
+
+def drive_of(text: str, step: dict[str, Any]) -> Drive:
+    """``drive`` of a program's text. Programs that share ``step`` share its compiled code."""
+    result: Drive = _defined(text, step)["drive"]
+    return result
+
+
+def _defined(text: str, names: dict[str, Any]) -> dict[str, Any]:
+    """``names``, and the names that a text defines. Dynamo and tracebacks find the text under its own name."""
     name = f"<program {abs(hash(text))}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    names = {"torch": torch, "F": F, "nn": nn, "copy": copy, "math": math}
+    names = dict(names)
     exec(compile(text, name, "exec"), names)
-    drive: Drive = names["drive"]
-    return drive
+    return names
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,8 @@ class How:
         device: where everything runs.
         operators: without generated code, whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
         dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
+        starts_packed: whether the caller packs the caches; otherwise the first step packs them.
+        seed: of all numbers.
         generate_code: whether Inductor generates code; otherwise graphs run node by node.
         verify: whether kvcompile checks its own rewrites, too.
     """
@@ -137,6 +151,8 @@ class How:
     device: str = "cpu"
     operators: bool = False
     dynamic: bool = True
+    starts_packed: bool = False
+    seed: int = 0
     generate_code: bool = False
     verify: bool = False
 
@@ -152,7 +168,7 @@ class How:
 
     def new(self, packed: bool = False) -> New:
         """What a program makes its tensors with."""
-        return New(getattr(torch, self.dtype), self.device, policy=self.policy if packed else None)
+        return New(getattr(torch, self.dtype), self.device, self.seed, self.policy if packed else None)
 
     def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
         backend = kvcompile.kvquant(policy=self.policy, on_unsupported="ignore", verify=self.verify)
@@ -177,7 +193,7 @@ def compare(drive: Drive, how: How) -> Outcome:
         drive: takes ``compile`` and ``new``; yields what must be equal.
         how: how it runs.
     """
-    with torch.no_grad(), how.attending():
+    with torch.no_grad(), how.attending(), torch._dynamo.config.patch(recompile_limit=64):
         try:
             plain = drive(lambda step: step, how.new(packed=not how.loses_nothing))
             expected = [_values(item) for item in plain]
@@ -185,7 +201,7 @@ def compare(drive: Drive, how: How) -> Outcome:
             return Outcome("invalid", f"{type(error).__name__}: {error}")
         with kvcompile.collect_reports() as report, how.running():
             try:
-                result = _compared(drive(how.compiled, how.new()), expected, how)
+                result = _compared(drive(how.compiled, how.new(packed=how.starts_packed)), expected, how)
             except Exception as error:
                 result = Outcome("loud" if _is_on_purpose(error) else "crash", f"{type(error).__name__}: {error}")
     result.outcomes.update(site.reason_code or outcome(site) for site in report.sites)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuzz.twists import TWISTS
 
@@ -115,6 +115,9 @@ class Program:
     Attributes:
         operators: whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
         dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
+        starts_packed: whether the caller packs the caches; otherwise the first step packs them.
+        seed: of all numbers.
+        again: further calls of the same compiled function, with other eager code between them, each on new caches.
         policy: the format of all caches.
         dtype: the dtype of queries and caches.
         holder: ``arguments``, ``dict`` or ``module``: who holds the caches.
@@ -132,8 +135,21 @@ class Program:
     policy: str = "float32"
     operators: bool = True
     dynamic: bool = False
+    starts_packed: bool = False
+    seed: int = 0
+    again: tuple[tuple[Step, ...], ...] = ()
+
+    @property
+    def runs(self) -> list[Program]:
+        """The program itself and a program for each of ``again``. All have the same compiled function."""
+        runs = enumerate((self.steps, *self.again), start=self.seed)
+        return [replace(self, steps=steps, seed=seed, again=()) for seed, steps in runs]
 
     @property
     def is_safe(self) -> bool:
-        """Whether kvcompile should pack all its caches: nothing in it hinders a proof."""
-        return self.memory == "own" and all(TWISTS[layer.twist].is_safe for layer in self.layers)
+        """Whether kvcompile should pack all its caches: nothing in it hinders a proof.
+
+        Packed keys cannot serve as values, so steps after a ``swap`` are refused.
+        """
+        swaps = any(step.before == "swap" for step in self.steps)
+        return not swaps and self.memory == "own" and all(TWISTS[layer.twist].is_safe for layer in self.layers)

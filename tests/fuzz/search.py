@@ -13,12 +13,13 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.drive_text import program_text
-from fuzz.oracle import How, Outcome, compare, compiled_text
+from fuzz.drive_text import drive_text
+from fuzz.oracle import How, Outcome, compare, drive_of, step_of
 from fuzz.program import Program
+from fuzz.step_text import step_text
 
 _RESET_EVERY = 40
-"""Programs between two resets of Dynamo, which free its guards and code."""
+"""Compiled functions between two resets of Dynamo, which free its guards and code."""
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Statistics:
 
     Attributes:
         verdicts: programs by verdict.
+        compiled: the number of compiled functions; several programs have the same one.
         safe: programs without a twist that the plain run accepts, and ``rewritten``: how many of them were packed.
         outcomes: sites by outcome.
         plain_calls: calls that ran as plain Inductor would, by reason.
@@ -34,6 +36,7 @@ class Statistics:
     """
 
     verdicts: Counter[str] = field(default_factory=Counter)
+    compiled: int = field(default=0, kw_only=True)
     safe: int = 0
     rewritten: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -66,6 +69,7 @@ class Statistics:
     def add(self, other: Statistics) -> None:
         for name in ("verdicts", "outcomes", "plain_calls"):
             getattr(self, name).update(getattr(other, name))
+        self.compiled += other.compiled
         self.safe += other.safe
         self.rewritten += other.rewritten
         self.seconds += other.seconds
@@ -77,23 +81,31 @@ class Failure(AssertionError):
     Attributes:
         program: the program.
         result: the comparison.
+        earlier: programs with the same compiled function that must run before.
     """
 
-    def __init__(self, program: Program, result: Outcome) -> None:
-        self.program, self.result = program, result
-        super().__init__(f"{result.verdict}: {result.detail}\n\n{as_test(program)}")
+    def __init__(self, program: Program, result: Outcome, earlier: tuple[Program, ...] = ()) -> None:
+        self.program, self.result, self.earlier = program, result, earlier
+        super().__init__(f"{result.verdict}: {result.detail}\n\n{as_test(*earlier, program)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Failure, (self.program, self.result)  # processes pass it on
+        return Failure, (self.program, self.result, self.earlier)  # processes pass it on
 
 
-def run(program: Program, **how: Any) -> Outcome:
-    """Compare the packed and the plain run of a program; ``how`` as for :class:`fuzz.oracle.How`."""
-    return compare(compiled_text(program_text(program)), How(**{**own_settings(program), **how}))
+def run(program: Program, step: dict[str, Any] | None = None, **how: Any) -> Outcome:
+    """Compare the packed and the plain run of a program.
+
+    Args:
+        program: the program.
+        step: its compiled function, as :func:`fuzz.oracle.step_of` returns it; by default a new one.
+        how: as for :class:`fuzz.oracle.How`.
+    """
+    drive = drive_of(drive_text(program), step_of(step_text(program)) if step is None else step)
+    return compare(drive, How(**{**own_settings(program), **how}))
 
 
 def own_settings(program: Program) -> dict[str, Any]:
-    names = ("policy", "dtype", "operators", "dynamic")
+    names = ("policy", "dtype", "operators", "dynamic", "starts_packed", "seed")
     return {name: getattr(program, name) for name in names}
 
 
@@ -112,7 +124,7 @@ def search(
     Args:
         programs: the strategy.
         number: the seed.
-        count: how many programs are drawn.
+        count: how many programs are drawn; those that they run ``again`` come on top.
         shrinks: whether a failing program is made smaller.
         stops: whether a failing program ends the search.
         on_result: called after each program.
@@ -138,35 +150,46 @@ def search(
     )
     @seed(number)
     @given(programs)
-    def each(program: Program) -> None:
+    def check(program: Program) -> None:
         if program in seen and not failing:
             return
         seen.add(program)
-        begin = time.perf_counter()
-        result = run(program, **how)
-        if refused := {"differs", "not_verified"} & result.outcomes.keys():
-            result.verdict, result.detail = "wrong", f"verify refuses it: {', '.join(sorted(refused))}"
-        if not failing:
-            found.count(program, result, time.perf_counter() - begin)
-        if found.programs % _RESET_EVERY == 0 or failing:
+        step, earlier = step_of(step_text(program)), list[Program]()
+        outcomes: Counter[str] = Counter()
+        for each in program.runs:
+            begin = time.perf_counter()
+            result = run(each, step, **how)
+            result.earlier = outcomes.copy()
+            outcomes.update(result.outcomes if each.is_safe else {})  # a safe run calls no graph of an unsafe one
+            if refused := {"differs", "not_verified"} & result.outcomes.keys():
+                result.verdict, result.detail = "wrong", f"verify refuses it: {', '.join(sorted(refused))}"
+            if not failing:
+                found.count(each, result, time.perf_counter() - begin)
+            if on_result is not None and not failing:
+                on_result(each, result)
+            if result.failed and stops:
+                torch._dynamo.reset()
+                needs_earlier = bool(earlier) and not run(each, **how).failed
+                failing.append(Failure(each, result, tuple(earlier) if needs_earlier else ()))
+                torch._dynamo.reset()
+                raise failing[-1]
+            earlier.append(each)
+        found.compiled += not failing
+        if found.compiled % _RESET_EVERY == 0 or failing:
             torch._dynamo.reset()
-        if on_result is not None and not failing:
-            on_result(program, result)
-        if result.failed and stops:
-            failure = Failure(program, result)
-            failing.append(failure)
-            raise failure
 
     try:
-        each()
+        check()
     except Failure:
         raise failing[-1] from None
     return found
 
 
-def as_test(program: Program) -> str:
-    """The program as a test for ``test_found.py``."""
-    body = program_text(program).replace("\n\n\n", "\n\n").rstrip()
-    settings = ", ".join(f"{name}={value!r}" for name, value in own_settings(program).items())
-    lines = [*body.splitlines(), "", f"check(drive, {settings})"]
+def as_test(*programs: Program) -> str:
+    """Programs with the same compiled function as a test for ``test_found.py``."""
+    lines = step_text(programs[0]).splitlines()
+    for number, program in enumerate(programs):
+        name = f"drive_{number}" if number else "drive"
+        settings = ", ".join(f"{name}={value!r}" for name, value in own_settings(program).items())
+        lines += ["", *drive_text(program, name).splitlines(), "", f"check({name}, {settings})"]
     return "def test_a_program_that_differed() -> None:\n" + "\n".join(f"    {line}" if line else "" for line in lines)

@@ -254,7 +254,11 @@ def assert_writes_like_the_specification(layout, writes, device, batch=1, seed=0
 @pytest.mark.parametrize(
     ("spec", "role", "writes"),
     [(*RESIDUALS[0], writes) for writes in WRITES]
-    + [(*residual, writes) for residual in RESIDUALS[1:] for writes in ("few tokens over several blocks", "any order")],
+    + [
+        pytest.param(*residual, writes, marks=() if index % 2 == at else pytest.mark.slow)
+        for index, residual in enumerate(RESIDUALS[1:])
+        for at, writes in enumerate(("few tokens over several blocks", "any order"))
+    ],
 )
 def test_packed_and_exact_blocks_are_written_as_the_specification_does(spec, role, writes, device):
     # Triton's interpreter does not round to the nearest bfloat16.
@@ -263,7 +267,7 @@ def test_packed_and_exact_blocks_are_written_as_the_specification_does(spec, rol
     assert_writes_like_the_specification(layout, [(positions, None) for positions in WRITES[writes]], device)
 
 
-@pytest.mark.parametrize(("spec", "role"), RESIDUALS[1:3])
+@pytest.mark.parametrize(("spec", "role"), [RESIDUALS[2], pytest.param(*RESIDUALS[1], marks=pytest.mark.slow)])
 def test_with_a_residual_each_sequence_has_its_own_positions_and_invalid_tokens_are_not_written(spec, role, device):
     layout = PackedLayout.parse(spec.format("float32"), role, 48)
     writes = []

@@ -190,7 +190,7 @@ def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_what
     assert "inner" not in str(error.value)
 
 
-def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call(without_code_generation: None) -> None:
+def test_a_growing_cache_compiles_with_symbolic_sizes_from_the_first_call(operators_traced: None) -> None:
     """The guards of such a graph read inner tensors, and Dynamo watches the code that they run."""
 
     def step(q, k, v, keys, values):

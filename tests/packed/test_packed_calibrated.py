@@ -168,11 +168,26 @@ def transforms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("extra", [{}, {"sink_tokens": 64, "residual_length": 64}], ids=["", "exact tokens"])
-@pytest.mark.parametrize("dtype", ["transform_6665", "turboquant_4bit_nc_mean"])
+EXACT = {"sink_tokens": 64, "residual_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "extra", "generated"),
+    [
+        ("transform_6665", {}, True),
+        ("transform_6665", EXACT, False),
+        ("turboquant_4bit_nc_mean", {}, False),
+        ("turboquant_4bit_nc_mean", EXACT, False),
+        pytest.param("transform_6665", EXACT, True, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit_nc_mean", {}, True, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit_nc_mean", EXACT, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_model_packs_calibrated_caches_and_equals_eager_attention(
-    dtype: str, extra: dict[str, Any], transforms: Path
+    dtype: str, extra: dict[str, Any], generated: bool, transforms: Path, request: pytest.FixtureRequest
 ) -> None:
+    if not generated:
+        request.getfixturevalue("without_code_generation")
     model = tiny_llama()
     policy = kvcompile.Policy.load({"default": {"dtype": dtype, "transforms": str(transforms)}, **extra})
     ids = torch.randint(0, 97, (2, 90))

@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "operators_traced")
 
 
 def packed(plain: Tensor, role: str, policy: Any, *, growing: bool = False) -> PackedTensor:

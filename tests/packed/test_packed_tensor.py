@@ -59,7 +59,7 @@ def test_packing_a_whole_cache_gives_the_bytes_of_writing_its_tokens(layout, tok
 
 
 def test_a_large_cache_is_quantized_in_chunks(monkeypatch):
-    monkeypatch.setattr("kvcompile.packed.tensor._CHUNK_BYTES", 1)
+    monkeypatch.setattr("kvcompile.packed.tokens._CHUNK_BYTES", 1)
     assert_same(*pair(INT8, tokens=200))
 
 

@@ -17,7 +17,7 @@ from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.mark.values import NotUnderstood
 from kvcompile.passes.mark.writer import GraphWriter
 
-pytestmark = pytest.mark.usefixtures("without_code_generation", "seed_without_grad")
+pytestmark = pytest.mark.usefixtures("without_code_generation", "operators_traced", "seed_without_grad")
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -115,7 +115,7 @@ def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
     return out, expected
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 @pytest.mark.parametrize("form", [*NAN, *ZERO, *MEAN], ids=lambda form: form.__name__)
 def test_a_row_without_a_visible_key_equals_the_row_of_the_model(form: Form) -> None:
     out, expected = both(form, arguments())
@@ -153,7 +153,7 @@ def test_generated_code_keeps_nan_too() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "operators_traced")
 def test_attention_on_no_keys_at_all_is_zero() -> None:
     q, k, v, hidden = arguments()
     out, expected = both(filled_with_infinity, [q, k[:, :, :0], v[:, :, :0], hidden[:, :0]])

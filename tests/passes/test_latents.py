@@ -136,6 +136,7 @@ def count(graph: Graph, *names: str) -> int:
 
 
 @interpreted
+@pytest.mark.usefixtures("operators_traced")
 @pytest.mark.parametrize(("expand", "token_axis"), [(copied_into_new_keys, 2), (concatenated, 1), (by_einsum, 2)])
 def test_latents_in_buffers_are_packed_and_dequantized_for_the_projection(
     expand: Any, token_axis: int, graphs: dict[str, list[Graph]]

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_calibration_is_an_error_when_the_policy_is_loaded(
         ),
         (
             {"layers.0.attn.k_scale": torch.ones(4)},
-            "layers.0.attn.k_scale has 4 elements; a static scale is one number",
+            "layers.0.attn.k_scale has 4 elements of torch.float32; a static scale is one float",
         ),
     ],
 )
