@@ -40,8 +40,8 @@ from kvcompile.policy.policy import Policy
 MAX_ERROR = 5e-2
 """The largest relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
 
-FILLED_AT_ONCE = 1 << 14
-"""Tokens of a rank that are random numbers at a time, a multiple of the tokens of a block."""
+FILLED_AT_ONCE = 240 * 64
+"""Tokens that are random numbers at a time: blocks of 64, which up to 6, 8, 10, 12, 15 or 16 ranks share evenly."""
 
 STEPS = 20
 """Steps of a repeat."""
@@ -100,9 +100,8 @@ def fill(cache: Any, ranks: Ranks) -> None:
             is_shard = isinstance(whole, kvcompile.PackedShard)
             batch, heads, num_tokens, head_dim = whole.shape
             all_heads = heads * (1 if is_shard else ranks.size)
-            at_once = FILLED_AT_ONCE * (ranks.size if is_shard else 1)
-            for first in range(0, num_tokens, at_once):
-                count = min(at_once, num_tokens - first)
+            for first in range(0, num_tokens, FILLED_AT_ONCE):
+                count = min(FILLED_AT_ONCE, num_tokens - first)
                 tokens = torch.randn(batch, all_heads, count, head_dim, generator=generator, device=DEVICE, dtype=DTYPE)
                 if is_shard:
                     tokens, first = whole.shard.select(tokens, 2), first // ranks.size
@@ -206,7 +205,12 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
     for _ in range(5):  # CUDA graphs are recorded
         step()
     timing = time_steps(step, cache, ranks, args.repeats)
-    return Measured(logits, timing, kvcompile.cache_nbytes(cache), packed_layers(cache))
+    return Measured(logits, timing, kvcompile.cache_nbytes(cache), _packed_layers(cache))
+
+
+def _packed_layers(cache: Any) -> int:
+    shards = sum(isinstance(layer.keys, kvcompile.PackedShard) for layer in cache.layers)
+    return shards or packed_layers(cache)
 
 
 def run(job: Job, ranks: Ranks, recorder: Recorder | None, args: argparse.Namespace) -> None:
