@@ -339,7 +339,7 @@ def test_parts_of_the_tokens_merge_into_attention_on_all(q_len: int, kwargs: dic
         )  # fmt: skip
         outs.append(out)
         sums.append(lse)
-    assert_near(merge_parts(torch.stack(outs), torch.stack(sums)), expected, 1e-6)
+    assert_near(merge_parts(torch.stack(outs), torch.stack(sums)), expected, 2e-5)
 
 
 def test_a_part_that_nobody_sees_counts_nothing() -> None:
