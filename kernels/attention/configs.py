@@ -115,8 +115,11 @@ def _tuned_config(
         config = DECODE.get(kind, PORTABLE)
         if rows <= 4 and key.multiplies_integers:
             config = DECODE_DIGITS.get(kind, config)
-    if key.granularity == "channel" and config.tokens not in (key.block_tokens, key.block_tokens * config.num_warps):
-        config = PORTABLE  # a tile must be one block, or have one block per warp
+    # A tile of keys with scales per channel must be one block, or have one block per warp. With a mask for each row
+    # Triton 3.6 and 3.7 fail on the second kind if the keys have zero points (``applyLinearLayout``).
+    tiles = (key.block_tokens,) if mask_per_row else (key.block_tokens, key.block_tokens * config.num_warps)
+    if key.granularity == "channel" and config.tokens not in tiles:
+        config = PORTABLE
     # For 16-bit keys Triton's loop has a sixth more instructions with 4 rows than with 8.
     return replace(config, rows=4) if rows <= 4 and key.tile_bits < 16 else config
 

@@ -351,6 +351,13 @@ def test_attention_to_exact_blocks_compiles(options, compiled):
     assert len(compiled["attention"]) == 1
 
 
+@pytest.mark.parametrize(("q_len", "group_size"), [(3, 2), (2, 4)])
+def test_keys_with_scales_per_channel_and_a_mask_for_each_row_compile(q_len, group_size, compiled):
+    mask = torch.ones(1, 1, q_len, 1000, dtype=torch.bool)
+    attend("int4_per_channel" + RESIDUAL, "int4_per_token_head", q_len=q_len, group_size=group_size, mask=mask)
+    assert len(compiled["attention"]) == 1
+
+
 @every_variant
 def test_every_kind_of_attention_compiles(options, compiled):
     attend("turboquant_4bit", INT8, **options)
