@@ -11,6 +11,7 @@ from torch import nn
 
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
+from kvcompile.errors import OptionsError
 from kvcompile.generation import Generation, is_generative
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
@@ -93,6 +94,11 @@ def compile(
 def _compile(model: Any, **how: Any) -> Any:
     if not isinstance(model, nn.Module):
         return torch.compile(model, **how)
+    if is_generative(model) and how["backend"].options.shard is not None:
+        raise OptionsError(
+            "option context_parallel: generate() reads prompts in eager code, which ranks cannot split; compile the "
+            "calls with torch.compile(model, backend=kvcompile.kvquant(context_parallel=...))"
+        )
     uncompile(model)
     if is_generative(model):
         Generation(model, **how)

@@ -9,9 +9,11 @@ import context_parallel_program as program
 import pytest
 import torch
 from ranks import run_on_ranks
+from tiny_llama import tiny_llama
 from torch import Tensor
 
 import kvcompile
+from kvcompile import options
 from kvcompile.kernels.layout.context_shard import ContextShard
 
 BYTES_PER_TOKEN = {"float32": 4 * program.WIDTH, "int4_per_token_head": program.WIDTH // 2 + 4}
@@ -108,6 +110,15 @@ def test_every_token_is_stored_by_one_rank_at_its_place(size: int) -> None:
 def test_a_shard_of_a_rank_behind_its_group_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 2 is not within a group of 2"):
         ContextShard(2, 2, "")
+
+
+def test_generate_is_refused_and_the_model_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "shard_of", lambda ranks: ContextShard(0, 2, "") if ranks else None)
+    model = tiny_llama(vocab_size=32, num_layers=1)
+    before = dict(vars(model))
+    with pytest.raises(kvcompile.OptionsError, match=r"generate\(\) reads prompts in eager code"):
+        kvcompile.compile(model, context_parallel="cp")
+    assert vars(model) == before
 
 
 def test_ranks_without_a_process_group_are_refused() -> None:
