@@ -12,6 +12,7 @@ from typing import Any
 import make_pages
 import pytest
 import torch
+import torch.distributed as dist
 import walk_parts
 from calibrated_bases import write_transforms
 from documented_commands import PAGES, ROOT, blocks, command_line, commands, runs_elsewhere
@@ -147,10 +148,19 @@ def given() -> dict[str, Any]:
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippets run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module."""
+    """The snippets run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module.
+
+    A page on several ranks runs on one.
+    """
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     file = folder / f"snippets_of_{page.stem}.py"
     file.write_text("\n".join(blocks(page, "python")))
     module = ModuleType(file.stem)
     vars(module).update(given(), __file__=str(file))
     monkeypatch.setitem(sys.modules, file.stem, module)
-    exec(compile(file.read_text(), file, "exec"), vars(module))
+    try:
+        exec(compile(file.read_text(), file, "exec"), vars(module))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
