@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kvcompile.compat.distributed import group_name, group_of
-from kvcompile.compat.tensors import without_modes
+from kvcompile.compat.tensors import without_modes, without_python_dispatcher
 from kvcompile.errors import KVCompileError, OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.passes.site import Site
@@ -53,7 +53,7 @@ def check_agreement(shard: ContextShard, sites: Sequence[Site]) -> None:
     """
     mine = [(site.module, site.reason) for site in sites]
     decisions: list[Any] = [None] * shard.size
-    with without_modes():  # graphs are compiled in a fake mode, and the ranks exchange real bytes
+    with without_modes(), without_python_dispatcher():  # graphs are traced here, and the ranks exchange real bytes
         dist.all_gather_object(decisions, mine, group=group_of(shard.group))
     for rank, theirs in enumerate(decisions):
         if theirs != mine:

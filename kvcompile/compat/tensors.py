@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
@@ -26,6 +27,10 @@ not_traced = _disable_dynamo
 
 # A context in which no fake, functional or other mode sees the operators.
 without_modes = _disable_current_modes
+
+# A context in which no kernel goes through PyTorch's dispatcher in Python, which is on while AOTAutograd traces. It
+# takes the interpreter's lock again. A collective that then waits for a thread of Gloo would never end.
+without_python_dispatcher = no_python_dispatcher
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 

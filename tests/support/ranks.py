@@ -13,9 +13,12 @@ import torch
 
 SUPPORT = Path(__file__).parent
 
+SECONDS = 300
+"""Ranks that wait for each other end after this time."""
+
 
 def run_on_ranks(program: str, world_size: int, device: str, output: Path, *arguments: object) -> Any:
-    """What ``program`` saves in ``output``, which is its last argument.
+    """What ``program`` saves in ``output``, which is its last argument. It fails if the ranks wait for each other.
 
     Skips the test if there is no GPU for each rank.
     """
@@ -29,7 +32,7 @@ def run_on_ranks(program: str, world_size: int, device: str, output: Path, *argu
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*torchrun, str(SUPPORT / program), *map(str, arguments), str(output)],
-        env=environment, capture_output=True, text=True,
+        env=environment, capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return torch.load(output, weights_only=False)
