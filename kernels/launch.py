@@ -52,8 +52,9 @@ def attention(
     v_format: str,
     v_head_dim: int,
     ranges: Tensor | None = None,
+    out_lse: Tensor | None = None,
 ) -> Tensor:
-    """:func:`kvcompile.kernels.spec.attention.attend` on a GPU.
+    """:func:`kvcompile.kernels.spec.attention.attend` on a GPU, or ``attend_part`` with ``out_lse``.
 
     Args:
         query: [batch, num_heads, q_len, head_dim], any float dtype, any strides.
@@ -66,62 +67,16 @@ def attention(
         k_format, v_format: :attr:`PackedLayout.spec` of keys and values.
         v_head_dim: channels of a value.
         ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
+        out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if nobody needs it.
 
     Returns:
-        [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, contiguous.
+        [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.
     """
-    out = query.new_empty((*query.shape[:3], v_head_dim))
-    if out.numel() > 0:
-        _attend(
-            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, ranges, out
-        )  # fmt: skip
-    return out
-
-
-def attention_part(
-    query: Tensor,
-    k_data: Tensor,
-    v_data: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    k_format: str,
-    v_format: str,
-    v_head_dim: int,
-    ranges: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`kvcompile.kernels.spec.attention.attend_part` on a GPU. Arguments are those of :func:`attention`."""
-    out = query.new_empty((*query.shape[:3], v_head_dim), dtype=torch.float32)
-    lse = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
-    if out.numel() > 0:
-        _attend(
-            query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, ranges, out, lse
-        )  # fmt: skip
-    return out, lse
-
-
-def _attend(
-    query: Tensor,
-    k_data: Tensor,
-    v_data: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    k_format: str,
-    v_format: str,
-    ranges: Tensor | None,
-    out: Tensor,
-    out_lse: Tensor | None = None,
-) -> None:
-    """Write attention into ``out``, and its log-sum-exp into ``out_lse`` if it is given."""
     batch, num_heads, q_len, head_dim = query.shape
-    v_head_dim = out.shape[3]
+    dtype = query.dtype if out_lse is None else torch.float32
+    out = query.new_empty((batch, num_heads, q_len, v_head_dim), dtype=dtype)
+    if out.numel() == 0:
+        return out
     float32 = query.dtype == torch.float32
     key, key_scale = _operand_and_scale(k_format, "key", head_dim, float32, k_data)
     value, value_scale = key, key_scale
@@ -157,6 +112,7 @@ def _attend(
         partial, lse, splits = _attend_decode(call, out, with_lse=with_lse)
     if partial is not out:
         _merge_splits(call, partial, lse, splits, value, sinks, out, out_lse)
+    return out
 
 
 class Splits(NamedTuple):

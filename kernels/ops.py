@@ -295,10 +295,12 @@ def _attention_part(
         for layout in (key, value):
             if layout.format.is_calibrated:
                 raise ValueError(f"kvcompile::attention_part: no kernel reads a part of {layout.description}")
-        return launch.attention_part(
+        lse = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+        out = launch.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
-            ranges,
+            ranges, lse,
         )  # fmt: skip
+        return out, lse
     out, lse = attend_part(
         query,
         k_data,

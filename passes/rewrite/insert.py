@@ -97,7 +97,7 @@ def insert_attention(
 ) -> Node:
     """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output."""
     op = torch.ops.kvcompile.attention.default
-    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, _attend)
+    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend)
     return out
 
 
@@ -106,7 +106,7 @@ def insert_attention_part(
 ) -> tuple[Node, Node]:
     """As :func:`insert_attention`, on a part of the tokens; returns the output and its log-sum-exp."""
     op = torch.ops.kvcompile.attention_part.default
-    result = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, _attend_part)
+    result = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend_part)
     if isinstance(result, tuple):
         return result
     out, lse = (insert_call(graph, operator.getitem, result, index) for index in range(2))
@@ -128,7 +128,7 @@ def _insert_attention(
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
         return inline(
-            graph, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
+            graph, _computed, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
             marker.is_causal, scale, marker.softcap,
         )  # fmt: skip
     ranges = None
@@ -142,7 +142,8 @@ def _insert_attention(
     )  # fmt: skip
 
 
-def _attend(
+def _computed(
+    spec: Callable[..., Any],
     query: Tensor,
     k_data: Tensor,
     v_data: Tensor,
@@ -154,27 +155,9 @@ def _attend(
     is_causal: bool,
     scale: float,
     softcap: float,
-) -> Tensor:
-    return attend(
-        query, k_data, v_data, key, value,
-        mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
-    )  # fmt: skip
-
-
-def _attend_part(
-    query: Tensor,
-    k_data: Tensor,
-    v_data: Tensor,
-    key: PackedLayout,
-    value: PackedLayout,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    kv_len: Any,
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    return attend_part(
+) -> Any:
+    """``spec`` by positional arguments, which :func:`inline` takes."""
+    return spec(
         query, k_data, v_data, key, value,
         mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import DynamicCache
+from valid_files import CONFIG, POLICY
 
 import kvcompile
 from kvcompile import digests
@@ -44,24 +45,6 @@ FIXED_NAMES = (
 )  # fmt: skip
 """Words that mean something in some file."""
 
-POLICY = """
-version: 1
-rules:
-  - {match: {layers: "0-1, -2:"}, dtype: fp8_e4m3}
-  - {match: {module: "re:.*cross_attn"}, dtype: auto}
-  - match: {layers: "2:-2"}
-    key: {dtype: int4, granularity: per_channel, group_size: 64}
-    value: {dtype: int4_per_token_head}
-default: {dtype: int8_per_token_head}
-residual_length: 64
-sink_tokens: 4
-on_unsupported: warn
-strict: false
-"""
-CONFIG = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 97, "max_position_embeddings": 128,
-}  # fmt: skip
 MODULE = "model.layers.0.self_attn"
 _LARGEST = {"version": 1, "largest": {f"model.layers.{i}.self_attn": {"key": 12.5, "value": 1.75} for i in range(2)}}
 
