@@ -1,8 +1,8 @@
 """Distributed parameters: a compiled graph takes the local shards that this process owns.
 
-AOTAutograd unwraps every tensor subclass among the inputs at each call, which took longer than a packed decode step of
-two GPUs. A DTensor parameter is one local tensor and a description that never changes (Dynamo guards it), so the graph
-takes the local tensor and makes the DTensor itself. Tracing then dissolves it into local operators and collectives.
+AOTAutograd unwraps every tensor subclass among the inputs at each call, in Python. A DTensor parameter is one local
+tensor and a description that never changes, because Dynamo guards it. So the graph takes the local tensor and makes the
+DTensor itself. Tracing then dissolves it into local operators and collectives.
 
 A graph may also change such an input: the DTensor shares the memory of its shard, as it does in eager code.
 """
@@ -57,15 +57,17 @@ class LocalShards:
             for place, (value, source) in enumerate(zip(example_inputs, sources, strict=True))
             if _is_distributed_parameter(value, source)
         ]
-        self.example_inputs = self.of(example_inputs)
+        self.example_inputs = list(self.of(example_inputs))
         for place in self._places:
             self.example_inputs[place] = shard = _fake_of(self.example_inputs[place], placeholders[place])
             _take_shard(placeholders[place], placeholders[-1], shard)
         if self._places:
             gm.recompile()
 
-    def of(self, args: Sequence[Any]) -> list[Any]:
+    def of(self, args: Sequence[Any]) -> Sequence[Any]:
         """The inputs of a call, with each distributed parameter replaced by its local shard."""
+        if not self._places:
+            return args
         result = list(args)
         with torch.no_grad():  # ``to_local`` then returns the shard itself
             for place in self._places:
