@@ -235,7 +235,7 @@ class CacheFinder:
         root, base = read.root, states[0]
         keeps_order = not any(map(permutes_vectors, states))
         kept, returned = self._returned(read)
-        if writes and writes[-1].form in ("cat", "slice"):
+        if any(write.form in ("cat", "slice") for write in writes):
             grows = is_growing(writes if kept is None else [*writes, kept])
             if grows and returned is not None and base.op == "placeholder" and keeps_order:
                 return "growing", None
@@ -244,6 +244,10 @@ class CacheFinder:
             write_back = _find_write_back(changes[-1].node, base, read.axes, axes)
             if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
                 return "static", write_back
+            other = next((write for write in writes if write.form not in ("cat", "slice")), None)
+            if other is not None:
+                detail = "a cache that grows may only be appended to"
+                raise Refusal(Reason.unknown_write, role=role, op=operation(other.node), detail=detail)
             raise no_cache(root, role, self.later_states)
         if base.op == "placeholder":
             if not writes:

@@ -58,9 +58,13 @@ def windows_of(output: Node) -> dict[Node, Window]:
 
 
 def is_growing(changes: Sequence[CacheWrite]) -> bool:
-    """Whether the changes append tokens and drop tokens at most once."""
+    """Whether the changes append tokens, and otherwise drop tokens at most once.
+
+    No other write may be among them: the grown cache shares its storage with the cache that was passed, which keeps its
+    tokens.
+    """
     forms = [write.form for write in changes]
-    return "cat" in forms and forms.count("slice") <= 1 and forms.count("cat") >= len(forms) - 1
+    return "cat" in forms and forms.count("slice") <= 1 and {"cat", "slice"}.issuperset(forms)
 
 
 def is_shifting(changes: Sequence[CacheWrite], base: Node, axes: str) -> bool:

@@ -45,3 +45,24 @@ def test_two_appends_in_a_step_quantize_new_tokens_only() -> None:
             yield out, k0, v0
 
     check(drive, policy="int4", dtype="float32", operators=True, dynamic=False)
+
+
+@pytest.mark.parametrize("starts_packed", [False, True])
+def test_a_cache_that_grows_and_is_also_overwritten_stays_plain(starts_packed: bool) -> None:
+    def step(c, q, k, v):
+        k0, v0 = torch.cat([c["k0"], k], 2), torch.cat([c["v0"], v], 2)
+        v0.select(2, 0).zero_()
+        out = F.scaled_dot_product_attention(q, k0, v0)
+        c["k0"], c["v0"] = k0, v0
+        return out
+
+    def drive(compile, new):
+        run = compile(step)
+        c = {
+            name: new.cache(role, "bhtd", 2, 2, 3, 16, growing=True) for name, role in (("k0", "key"), ("v0", "value"))
+        }
+        for _ in range(2):
+            before = c["v0"]
+            yield run(c, new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16)), c["k0"], c["v0"], before
+
+    check(drive, policy="float32", dtype="float32", operators=True, dynamic=False, starts_packed=starts_packed)
