@@ -14,6 +14,8 @@ _OPERATOR = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 
 def cudnn_serves(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> bool:
     """Whether :func:`cudnn_attention` takes these arguments, and the user has not switched cuDNN off."""
+    if not query.is_cuda:  # PyTorch would look for a device, and raise where there is none
+        return False
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, is_causal, True)
     return _OPERATOR is not None and torch.backends.cuda.can_use_cudnn_attention(parameters)
 
