@@ -30,9 +30,9 @@ FORMATS = {
 
 
 def by_shape(results: Results) -> dict[str, dict[str, Row]]:
-    """Maps each shape to its rows by format: those with CUDA graphs, and of formats that the picture shows."""
+    """Maps each shape, the shortest context first, to its rows by format: those that the picture shows."""
     found: dict[str, dict[str, Row]] = {}
-    for row in results.rows:
+    for row in sorted(results.rows, key=lambda row: int(row["shape"].strip("()").rsplit(",", 1)[1])):
         if row.get("mode") == MODE and row["format"] in FORMATS and "error" not in row:
             found.setdefault(row["shape"], {})[row["format"]] = row
     return found
@@ -85,7 +85,7 @@ def _bars(
 ) -> None:
     """A group of bars for every shape. Hatched bars lie on top of others, and have no labels of their own."""
     formats = [name for name in FORMATS if any(name in of_shape for of_shape in rows.values())]
-    width = 0.8 / len(formats)
+    width = 0.9 / len(formats)
     for place, name in enumerate(formats):
         shown = [(group, of_shape[name]) for group, of_shape in enumerate(rows.values()) if name in of_shape]
         positions = [group + (place - (len(formats) - 1) / 2) * width for group, _ in shown]
@@ -96,9 +96,9 @@ def _bars(
             continue
         errors = [error(row) for _, row in shown] if error is not None else None
         bars = axes.bar(positions, heights, 0.9 * width, label=title, color=colour, yerr=errors)
-        axes.bar_label(bars, [f"{height:#.3g}" for height in heights], padding=2, fontsize="small")
-    axes.set_xticks(range(len(rows)), [in_words(shape).partition(";")[0] for shape in rows])
-    axes.margins(y=0.12)
+        axes.bar_label(bars, [f"{height:#.3g}" for height in heights], padding=3, fontsize="small", rotation=90)
+    axes.set_xticks(range(len(rows)), [in_words(shape, short=True).replace(" x ", " x\n") for shape in rows])
+    axes.margins(x=0.02, y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -32,19 +32,19 @@ def what_users_feel() -> str:
 
 
 def decode_step() -> str:
-    """Time and memory of a decode step with CUDA graphs, for every shape of the results."""
+    """Time of a decode step with CUDA graphs, for every shape of the results, the shortest context first."""
     results = read(RESULTS / DECODE_STEP)
     rows = [row for row in results["rows"] if row["mode"] == GRAPHS]
     by_shape: dict[str, dict[str, Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: _context(row["shape"])):
         by_shape.setdefault(row["shape"], {})[row["format"]] = row
-    header = ["", *(f"{_in_words(shape)}: {what}" for shape in by_shape for what in ("ms a token", "peak memory"))]
+    header = ["ms a token", *map(_in_words, by_shape)]
     lines = []
     for name in dict.fromkeys(row["format"] for row in rows):
         cells = [_step_label(name)]
         for by_format in by_shape.values():
             times = {_step_label(other): row["microseconds"] / 1e3 for other, row in by_format.items()}
-            cells += [_time(times, _step_label(name), PLAIN, "plain"), _memory(by_format, name)]
+            cells.append(_time(times, _step_label(name), PLAIN, "plain"))
         lines.append(cells)
     layers = max(row["packed_layers"] for row in rows)
     title = f"A decode step of {layers} layers as wide as Llama 3 8B, with CUDA graphs ({_source(results)}):\n\n"
@@ -84,7 +84,8 @@ def throughput() -> str:
         shown = f"{row['tokens_per_second']:,.0f}" + (f": {gained}" if gained else "")
         cells = [_label(row), f"{row['context']:,}", str(row["users"]), shown]
         lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB" if "peak_megabytes" in row else ""])
-    title = f"As many users as fit into the memory of the run ({_source(results)}):\n\n"
+    memory = re.search(r"--memory (\S+)", results["command"])
+    title = f"As many users as fit into {memory[1] if memory else '75 GiB'} ({_source(results)}):\n\n"
     return title + table(["", "tokens of a user", "users", "tokens/s of all", "peak memory"], lines)
 
 
@@ -102,6 +103,11 @@ def _in_words(shape: str) -> str:
     """The sequences and tokens of a shape such as ``(8, 32/8, 128, 32768)``."""
     batch, context = re.match(r"\((\d+), .* (\d+)\)", shape).groups()  # type: ignore[union-attr]
     return f"{batch} x {int(context):,} tokens"
+
+
+def _context(shape: str) -> int:
+    """The tokens of a sequence in a shape such as ``(8, 32/8, 128, 32768)``."""
+    return int(shape.strip("()").rsplit(",", 1)[1])
 
 
 def _step_label(name: str) -> str:
@@ -142,13 +148,3 @@ def _gain(times: dict[str, float], label: str, plain: str, baseline: str) -> str
         return f"{total}, by the fused path and the bits together"
     fused, bits = times[plain] / times[FUSED], times[FUSED] / times[label]
     return f"{total} = {fused:.1f} (fused path) x {bits:.2f} (bits)"
-
-
-def _memory(by_format: dict[str, Row], name: str) -> str:
-    """Peak memory in GB with its share of the plain one, and the part of it that is the cache."""
-    if name not in by_format:
-        return ""
-    row = by_format[name]
-    share = row["peak_megabytes"] / by_format["plain"]["peak_megabytes"]
-    compared = "" if name == "plain" else f", {100 * share:.0f} % of plain"
-    return f"{row['peak_megabytes'] / 1e3:.1f} GB{compared} (cache {row['cache_megabytes'] / 1e3:.2f})"
