@@ -117,14 +117,13 @@ def test_caches_that_cannot_be_packed_serve_calls_of_any_size_and_number(
     if not generated:
         request.getfixturevalue("without_code_generation")
 
-    class Scale:
-        factor = 0.5
+    scale = {"factor": 0.5}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return step(q * Scale.factor, k, v, keys, values, pos)
+        return step(q * scale["factor"], k, v, keys, values, pos)
 
     run = compiled(forward, dynamic=True)
-    for count, Scale.factor in ((3, 0.5), (5, 2.0), (3, 0.25)):
+    for count, scale["factor"] in ((3, 0.5), (5, 2.0), (3, 0.25)):
         caches, expected = new_caches(), new_caches()
         held = weakref.ref(caches[0])
         new = tokens(count, 7)

@@ -14,6 +14,7 @@ from formats_of_every_kind import BY_TOKEN, in_turn
 from packed_bytes import empty_packed
 from triton.backends.compiler import GPUTarget
 
+from kvcompile.compat.versions import numbers
 from kvcompile.kernels import launch
 from kvcompile.kernels.attention import launch_prefill
 from kvcompile.kernels.attention.configs import DECODE
@@ -477,6 +478,7 @@ def test_row_major_tokens_are_gathered_in_words_of_16_bytes(compiled):
         assert not uses(instructions, "LDL")
 
 
+@pytest.mark.skipif(numbers(triton.__version__) < (3, 7), reason="Triton 3.6 keeps two registers in local memory")
 @pytest.mark.parametrize(
     ("key", "head_dim", "value", "v_head_dim"),
     [

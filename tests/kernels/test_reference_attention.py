@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from formats_of_every_kind import BY_TOKEN, in_turn
 from packed_bytes import empty_packed
+from releases import is_before
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -217,6 +218,8 @@ def test_arguments_that_do_not_match_are_an_error():
 
 # Inductor repeats at most 30 operations for several readers. It buffers levels that take more operations to unpack.
 BUFFERED = {"int2_per_group_32", "turboquant_2.5bit", "turboquant_3bit", "turboquant_3.5bit_seed7"}
+if is_before("2.13"):  # it counts more operations for a look-up among centroids
+    BUFFERED |= {"turboquant_4bit", "turboquant_4bit_seed7"}
 COMPILED = [
     ("int8_per_token_head", "int8_per_token_head"),
     ("turboquant_4bit", "int4_unrotated"),  # a rotation, centroids, and zero points

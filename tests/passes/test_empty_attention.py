@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from releases import is_before, needs_release
 from torch import Tensor
 from torch.fx import Graph
 
@@ -61,6 +62,8 @@ def test_a_step_without_anything_compiles_and_is_what_the_model_gives(form: Form
     batch, new, tokens, head_dim, heads = sizes
     if form is sdpa_of_three_dimensions and not heads:
         pytest.skip("it takes the first head")
+    if form is sdpa and not heads and is_before("2.13"):
+        pytest.skip("the process crashes in PyTorch's own attention without heads")
 
     def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, position: Tensor) -> Tensor:
         kc.index_copy_(2, position, k)
@@ -95,6 +98,7 @@ def test_an_empty_step_of_attention_with_sinks_leaves_packed_caches_packed() -> 
     assert [site.reason for site in last_report().sites] == [None]
 
 
+@needs_release("2.13", "fake tensors do not check the index of a select")
 def test_an_operation_that_pytorch_rejects_is_not_inserted_and_its_attention_not_understood() -> None:
     graph = Graph()
     x = graph.placeholder("x")

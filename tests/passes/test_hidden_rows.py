@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from releases import is_before
 from torch import Tensor
 from torch.fx import Graph
 
@@ -118,6 +119,8 @@ def both(form: Form, given: list[Any]) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("without_code_generation", "operators_traced")
 @pytest.mark.parametrize("form", [*NAN, *ZERO, *MEAN], ids=lambda form: form.__name__)
 def test_a_row_without_a_visible_key_equals_the_row_of_the_model(form: Form) -> None:
+    if form is a_mask_that_overflows_when_it_is_cast and is_before("2.13"):
+        pytest.skip("Inductor drops the cast to half, also in plain graphs")
     out, expected = both(form, arguments())
     row = expected[:, :, 1]
     assert row.isnan().all() if form in NAN else row.count_nonzero() == (0 if form in ZERO else row.numel())
