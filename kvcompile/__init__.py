@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcompile.errors import CacheFileError as CacheFileError
     from kvcompile.errors import KVCompileError as KVCompileError
     from kvcompile.errors import OptionsError as OptionsError
+    from kvcompile.errors import PackageError as PackageError
     from kvcompile.errors import PolicyError as PolicyError
     from kvcompile.errors import UnsupportedSiteError as UnsupportedSiteError
     from kvcompile.evaluation.compare import compare as compare
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.tuning import Tuning as Tuning
     from kvcompile.explaining import explain as explain
     from kvcompile.explaining import verify as verify
+    from kvcompile.packaging.load import PackagedStep as PackagedStep
+    from kvcompile.packaging.load import load_package as load_package
+    from kvcompile.packaging.package import package as package
     from kvcompile.packed.memory import cache_nbytes as cache_nbytes
     from kvcompile.packed.pool import PackedPool as PackedPool
     from kvcompile.packed.shard import PackedShard as PackedShard
@@ -50,6 +54,8 @@ _HOME = {
     "ConfiguredBackend": "backend",
     "KVCompileError": "errors",
     "OptionsError": "errors",
+    "PackageError": "errors",
+    "PackagedStep": "packaging.load",
     "PackedPool": "packed.pool",
     "PackedShard": "packed.shard",
     "PackedStack": "packed.stack",
@@ -69,6 +75,8 @@ _HOME = {
     "kvquant": "backend",
     "last_report": "report.report",
     "load_cache": "caches.file",
+    "load_package": "packaging.load",
+    "package": "packaging.package",
     "preset_names": "policy.presets",
     "save_cache": "caches.file",
     "static_cache": "caches.static",

@@ -120,7 +120,18 @@ def kvquant(
     parsed = BackendOptions.parse(mode, options)
     warn_if_untested(torch.__version__)
     ensure_registered(kvquant, "kvquant")
-    compiler = _GraphCompiler(gm, list(example_inputs), parsed)
+    return compile_graph(gm, example_inputs, parsed)
+
+
+GenerateCode = Callable[[Packing], Callable[[list[Any]], Any]]
+"""Takes a rewritten graph; returns a function of its flat inputs, which it may change, that gives its outputs."""
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions, generate_code: GenerateCode | None = None
+) -> Callable[..., Any]:
+    """The compiled graph of Dynamo. ``generate_code`` takes the place of Inductor for the rewritten graph."""
+    compiler = _GraphCompiler(gm, list(example_inputs), options, generate_code)
     try:
         with compiler.stages.compiling():
             return compiler.compile()
@@ -178,8 +189,15 @@ class ConfiguredBackend:
 class _GraphCompiler:
     """Compiles one Dynamo graph."""
 
-    def __init__(self, gm: GraphModule, example_inputs: list[Any], options: BackendOptions) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: list[Any],
+        options: BackendOptions,
+        generate_code: GenerateCode | None = None,
+    ) -> None:
         self.options = options
+        self.generate_code = generate_code
         self.original, self.original_inputs = gm, example_inputs
         self.marked = copied_graph(gm)  # compile_fx takes ownership of its graph
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -258,7 +276,8 @@ class _GraphCompiler:
         """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
         digest = None
         alone = self.options.shard is None  # stored code would have to name its rank and its group
-        if CAN_STORE and not self.stages.are_wanted and not self.options.verify and alone:
+        generates = self.generate_code is None
+        if CAN_STORE and generates and not self.stages.are_wanted and not self.options.verify and alone:
             digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals)
         if digest is None:
             return without_autograd_cache()
@@ -286,8 +305,12 @@ class _GraphCompiler:
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
         plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
-        with storing_by_key():
-            compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
+        compiled: Any
+        if self.generate_code is not None:
+            compiled = self.generate_code(packing)
+        else:
+            with storing_by_key():
+                compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
         return PackedCode(compiled, plan, self.outcome, packing.cudagraphs)
 
     def _outcome_of(self, packing: Packing, rewritten: Rewritten) -> Outcome:

@@ -26,6 +26,10 @@ class CacheFileError(KVCompileError, ValueError):
     """A cache cannot be saved, or a file cannot be loaded as a cache: the message names the place and the remedy."""
 
 
+class PackageError(KVCompileError, ValueError):
+    """A step cannot be packaged, or a package cannot be loaded or called: the message says why."""
+
+
 class UnsupportedSiteError(KVCompileError):
     """An attention site cannot use a packed cache, and ``on_unsupported`` is ``error``.
 

@@ -63,6 +63,7 @@ options
 launch_hint
 verification
 backend
+packaging
 explaining
 generation
 compiling

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo import lookup_backend, register_backend
-from torch._dynamo.exc import InvalidBackend
+from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 
 _REGISTERING = threading.Lock()
 
@@ -25,3 +25,8 @@ def ensure_registered(backend: Callable[..., Any], name: str) -> None:
             register_backend(backend, name=name, tags=("experimental",))  # the tag hides it from list_backends()
         except AssertionError:
             lookup_backend(name)  # another thread has registered it between Dynamo's look and its own registration
+
+
+def error_of_backend(error: Exception) -> Exception:
+    """The error that a backend raised and Dynamo has wrapped; any other error unchanged."""
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else error

@@ -5,8 +5,25 @@ Nothing takes over: they are the way from a graph to compiled code.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch._inductor
 from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 from torch._inductor.utils import BoxedBool as BoxedBool
+from torch.export import ExportedProgram
+
+
+def aoti_compile_and_package(exported: ExportedProgram, path: str, metadata: Mapping[str, str]) -> None:
+    """Write AOTInductor's package of ``exported`` to ``path``, which ends in ``.pt2``, with strings as metadata."""
+    configs = {"aot_inductor.metadata": dict(metadata)}
+    torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=configs)
+
+
+def aoti_load_package(path: str) -> tuple[Callable[..., Any], dict[str, str]]:
+    """The callable of a package, and its metadata."""
+    loaded = torch._inductor.aoti_load_package(path)
+    return loaded, loaded.get_metadata()

@@ -38,7 +38,7 @@ EXAMPLES = {
 QUICK = ("hand_written_model", "long_context_memory", "prompt_cache")
 
 GENERATING = [name for name, patterns in EXAMPLES.items() if SAME in patterns]
-TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf", "chat"}
+TESTED_ELSEWHERE = {"quickstart", "inspect_with_depyf", "chat", "package_step"}
 PARTS = {"byte_lm", "tiny_models"}
 
 

@@ -1,0 +1,195 @@
+"""Capture the rewritten graph of a step, with the tensors that it takes, before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from kvcompile.backend import ConfiguredBackend, compile_graph
+from kvcompile.compat.backends import ensure_registered, error_of_backend
+from kvcompile.errors import KVCompileError, PackageError
+from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.packaging.signature import InputKind, StepInput, TensorType
+from kvcompile.passes.calling import Rewritten
+from kvcompile.passes.graph.names import in_words
+from kvcompile.passes.packing import Packing
+from kvcompile.passes.rewrite.caches import is_mutated
+from kvcompile.policy.policy import PolicySpec
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A rewritten graph and its inputs.
+
+    Attributes:
+        graph: takes ``tensors``.
+        tensors: the tensors of one call, in the order of the graph's inputs.
+        inputs: the description of each tensor; None for a constant, which the package holds.
+    """
+
+    graph: GraphModule
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[StepInput | None, ...]
+
+
+class _Stop(BaseException):
+    """Leaves the compiled call before its first operation."""
+
+
+class _CapturingBackend(ConfiguredBackend):
+    """Packs a graph as ``kvquant`` does. Its compiled code does not run: it keeps the graph and its tensors, and stops.
+
+    Attributes:
+        packing: the packing of the graph of the last call; None before a call.
+        tensors: the tensors of that call.
+    """
+
+    def __init__(self, policy: PolicySpec) -> None:
+        super().__init__(options={"policy": policy, "on_unsupported": "error"})
+        self.packing: Packing | None = None
+        self.tensors: list[Any] = []
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        ensure_registered(self, f"package {self!r}")
+        return compile_graph(gm, example_inputs, self.options, self._stopping_code)
+
+    def _stopping_code(self, packing: Packing) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            self.packing, self.tensors = packing, list(args)
+            raise _Stop
+
+        return run
+
+    def forget(self) -> None:
+        """Dynamo's registry keeps the backend, and must not keep the graph."""
+        self.packing, self.tensors = None, []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CapturingBackend) and self.options == other.options
+
+    __hash__ = ConfiguredBackend.__hash__
+
+
+def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: PolicySpec) -> Captured:
+    """The rewritten graph of ``model(*args, **kwargs)``. The call ends before it computes or changes anything.
+
+    Plain caches among the arguments, or in buffers of the model, are packed, as in the first call of a compiled model.
+
+    Raises:
+        UnsupportedSiteError: attention on a cache cannot be packed.
+        PackageError: there is no attention on a cache, or a package cannot hold the step.
+    """
+    backend = _CapturingBackend(policy)
+    compiled = torch.compile(_fresh_function(model), backend=backend, fullgraph=True, dynamic=False)
+    try:
+        with torch.no_grad():
+            compiled(**_by_name(model, args, kwargs))
+    except _Stop:
+        pass
+    except Exception as error:
+        own = error_of_backend(error)
+        if isinstance(own, KVCompileError):
+            raise own from None
+        raise
+    packing, tensors = backend.packing, backend.tensors
+    backend.forget()
+    if packing is None:
+        raise PackageError("the step has no attention on a KV cache; torch.export packages such a step")
+    assert packing.rewritten is not None, "only rewritten graphs get code"
+    _check(packing.rewritten, tensors)
+    constants = {one.data_ptr() for one in _tensors_of(model)}
+    inputs = tuple(_input(packing, place, tensor, constants) for place, tensor in enumerate(tensors))
+    return Captured(_runnable(packing.gm), tuple(tensors), inputs)
+
+
+def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``model``, with a code object of its own.
+
+    Dynamo keeps compiled code beside the code object. A captured step must neither be found again nor count towards the
+    recompile limit of the model.
+    """
+
+    def step(**kwargs: Any) -> Any:
+        return model(**kwargs)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+
+
+def _by_name(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by their names, which become the names of the package's inputs."""
+    function = model.forward if isinstance(model, nn.Module) else model
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise PackageError(f"the arguments do not fit the model: {error}") from None
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise PackageError(
+                f"the model takes {name!r} by position only; wrap it in a function that names its arguments"
+            )
+        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named
+
+
+def _runnable(gm: GraphModule) -> GraphModule:
+    """``gm``, ready to be traced again: Inductor makes a view a copy where strides ask for it."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    gm.recompile()
+    return gm
+
+
+def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:
+    """Raise PackageError unless the caller of a package can do all that a call needs."""
+    moving = next((action.kind for action in rewritten.inputs if action.kind not in ("static", "read-only")), None)
+    if rewritten.outputs or moving is not None:
+        raise PackageError(
+            f"the step makes new caches ({moving or 'returned'}); package a step with caches of a fixed size, such as "
+            "kvcompile.static_cache or buffers of the model"
+        )
+    if rewritten.stacks:
+        raise PackageError("the step takes several caches in one tensor; package a step with a tensor for each cache")
+    for number in args:
+        if not isinstance(number, Tensor):
+            raise PackageError(f"the step takes the number {number!r} as an argument; pass a tensor")
+        if number.device.type != "cpu":
+            raise PackageError(
+                f"the step runs on {number.device}; packages run on CPUs, because kernels for packed caches are "
+                "launched from Python on other devices"
+            )
+
+
+def _tensors_of(model: Callable[..., Any]) -> list[Tensor]:
+    """The plain parameters and buffers of a module."""
+    if not isinstance(model, nn.Module):
+        return []
+    return [one for one in (*model.parameters(), *model.buffers()) if type(one) in (Tensor, nn.Parameter)]
+
+
+def _input(packing: Packing, place: int, tensor: Tensor, constants: set[int]) -> StepInput | None:
+    """The description of an input; None for a constant of the model that the step does not change."""
+    assert packing.rewritten is not None
+    source = packing.inputs[place].source
+    name = re.sub(r"^(?:kwargs\['(\w+)'\]|model\.)", r"\1", in_words(source) or source)
+    type = TensorType.of(tensor)
+    action = next((action for action in packing.rewritten.inputs if action.index == place), None)
+    if action is not None:
+        layout = action.layout
+        num_tokens = (tensor.shape[0] - layout.header_blocks) * BLOCK_TOKENS
+        return StepInput(name, "cache", type, layout.format_name, layout.role, layout.head_dim, num_tokens)
+    kind: InputKind = "state" if is_mutated(packing.placeholders[place]) else "argument"
+    if kind == "argument" and tensor.data_ptr() in constants:
+        return None
+    if kind == "state" and tensor.any():
+        raise PackageError(f"{name} is not zero: a packaged step begins with zeros; package it with a fresh cache")
+    return StepInput(name, kind, type)

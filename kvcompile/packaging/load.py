@@ -1,0 +1,90 @@
+"""Load a packaged step and call it from Python, without the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvcompile.compat.inductor import aoti_load_package
+from kvcompile.errors import PackageError, did_you_mean, one_line
+from kvcompile.packaging.signature import Signature, StepInput, TensorType
+
+
+class PackagedStep:
+    """A step of a model from a package.
+
+    Attributes:
+        path: the file.
+        signature: its inputs and outputs.
+    """
+
+    def __init__(self, path: Path, loaded: Any, signature: Signature) -> None:
+        self.path = path
+        self.signature = signature
+        self._loaded = loaded
+
+    @property
+    def cache_nbytes(self) -> int:
+        """The bytes of all packed caches."""
+        return sum(one.type.nbytes for one in self.signature.of_kind("cache"))
+
+    def new_caches(self) -> dict[str, Tensor]:
+        """Empty caches, and the other state of the step, by name: zeros that the caller keeps from step to step."""
+        return {one.name: one.type.zeros() for one in self.signature.of_kind("cache", "state")}
+
+    def __call__(self, arguments: Mapping[str, Tensor], caches: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run the step. It changes ``caches`` in place.
+
+        Args:
+            arguments: the arguments of this step by name, with the dtypes and shapes of the signature.
+            caches: the result of :meth:`new_caches` of this package, or of one with equal caches.
+
+        Returns:
+            The outputs, such as the logits.
+
+        Raises:
+            PackageError: a tensor is missing, unknown, or has another dtype, shape or device.
+        """
+        given = {**caches, **arguments}
+        known = {one.name for one in self.signature.inputs}
+        for name in given:
+            if name not in known:
+                raise PackageError(f"{self.path.name} has no input {name!r}{did_you_mean(name, known)}")
+        return list(self._loaded(*(self._checked(one, given.get(one.name)) for one in self.signature.inputs)))
+
+    def _checked(self, one: StepInput, tensor: Tensor | None) -> Tensor:
+        """``tensor`` if it is as the code expects it, which reads its memory without a look at its type."""
+        if tensor is None:
+            raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}")
+        found = TensorType.of(tensor)
+        if found != one.type or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            strided = "" if tensor.is_contiguous() else "strided "
+            raise PackageError(
+                f"{self.path.name} takes {one.name!r} as contiguous {one.type.dtype} {list(one.type.shape)} on cpu, "
+                f"not as {strided}{found.dtype} {list(found.shape)} on {tensor.device}"
+            )
+        return tensor
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.name for one in self.signature.of_kind("argument"))
+        return f"PackagedStep({str(self.path)!r}: {names}; {len(self.signature.of_kind('cache'))} caches)"
+
+
+def load_package(path: str | os.PathLike[str]) -> PackagedStep:
+    """Load the package that :func:`kvcompile.package` wrote. A package holds machine code: load only files you trust.
+
+    Raises:
+        PackageError: the file is missing, or is no package of kvcompile.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise PackageError(f"{file} is not a file")
+    try:
+        loaded, metadata = aoti_load_package(str(file))
+    except Exception as error:
+        raise PackageError(f"{file} is not a package of AOTInductor: {one_line(error)}") from error
+    return PackagedStep(file, loaded, Signature.read(metadata))

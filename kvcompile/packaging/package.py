@@ -1,0 +1,124 @@
+"""Package a decode step or a prompt step with packed caches, as code that runs without Python."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcompile.compat.inductor import aoti_compile_and_package
+from kvcompile.errors import PackageError
+from kvcompile.packaging.capture import Captured, capture
+from kvcompile.packaging.load import PackagedStep, load_package
+from kvcompile.packaging.signature import Signature, TensorType
+from kvcompile.policy.policy import PolicySpec
+
+MAX_ERROR = 1e-2
+"""The largest relative error of the package's outputs: it sums in another order, and may round to bfloat16 there."""
+
+
+def package(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: PolicySpec = None,
+    path: str | os.PathLike[str],
+) -> PackagedStep:
+    """Compile one step of ``model`` ahead of time, with packed caches as plain byte tensors that the caller owns.
+
+    The package is AOTInductor's: a ``.pt2`` file that holds code and weights. It runs in C++
+    (``AOTIModelPackageLoader``) and in Python, in a process that imports neither kvcompile nor the model. Its metadata
+    describe all inputs (:mod:`kvcompile.packaging.signature`, docs/packages.md).
+
+    A package serves the shapes of ``args`` and ``kwargs`` alone. Steps of other lengths are packages of their own.
+    Packages that were made with equal caches may share them: one for the prompt, one for each further token.
+
+    Args:
+        model: a module or a function that runs on a CPU. Its caches have a fixed size: buffers of the module, or
+            arguments, such as :func:`kvcompile.static_cache`. They must be empty, and nothing runs on them here.
+        args, kwargs: the arguments of one step.
+        policy: preset name, path, dict or Policy; the default policy if it is None.
+        path: the file to write, ending in ``.pt2``. A file of this name is replaced once the package has been checked.
+
+    Returns:
+        The package, loaded from the file. Two steps of it, from empty caches, have been compared with the graph's.
+
+    Raises:
+        PolicyError: the policy is wrong.
+        UnsupportedSiteError: some attention on a cache cannot be packed.
+        PackageError: a package cannot hold the step, or the compiled code differs from the graph.
+    """
+    target = Path(path)
+    if target.suffix != ".pt2":
+        raise PackageError(f"{target.name!r} is not a name of a package: AOTInductor wants the suffix .pt2")
+    if not target.parent.is_dir():
+        raise PackageError(f"{target.parent} is not a folder")
+    step = _Step(capture(model, args, kwargs or {}, policy))
+    tensors = step.own_inputs()
+    with torch.no_grad():
+        expected = step(*(one.clone() for one in tensors))
+        signature = Signature(step.signature, tuple(TensorType.of(output) for output in expected))
+        exported = torch.export.export(step, tuple(tensors), strict=False)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            aoti_compile_and_package(exported, str(made), signature.metadata())
+            _check(step, load_package(made))
+            made.replace(target)
+    return load_package(target)
+
+
+class _Step(nn.Module):
+    """The captured graph with the constants of the model. It takes all other inputs, and returns a tuple."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__()
+        self.graph = captured.graph
+        self.signature = tuple(one for one in captured.inputs if one is not None)
+        self._tensors = captured.tensors
+        self._names: list[str | None] = []
+        for place, (tensor, one) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
+            self._names.append(None if one is not None else f"constant_{place}")
+            if one is None:
+                self.register_buffer(f"constant_{place}", tensor.detach())
+
+    def own_inputs(self) -> list[Tensor]:
+        """The tensors of the captured call that are no constants."""
+        return [tensor for tensor, name in zip(self._tensors, self._names, strict=True) if name is None]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        given = iter(inputs)
+        return tuple(self.graph(*(next(given) if name is None else getattr(self, name) for name in self._names)))
+
+
+def _check(step: _Step, made: PackagedStep) -> None:
+    """Run two steps of the package and of the graph, from empty caches, with the arguments of the captured call.
+
+    Raises:
+        PackageError: an output, a cache or another state differs.
+    """
+    own = {one.name: tensor for one, tensor in zip(step.signature, step.own_inputs(), strict=True)}
+    arguments = {one.name: own[one.name] for one in made.signature.of_kind("argument")}
+    caches = made.new_caches()
+    expected = {name: tensor.clone() for name, tensor in caches.items()}
+    for _ in range(2):
+        wanted = step(*({**arguments, **expected}[one.name] for one in step.signature))
+        outputs = made(arguments, caches)
+        for place, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
+            error = (output.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30)
+            if not error <= MAX_ERROR:
+                raise PackageError(f"output {place} of the package differs from the graph's by {error:.1e}")
+        changed = next((name for name in caches if not _is_near(caches[name], expected[name])), None)
+        if changed is not None:
+            raise PackageError(f"the package stores other numbers in {changed} than the graph")
+
+
+def _is_near(state: Tensor, right: Tensor) -> bool:
+    """Whether states are equal; in caches a few codes may be rounded the other way."""
+    different = (state != right).sum().item()
+    return different == 0 or (state.dtype == torch.uint8 and different <= max(2, 1e-3 * right.count_nonzero().item()))

@@ -1,0 +1,204 @@
+"""A packaged step computes what the compiled model computes, without the model, and refuses what it cannot hold."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import package_step
+import pytest
+import torch
+import torch.nn.functional as F
+from hand_written_model import VOCAB_SIZE, tiny_transformer
+from package_step import compile_command, generate
+from torch import Tensor
+
+import kvcompile
+from kvcompile import PackagedStep, PackageError, UnsupportedSiteError
+from kvcompile.packaging.signature import Signature, StepInput, TensorType
+
+PROMPT = [3, 141, 59, 26]
+
+
+def one_token(position: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor([[PROMPT[0]]]), torch.tensor([position])
+
+
+def expected_tokens(policy: str, num_tokens: int) -> list[int]:
+    """The greedy tokens of the compiled model, which reads the prompt token by token as the package does."""
+    model = tiny_transformer()
+    step = torch.compile(model, backend=kvcompile.kvquant(policy=policy), dynamic=False)
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for position in range(len(PROMPT) + num_tokens - 1):
+            logits = step(torch.tensor([[tokens[position]]]), torch.tensor([position]))
+            if position >= len(PROMPT) - 1:
+                tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> PackagedStep:
+    path = tmp_path_factory.mktemp("package") / "step.pt2"
+    return kvcompile.package(tiny_transformer(), one_token(0), policy="int8_per_token_head", path=path)
+
+
+def test_a_package_generates_the_tokens_of_the_compiled_model(step: PackagedStep) -> None:
+    assert generate(step, PROMPT, 12) == expected_tokens("int8_per_token_head", 12)
+
+
+def test_its_metadata_describe_every_input(step: PackagedStep) -> None:
+    assert [one.name for one in step.signature.of_kind("argument")] == ["tokens", "input_pos"]
+    keys, values = step.signature.of_kind("cache")
+    assert (keys.name, keys.role, keys.format) == ("layers[0].attention.k_cache", "key", "int8_per_token_head")
+    assert (values.role, values.head_dim, values.num_tokens) == ("value", 64, 512)
+    assert keys.type == TensorType("uint8", (8, 1, 2, 64 * 68))
+    assert step.signature.outputs == (TensorType("float32", (1, 1, VOCAB_SIZE)),)
+    assert step.cache_nbytes == 2 * 8 * 2 * 64 * 68
+
+
+def test_two_callers_with_their_own_caches_do_not_meet(step: PackagedStep) -> None:
+    first, second = step.new_caches(), step.new_caches()
+    token, position = one_token(0)
+    alone = step({"tokens": token, "input_pos": position}, step.new_caches())
+    step({"tokens": token + 1, "input_pos": position}, first)
+    assert torch.equal(step({"tokens": token, "input_pos": position}, second)[0], alone[0])
+
+
+def test_a_wrong_tensor_is_an_error_and_changes_nothing(step: PackagedStep) -> None:
+    token, position = one_token(0)
+    caches = step.new_caches()
+    wrong: list[tuple[dict[str, Tensor], str]] = [
+        ({"tokens": token}, r"step.pt2 needs the argument 'input_pos'"),
+        ({"tokens": token.int(), "input_pos": position}, r"takes 'tokens' as contiguous int64 \[1, 1\] on cpu, not as"),
+        ({"tokens": token.expand(2, 1), "input_pos": position}, r"not as strided int64 \[2, 1\] on cpu"),
+        ({"token": token, "input_pos": position}, r"no input 'token'; did you mean 'tokens'\?"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(PackageError, match=message):
+            step(arguments, caches)
+    assert not any(cache.any() for cache in caches.values())
+
+
+def test_a_position_behind_the_end_of_the_cache_is_an_error(step: PackagedStep) -> None:
+    token, _ = one_token(0)
+    with pytest.raises(RuntimeError):
+        step({"tokens": token, "input_pos": torch.tensor([512])}, step.new_caches())
+
+
+def test_a_file_that_is_no_package_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="is not a file"):
+        kvcompile.load_package(tmp_path / "missing.pt2")
+    (tmp_path / "text.pt2").write_text("no package")
+    with pytest.raises(PackageError, match=r"text.pt2 is not a package of AOTInductor"):
+        kvcompile.load_package(tmp_path / "text.pt2")
+
+
+def test_the_description_of_inputs_is_read_as_it_was_written() -> None:
+    cache = StepInput("keys", "cache", TensorType("uint8", (3, 1, 2, 4096)), "int4", "key", 64, 128)
+    signature = Signature(
+        (StepInput("length", "state", TensorType("int64", ())), cache), (TensorType("float32", (1, 1, 97)),)
+    )
+    assert Signature.read(signature.metadata()) == signature
+    with pytest.raises(PackageError, match="not made by kvcompile"):
+        Signature.read({})
+    for key, value in (("input.1.kind", "cash"), ("input.0.dtype", "load"), ("outputs", "2")):
+        with pytest.raises(PackageError, match="the description of the package is damaged"):
+            Signature.read({**signature.metadata(), key: value})
+
+
+def growing(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+    return F.scaled_dot_product_attention(q, keys, values), keys, values
+
+
+def without_cache(q: Tensor, k: Tensor) -> Tensor:
+    return (q * k).sum()
+
+
+def of_one_mask(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
+    kc.index_copy_(2, torch.arange(1), k)
+    vc.index_copy_(2, torch.arange(1), v)
+    return F.scaled_dot_product_attention(q, kc, vc, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "error", "message"),
+    [
+        (growing, [(1, 2, 1, 64)] * 3 + [(1, 2, 5, 64)] * 2, PackageError, r"makes new caches \(growing\)"),
+        (without_cache, [(1, 2, 1, 64)] * 2, PackageError, "no attention on a KV cache"),
+        (of_one_mask, [(1, 2, 1, 64)] * 3 + [(1, 2, 64, 64)] * 2, UnsupportedSiteError, "dropout"),
+    ],
+)
+def test_a_step_that_a_package_cannot_hold_is_an_error(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        kvcompile.package(function, [torch.zeros(shape) for shape in shapes], path=tmp_path / "step.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_path_or_policy_is_an_error_before_any_work(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "step.so", "wants the suffix .pt2"), (tmp_path / "a" / "b.pt2", "not a folder")):
+        with pytest.raises(PackageError, match=message):
+            kvcompile.package(without_cache, path=path)
+    with pytest.raises(kvcompile.PolicyError, match="int5"):
+        kvcompile.package(without_cache, policy="int5", path=tmp_path / "step.pt2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["int4", "int4_per_token_head", "turboquant_3bit_nc", "fp8_e4m3"])
+def test_every_kind_of_format_is_packaged(policy: str, tmp_path: Path) -> None:
+    step = kvcompile.package(tiny_transformer(), one_token(0), policy=policy, path=tmp_path / "step.pt2")
+    assert generate(step, PROMPT, 8) == expected_tokens(policy, 8)
+
+
+@pytest.mark.slow
+def test_packages_of_a_prompt_and_of_a_token_share_their_caches(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=97, head_dim=32, num_hidden_layers=2, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids, policy = torch.tensor([PROMPT]) % 97, "int4_per_token_head"
+
+    def package(name: str, length: int) -> PackagedStep:
+        cache = kvcompile.static_cache(model, 1, 128, policy)
+        inputs = {"input_ids": ids[:, :length], "past_key_values": cache}
+        return kvcompile.package(model, kwargs=inputs, policy=policy, path=tmp_path / f"{name}.pt2")
+
+    prompt, token = package("prompt", len(PROMPT)), package("token", 1)
+    caches = prompt.new_caches()
+    assert token.new_caches().keys() == caches.keys()
+    found = [int(prompt({"input_ids": ids}, caches)[0][0, -1].argmax())]
+    for _ in range(5):
+        found.append(int(token({"input_ids": torch.tensor([found[-1:]])}, caches)[0][0, -1].argmax()))
+
+    cache = kvcompile.static_cache(model, 1, 128, policy)
+    with torch.no_grad():
+        logits, expected = model(input_ids=ids, past_key_values=cache).logits, []
+        for _ in range(6):
+            expected.append(int(logits[0, -1].argmax()))
+            logits = model(input_ids=torch.tensor([expected[-1:]]), past_key_values=cache).logits
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_the_example_prints_its_tokens_and_the_command_for_cpp(tmp_path: Path, capsys: Any) -> None:
+    package_step.main(["--new-tokens", "2", "--output", str(tmp_path / "step.pt2")])
+    shown = capsys.readouterr().out
+    assert re.search(r"cache +layers\[0\].attention.k_cache +uint8 \[8, 1, 2, 4352\] int8_per_token_head", shown)
+    assert re.search(r"tokens: \d+ \d+\n", shown)
+    assert re.search(r"in C\+\+: g\+\+ .*packaged_step.cpp .* \./packaged_step .*step.pt2 2 \d+", shown)
+
+
+@pytest.mark.slow
+def test_a_program_in_cpp_generates_the_same_tokens_without_python(step: PackagedStep, tmp_path: Path) -> None:
+    program = tmp_path / "packaged_step"
+    subprocess.run(compile_command(program), check=True, capture_output=True)
+    arguments = [str(program), str(step.path), "8", *map(str, PROMPT)]
+    printed = subprocess.run(arguments, check=True, capture_output=True, text=True, env={}).stdout
+    assert [int(token) for token in printed.split()] == generate(step, PROMPT, 8)
