@@ -105,6 +105,7 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         raise PackageError("the step has no attention on a KV cache; torch.export packages such a step")
     assert packing.rewritten is not None, "only rewritten graphs get code"
     _check(packing.rewritten, tensors)
+    _check_operators(packing.gm)
     constants = {one.data_ptr() for one in _tensors_of(model)}
     inputs = tuple(_input(packing, place, tensor, constants) for place, tensor in enumerate(tensors))
     return Captured(_runnable(packing.gm), tuple(tensors), inputs)
@@ -166,6 +167,16 @@ def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:
             raise PackageError(
                 f"the step runs on {number.device}; packages run on CPUs, because kernels for packed caches are "
                 "launched from Python on other devices"
+            )
+
+
+def _check_operators(gm: GraphModule) -> None:
+    """Raise PackageError if the graph calls an operator whose implementation is Python."""
+    for node in gm.graph.nodes:
+        if getattr(node.target, "namespace", "") == "kvcompile":
+            raise PackageError(
+                f"the step calls {node.target}, which runs Python; formats with calibrated transforms cannot be "
+                "packaged: choose another policy"
             )
 
 

@@ -12,8 +12,10 @@ import package_step
 import pytest
 import torch
 import torch.nn.functional as F
+from calibrated_bases import write_transforms
 from hand_written_model import VOCAB_SIZE, tiny_transformer
 from package_step import compile_command, generate
+from tiny_llama import tiny_llama
 from torch import Tensor
 
 import kvcompile
@@ -139,6 +141,16 @@ def test_a_step_that_a_package_cannot_hold_is_an_error(
     with pytest.raises(error, match=message):
         kvcompile.package(function, [torch.zeros(shape) for shape in shapes], path=tmp_path / "step.pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tiny_llama()
+    choice = {"dtype": "transform_2.6bit", "transforms": str(write_transforms(tmp_path / "t.safetensors", 64))}
+    cache = kvcompile.static_cache(model, 1, 64, {"default": choice})
+    inputs = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "past_key_values": cache}
+    with pytest.raises(PackageError, match=r"calls kvcompile.* choose another policy"):
+        kvcompile.package(model, kwargs=inputs, policy={"default": choice}, path=tmp_path / "step.pt2")
 
 
 def test_a_wrong_path_or_policy_is_an_error_before_any_work(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def transforms_tensors(num_heads: int = 2, head_dim: int = 32) -> dict[str, Tens
     return tensors
 
 
-def write_transforms(path: Path) -> Path:
+def write_transforms(path: Path, head_dim: int = 32) -> Path:
     """Write a transforms file with random numbers."""
-    Transforms(str(path), ORIGIN, transforms_tensors()).save(path)
+    Transforms(str(path), ORIGIN, transforms_tensors(head_dim=head_dim)).save(path)
     return path
