@@ -10,13 +10,14 @@ import typer
 
 from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_error, print_json, print_wrapped
 from kvcompile.planning.errors import NoRoomError, PlanError
-from kvcompile.planning.units import parse_context, parse_size
+from kvcompile.planning.units import parse_context, parse_rate, parse_size
 
 EXAMPLES = examples(
     "plan --config config.json --kv-budget 74GiB",
     "plan --config . --memory 80GiB --weights int4 --reserve 2GiB --contexts 32k",
     "plan --config . --kv-budget 74GiB --policies bf16,policy.yaml --explain",
     "plan --config . --memory 80GiB --bandwidth h100-sxm --users 8 --speedup 2",
+    "plan --config . --memory 80GiB --tensor-parallel 2 --context-parallel 4",
 )
 
 RESERVE = "2GiB"
@@ -25,7 +26,7 @@ SPEEDUP = Fraction(3, 2)
 Config = Annotated[
     Path, typer.Option(metavar="PATH", help="The model's Hugging Face config.json, or the directory that holds it.")
 ]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Total memory, e.g. 80GiB.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Total memory of a GPU, e.g. 80GiB.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -76,6 +77,26 @@ Efficiency = Annotated[
         "[default: 1, which no kernel reaches]",
     ),
 ]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", metavar="N", min=1, help="GPUs that divide the heads and the weights.")
+]
+ContextParallel = Annotated[
+    int, typer.Option("--context-parallel", metavar="N", min=1, help="GPUs that divide the tokens of packed caches.")
+]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="With --bandwidth and several GPUs: what a GPU receives from others.  [default: 450GB/s, NVLink]",
+    ),
+]
+Latency = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MICROSECONDS",
+        help="With --bandwidth and several GPUs: the time of a small collective.  [default: 10]",
+    ),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Print the formulas too.")]
 
 
@@ -96,6 +117,10 @@ def plan(
     users: Users = None,
     speedup: Speedup = None,
     efficiency: Efficiency = None,
+    tensor_parallel: TensorParallel = 1,
+    context_parallel: ContextParallel = 1,
+    link: Link = None,
+    latency: Latency = None,
     explain: Explain = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,11 +129,20 @@ def plan(
     from kvcompile.planning.devices import read_bandwidth
     from kvcompile.planning.make_plan import make_plan
     from kvcompile.planning.plan import Request
+    from kvcompile.planning.ranks import LATENCY, LINK, Ranks
 
     _forbid("together with --kv-budget", kv_budget is not None, **{"--memory": memory, "--reserve": reserve})
     _forbid(
         "without --bandwidth", not bandwidth, **{"--users": users, "--speedup": speedup, "--efficiency": efficiency}
     )
+    ranks = Ranks(
+        tensor_parallel,
+        context_parallel,
+        parse_rate(link, "--link") if link else LINK,
+        _number(latency, "--latency") / 10**6 if latency else LATENCY,
+    )
+    exchanges = bool(bandwidth) and ranks.count > 1
+    _forbid("without --bandwidth and several GPUs", not exchanges, **{"--link": link, "--latency": latency})
     request = Request(
         config=config,
         policies=_items(policies),
@@ -122,6 +156,7 @@ def plan(
         users=users or 1,
         speedup=_number(speedup, "--speedup") if speedup else SPEEDUP,
         efficiency=_shares(efficiency) if efficiency else {},
+        ranks=ranks,
     )
     try:
         result = make_plan(request)

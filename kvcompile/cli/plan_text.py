@@ -37,6 +37,10 @@ def summary(plan: Plan) -> str:
 def _model_lines(plan: Plan) -> Iterator[str]:
     limit = f", made for {plan.model.max_context} tokens" if plan.model.max_context else ""
     yield f"{plan.model.model_type}, {plan.model.dtype}{limit}"
+    ranks = plan.request.ranks
+    if ranks.count > 1:
+        sizes = f"tensor parallel {ranks.tensor_parallel} x context parallel {ranks.context_parallel}"
+        yield f"one of {ranks.count} GPUs, {sizes}; all of them serve the same users"
     for cache, count in plan.model.groups.items():
         yield f"  {count} x {describe(cache)}"
 
@@ -84,8 +88,21 @@ def _decode_lines(plan: Plan, decode: DecodeModel) -> Iterator[str]:
     yield f"efficiency of reading: {shares or 'all 1 (assumed: a floor that no kernel reaches)'}"
     header = ["policy", *map(format_context, plan.request.contexts), f"{float(plan.request.speedup):g}x from"]
     yield table(header, [_decode_row(plan, policy) for policy in plan.policies])
+    yield from _exchanged(plan)
     if any(not policy.fits(context, decode.users) for policy in plan.policies for context in plan.request.contexts):
-        yield f"*: {who} do not fit into the KV budget"
+        yield f"*: {who} {'does' if decode.users == 1 else 'do'} not fit into the KV budget"
+
+
+def _exchanged(plan: Plan) -> Iterator[str]:
+    """The collectives of a step, which its time contains."""
+    ranks = plan.request.ranks
+    for policy in plan.policies:
+        for one in policy.collectives:
+            taken = f"{one.count} x {one.name}, {format_size(one.nbytes)} each: {float(1000 * one.seconds):.3g} ms"
+            yield f"{policy.caches.policy}: {taken}"
+    if ranks.count > 1:
+        rate, latency = format_rate(ranks.link), f"{float(10**6 * ranks.latency):g} us"
+        yield f"assumed for collectives: {latency} each, and {rate} of data that a GPU receives"
 
 
 def _decode_row(plan: Plan, policy: PolicyPlan) -> list[str]:

@@ -1,15 +1,16 @@
 """The time of a decode step, from the bytes that it reads.
 
 A step that makes one token for each user reads the weights once and every user's cache once. On a GPU this reading
-dominates. Multiplications, launches, communication and the write of one token are not counted. The times are therefore
-lower bounds, unless measured efficiencies (shares of the bandwidth that kernels reach) are given.
+dominates. Several ranks also exchange data (:mod:`kvcompile.planning.ranks`), one collective after the other.
+Multiplications, launches and the write of one token are not counted. The times are therefore lower bounds, unless
+measured efficiencies (shares of the bandwidth that kernels reach) are given.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -17,6 +18,7 @@ import sympy
 
 from kvcompile.planning.devices import Bandwidth
 from kvcompile.planning.model_caches import CONTEXT
+from kvcompile.planning.ranks import Collective
 from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
 
@@ -41,19 +43,20 @@ class DecodeModel:
     users: int = 1
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
 
-    def cost(self, policy: PolicyCaches) -> sympy.Expr:
-        """The bytes that the full bandwidth would deliver in the time of a step.
+    def cost(self, policy: PolicyCaches, collectives: Sequence[Collective] = ()) -> sympy.Expr:
+        """The bytes that the full bandwidth would deliver in the time of a step with these collectives.
 
         The result is an exact expression, piecewise linear in ``CONTEXT``.
         """
         cost = sympy.Rational(self.weights.bytes_read(self.users)) / self._efficiency(WEIGHTS)
         for name, nbytes in policy.bytes_by_storage("stored").items():
             cost += self.users * nbytes / self._efficiency(name)
-        return cost
+        seconds = sum(one.seconds for one in collectives)
+        return cost + sympy.Rational(seconds) * self.bandwidth.bytes_per_second
 
-    def seconds(self, policy: PolicyCaches, context: int) -> float:
+    def seconds(self, policy: PolicyCaches, context: int, collectives: Sequence[Collective] = ()) -> float:
         """Seconds of a step in which every user has ``context`` tokens."""
-        return float(self.cost(policy).subs(CONTEXT, context) / self.bandwidth.bytes_per_second)
+        return float(self.cost(policy, collectives).subs(CONTEXT, context) / self.bandwidth.bytes_per_second)
 
     def _efficiency(self, name: str) -> sympy.Rational:
         return sympy.Rational(self.efficiency.get(name, self.efficiency.get(ALL, Fraction(1))))

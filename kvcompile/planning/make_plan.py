@@ -24,10 +24,11 @@ def make_plan(request: Request) -> Plan:
         NoRoomError: the weights and the reserve leave no memory for a cache.
         PolicyError: a policy is wrong.
     """
-    fields = read_config(request.config)
-    model = read_model_caches(fields, request.source_tokens)
-    policies = [apply_policy(name, model) for name in request.policies]
-    weights = _weights(request, fields, model)
+    fields, ranks = read_config(request.config), request.ranks
+    whole = read_model_caches(fields, request.source_tokens)
+    weights = _weights(request, fields, whole)
+    model = ranks.caches(whole)
+    policies = [ranks.tokens(apply_policy(name, model)) for name in request.policies]
     budget = _budget(request, weights)
     decode = _decode_model(request, weights, policies)
     return Plan(
@@ -47,7 +48,7 @@ def _weights(request: Request, fields: Fields, model: ModelCaches) -> Weights | 
         if request.weights is not None:
             raise PlanError("--weights has no effect with --kv-budget and without --bandwidth: drop it")
         return None
-    return read_weights(request.weights, fields, model)
+    return request.ranks.weights(read_weights(request.weights, fields, model))
 
 
 def _budget(request: Request, weights: Weights | None) -> Budget:
@@ -85,11 +86,12 @@ def _plan_policy(
     capacity = {measure: _capacity(policy, measure, request.contexts, budget.nbytes) for measure in MEASURES}
     if decode is None:
         return PolicyPlan(policy, capacity, {}, None)
-    seconds = {context: decode.seconds(policy, context) for context in request.contexts}
+    exchanged, baselines = (request.ranks.collectives(model, one, request.users) for one in (policy, baseline))
+    seconds = {context: decode.seconds(policy, context, exchanged) for context in request.contexts}
     if policy is baseline:
-        return PolicyPlan(policy, capacity, seconds, None)
-    against = payoff(decode.cost(baseline), decode.cost(policy), request.speedup, model.limits)
-    return PolicyPlan(policy, capacity, seconds, against)
+        return PolicyPlan(policy, capacity, seconds, None, exchanged)
+    costs = decode.cost(baseline, baselines), decode.cost(policy, exchanged)
+    return PolicyPlan(policy, capacity, seconds, payoff(*costs, request.speedup, model.limits), exchanged)
 
 
 def _capacity(policy: PolicyCaches, measure: Measure, contexts: tuple[int, ...], budget: int) -> Capacity:

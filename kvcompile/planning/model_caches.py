@@ -57,6 +57,7 @@ class LayerCache:
         value_dim: channels of a value; 0 if the values are read from the keys' vectors, as in latent attention.
         limit: the number of tokens, see ``kind``; None if all tokens are kept.
         num_heads: query heads; 0 if the config does not name them, or if they read latents.
+        shards: the ranks that divide its tokens (:mod:`kvcompile.planning.ranks`).
     """
 
     module: str
@@ -67,12 +68,13 @@ class LayerCache:
     value_dim: int
     limit: int | None = None
     num_heads: int = 0
+    shards: int = 1
 
     @property
     def tokens(self) -> sympy.Expr:
         """The number of tokens that the cache keeps, an expression in :data:`CONTEXT`."""
         if self.limit is None:
-            return CONTEXT
+            return CONTEXT / self.shards
         return sympy.Integer(self.limit) if self.kind == "cross" else sympy.Min(CONTEXT, self.limit)
 
 
@@ -87,6 +89,7 @@ class ModelCaches:
         num_layers: layers up to the last layer with attention. Negative indices in policies count from it.
         max_context: the longest context that the model supports; None if the config does not say it.
         notes: remarks for the reader of the plan, one line each.
+        hidden_size: the width of the model; None if the config does not say it.
     """
 
     model_type: str
@@ -95,6 +98,7 @@ class ModelCaches:
     num_layers: int
     max_context: int | None
     notes: tuple[str, ...]
+    hidden_size: int | None = None
 
     @property
     def groups(self) -> dict[LayerCache, int]:
@@ -134,6 +138,7 @@ def read_model_caches(fields: Fields, source_tokens: int | None = None) -> Model
         num_layers=1 + max(cache.layer for cache in caches),
         max_context=fields.integer(*_MAX_CONTEXT),
         notes=tuple(notes),
+        hidden_size=fields.integer(*_HIDDEN_SIZE),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvcompile.planning.decode_time import DecodeModel, Payoff
 from kvcompile.planning.devices import Bandwidth
 from kvcompile.planning.model_caches import ModelCaches
+from kvcompile.planning.ranks import Collective, Ranks
 from kvcompile.planning.storage import Measure
 from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
@@ -36,6 +37,7 @@ class Request:
         users: the number of sequences that a decode step advances.
         speedup: the speedup over the baseline that is asked for.
         efficiency: see :class:`kvcompile.planning.decode_time.DecodeModel`.
+        ranks: the GPUs that run the model together; sizes and times are those of one of them.
     """
 
     config: Path
@@ -50,6 +52,7 @@ class Request:
     users: int = 1
     speedup: Fraction = Fraction(3, 2)
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,14 @@ class PolicyPlan:
         capacity: the users and tokens that fit, by measure.
         seconds: seconds of a decode step, by context; empty if no bandwidth was given.
         payoff: the comparison with the baseline; None for the baseline itself, and if no bandwidth was given.
+        collectives: the data that ranks exchange in a decode step; empty on one GPU and if no bandwidth was given.
     """
 
     caches: PolicyCaches
     capacity: Mapping[Measure, Capacity]
     seconds: Mapping[int, float]
     payoff: Payoff | None
+    collectives: tuple[Collective, ...] = ()
 
     def fits(self, context: int, users: int) -> bool:
         """Whether the caches of ``users`` users fit into the budget."""
@@ -136,6 +141,10 @@ def plan_data(plan: Plan) -> dict[str, Any]:
             "dtype": model.dtype,
             "num_caches": len(model.caches),
             "max_context": model.max_context,
+        },
+        "ranks": {
+            "tensor_parallel": request.ranks.tensor_parallel,
+            "context_parallel": request.ranks.context_parallel,
         },
         "budget": {
             "kv_bytes": plan.budget.nbytes,
@@ -194,6 +203,10 @@ def _decode_data(policy: PolicyPlan, users: int) -> dict[str, Any]:
         "contexts": [
             {"context": context, "seconds": seconds, "fits": policy.fits(context, users)}
             for context, seconds in policy.seconds.items()
+        ],
+        "collectives": [
+            {"name": one.name, "count": one.count, "bytes_received": one.nbytes, "seconds": float(one.seconds)}
+            for one in policy.collectives
         ],
         "payoff": payoff
         and {

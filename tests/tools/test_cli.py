@@ -156,6 +156,8 @@ def test_the_version_is_that_of_the_package() -> None:
         ("plan --config config.json --kv-budget 1GiB --contexts 2kb", "--contexts: '2kb' is not a valid context"),
         ("plan --config config.json --kv-budget 1GiB --contexts ,", "',' is an empty list"),
         ("plan --config config.json --kv-budget 1GiB --policies bf16,int4_per_tokn_head", "did you mean 'int4_per_"),
+        ("plan --config config.json --kv-budget 1GiB --link 1GB/s", "--link has no effect without --bandwidth and"),
+        ("plan --config config.json --kv-budget 1GiB --tensor-parallel 3", "3 does not divide the 8 KV heads"),
         ("plan --config config.json --kv-budget 1GiB --memory 2GiB", "--memory has no effect together with --kv-"),
         ("plan --config config.json --kv-budget 1GiB --reserve 2GiB", "--reserve has no effect together with --kv-"),
         ("plan --config config.json --kv-budget 1GiB --weights int4", "--weights has no effect"),
@@ -253,6 +255,16 @@ def test_plan_marks_steps_that_do_not_fit_and_says_where_a_policy_pays() -> None
     assert bf16[2].endswith("*")
     assert int8[-1] == "never (<= 1.94x)"
     assert "*: 16 users do not fit into the KV budget" in out
+
+
+def test_plan_for_several_gpus_shows_one_of_them_and_what_it_receives() -> None:
+    command = "plan --config config.json --kv-budget 10GiB --weights 16GB --tensor-parallel 2 --context-parallel 2"
+    out, _ = run(f"{command} --policies int4_per_token_head --bandwidth 3TB/s --latency 5 --link 100GB/s")
+    assert "one of 4 GPUs, tensor parallel 2 x context parallel 2; all of them serve the same users" in out
+    assert "32 x 4 KV heads, 128 + 128 channels, all tokens" in out
+    assert "int4_per_token_head: 64 x all-reduce of hidden states, 8.0 KiB each: 0.325 ms" in out
+    assert "int4_per_token_head: 32 x all-gather of outputs, 8.1 KiB each: 0.163 ms" in out
+    assert "assumed for collectives: 5 us each, and 100 GB/s of data that a GPU receives" in out
 
 
 def test_plan_notes_what_its_figures_leave_out(folder: Path) -> None:
