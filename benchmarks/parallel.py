@@ -11,7 +11,7 @@ others wait. The baseline of a row is the same step on one rank.
   values are decoded.
 
 The logits of the first step are compared with those of one rank on the same cache. All ranks begin a repeat together;
-its time is that of the slowest rank.
+its time is the time of the slowest rank.
 """
 
 from __future__ import annotations

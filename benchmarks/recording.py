@@ -93,7 +93,7 @@ AXIS_TITLES = {
     "speedup": "times as fast as the baseline: {baseline}",
     "first_token_speedup": "first token: times as fast as the baseline: {baseline}",
     "tokens_per_second": "tokens per second",
-    "throughput": "tokens per second, over those of the baseline: {baseline}",
+    "throughput": "tokens per second, over the baseline: {baseline}",
 }
 """Titles of the axes of plots, where they differ from the titles of columns."""
 

@@ -37,7 +37,7 @@ class WithoutWindows(Caches):
 
 
 def windows_of(pair: FormatPair, arguments: argparse.Namespace) -> list[FormatPair]:
-    """The format pairs to measure: with the exact tokens that the format needs, and with those of the arguments."""
+    """The format pairs to measure: with the exact tokens that the format needs, and with the requested exact tokens."""
     wanted = dataclasses.replace(pair, residual_length=arguments.residual, sink_tokens=arguments.sinks)
     return [pair, wanted] if keeps_tokens(pair) else [wanted]
 

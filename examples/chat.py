@@ -6,7 +6,7 @@
     echo "Hello" | python examples/chat.py
 
 Every line of input is a message. The conversation stays in one packed cache, so each answer reads only the new tokens.
-After each answer the program prints tokens per second and the bytes of the cache, beside those of a plain cache.
+After each answer the program prints tokens per second, the bytes of the cache, and the bytes of a plain cache.
 """
 
 from __future__ import annotations

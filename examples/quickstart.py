@@ -72,7 +72,7 @@ class Runner:
     """
 
     def __init__(self, name: str, model: PreTrainedModel, policy: str | None, **compile_arguments: Any) -> None:
-        """``policy`` is that of the cache, which is packed from the start; None stands for a cache of Transformers."""
+        """``policy`` packs the cache from the start; None stands for a cache of Transformers."""
         self.format = Path(policy).name if policy is not None else str(model.dtype).removeprefix("torch.")
         self.name = name
         self.model = model

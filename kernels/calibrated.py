@@ -1,6 +1,6 @@
 """Calibrated formats on a GPU: the basis is applied around the kernels, which see a plain format.
 
-The bytes of a calibrated format are those of its plain format, for vectors in the basis
+A calibrated format stores the bytes of its plain format, for vectors in the basis
 (:attr:`~kvcompile.kernels.formats.base.Format.plain_name`). A store changes new vectors into the basis, attention
 changes the query before its kernels and the output after them, and a read changes dequantized vectors back. These are
 products with the small matrices of a layer. Kernels read nothing but the stored channels, in decode and in prefill.

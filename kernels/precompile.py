@@ -27,7 +27,7 @@ MAX_THREADS = 4
 
 
 class TensorLike(NamedTuple):
-    """What the kernels for a tensor depend on."""
+    """The properties of a tensor that its kernels depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

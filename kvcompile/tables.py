@@ -24,7 +24,7 @@ LABEL_WIDTH = 28
 
 
 def width() -> int:
-    """The columns of lines and tables: those of the terminal, or ``WIDTH`` in a file or a pipe."""
+    """The columns of lines and tables: the width of the terminal, or ``WIDTH`` in a file or a pipe."""
     if not sys.stdout.isatty():
         return WIDTH
     return max(MIN_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))

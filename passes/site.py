@@ -1,4 +1,4 @@
-"""What the passes know about one attention site: where it is, what was decided, and why it was refused."""
+"""One attention site as the passes know it: where it is, what was decided, and why it was refused."""
 
 from __future__ import annotations
 

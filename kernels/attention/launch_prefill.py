@@ -199,7 +199,7 @@ def dequantize_pairs(
     *,
     padded: bool,
 ) -> None:
-    """Launch the kernel for as many KV heads as ``out`` has; arguments are those of :func:`dequantize_kernel`."""
+    """Launch the kernel for as many KV heads as ``out`` has; the arguments go to :func:`dequantize_kernel`."""
     pairs, num_blocks = out.shape[0], ceil_div(out.shape[1], operand.block_tokens)
     at_once = blocks_per_program(operand.rotated, num_blocks, pairs, data.device)
     launch_dequantize(

@@ -4,8 +4,8 @@ A vector is cut into equal runs of channels, the planes. The name gives the bits
 stores codes of 5, 3 and 1 bits for the three thirds of a vector. Codes of one column, channel ``j`` of every plane,
 make one word (:class:`~kvcompile.kernels.formats.bit_planes.WordPacking`).
 
-The centroids of ``b`` bits are those of a polynomial of ``u = index + 0.5``, whose distortion on N(0, 1) is at most 1 %
-above that of Lloyd-Max centroids:
+The centroids of ``b`` bits are values of a polynomial of ``u = index + 0.5``. Their distortion on N(0, 1) is at most
+1 % above the distortion of Lloyd-Max centroids:
 
     level(u) = u * (a + b * u**2 + c * u**4 + d * u**6)
 

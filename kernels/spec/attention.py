@@ -99,7 +99,7 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Attention on a part of the tokens, in the form in which :func:`merge_parts` merges the parts.
 
-    Arguments and errors are those of :func:`attend`. Give ``sinks`` to one part only.
+    It takes the arguments of :func:`attend`, and raises its errors. Give ``sinks`` to one part only.
 
     Returns:
         The output, float32 [batch, num_heads, q_len, v_layout.head_dim], as if there were no other part; and its
@@ -292,7 +292,7 @@ def _attend_levels(
     is_causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of scaled queries, computed on levels; results are those of :func:`_attend_scores`.
+    """Attention of scaled queries, computed on levels; it returns the results of :func:`_attend_scores`.
 
     Scores have block form, [num_blocks, batch, num_kv_heads, rows, BLOCK_TOKENS]. A row is a query head of the KV head
     at one query position; positions vary fastest.
@@ -477,7 +477,7 @@ def _computed_once(x: Tensor) -> Tensor:
     """``x``, which a compiled graph stores in a buffer: Inductor would otherwise compute it in the loop of every
     reader.
 
-    The result of ``as_strided`` must exist in memory. Sizes and strides are those of ``x``, so its values stay the
+    The result of ``as_strided`` must exist in memory. It has the sizes and strides of ``x``, so its values stay the
     same.
     """
     return x.as_strided(x.size(), x.stride())

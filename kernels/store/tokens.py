@@ -243,7 +243,7 @@ def encode_tile(
 
 @jit
 def _marked(scale, finite, OPERAND: tl.constexpr):
-    """Bytes of scales per plane, with that of NaN for vectors that are not finite."""
+    """Bytes of scales per plane, with the byte of NaN for vectors that are not finite."""
     marked = ()
     NUM_PLANES: tl.constexpr = OPERAND.num_planes
     for plane in tl.static_range(NUM_PLANES):
@@ -301,7 +301,7 @@ def _store_word_tile(block_ptrs, row, written, word, TILE: tl.constexpr, OPERAND
 
 @jit
 def _joined_pieces(x, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Bytes whose lowest BITS bits are the bits of column ``i``, and the next ones those of column ``i + WIDTH``."""
+    """Bytes whose lowest BITS bits are the bits of column ``i``, and the next ones the bits of column ``i + WIDTH``."""
     PIECES: tl.constexpr = 8 // BITS
     column = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
     joined = x

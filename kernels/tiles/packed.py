@@ -19,7 +19,7 @@ def load_packed(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: t
         the scales again if there are none. Scales and zero points are float32 [tokens] if they are per token. Per group
         they are a tuple with a float32 tile for each plane, which broadcasts to the codes. Per channel they are a tuple
         with a tile [blocks, width] for each plane, in the dtype of the section. Per plane they are a tuple with a
-        float32 tile [tokens] for each plane. Of words, the tuple of code sections is that of :func:`load_words`.
+        float32 tile [tokens] for each plane. For words, :func:`load_words` loads the tuple of code sections.
     """
     token = tl.arange(0, TOKENS)
     block, row = token // OPERAND.block_tokens, token % OPERAND.block_tokens

@@ -25,7 +25,7 @@ VERSION = 4
 """Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
-"""What code raises that reads a description of another form, or makes tensors of its sizes."""
+"""The errors of reading a description of another form, and of making tensors of its sizes."""
 
 _OWN_ENTRIES = ("format", "version", "content", "digests", "digest", "fingerprint", "transformers")
 

@@ -1,4 +1,4 @@
-"""What a compiled graph knows from its last call: the caller's caches, and inputs at fixed addresses.
+"""The memory of a compiled graph from call to call: the caller's caches, and inputs at fixed addresses.
 
 All steps of a request pass the same caches. They are recognised, so the checks of the first step need not be repeated.
 

@@ -60,7 +60,7 @@ class DequantizedInput:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What a call of a rewritten graph does around the compiled code. It can be pickled.
+    """The work of a call around the compiled code of a rewritten graph. It can be pickled.
 
     Attributes:
         caches: the duties for packed caches among the inputs.
@@ -173,7 +173,7 @@ class PackedCall:
         return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
     def _replace_known(self, args: list[Any]) -> bool:
-        """Replace caches as :meth:`_replace_caches` if they are those of the last call, which has checked them."""
+        """Replace caches as :meth:`_replace_caches` if the last call had the same caches, and checked them."""
         if self._dequantized or self._made:
             return False
         data = self._known.data_of([args[place] for place in self._places])

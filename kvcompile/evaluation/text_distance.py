@@ -19,7 +19,7 @@ from kvcompile.policy.transforms import Transforms
 
 @dataclass(frozen=True)
 class TextDistance:
-    """How far keys and values of a text are from those of the calibration.
+    """How far keys and values of a text are from the keys and values of the calibration.
 
     The calibration scales the root mean square of each quarter of channels to 1, in the basis of each KV head. On
     another text it is another number, the size of the quarter.

@@ -91,7 +91,7 @@ def tune(
 
     Raises:
         EvaluationError: ``data`` are not token ids, a format does not exist, nothing can be packed, or no choice fits.
-        PolicyError: ``transforms`` cannot be read, or are those of another model.
+        PolicyError: ``transforms`` cannot be read, or belong to another model.
         OSError: ``output`` cannot be written.
     """
     text = text_of(model, data, decode)

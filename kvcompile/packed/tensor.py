@@ -339,7 +339,7 @@ class PackedTensor(PackedSubclass):
         if self.is_whole:
             return self
         copied = self.index_select(self.token_dim, torch.arange(self.num_tokens, device=self.device))
-        assert isinstance(copied, PackedTensor), "tokens that share no bytes with others are copied as they are"
+        assert isinstance(copied, PackedTensor), "tokens that share no bytes with others are copied byte by byte"
         return copied
 
     @property

@@ -37,7 +37,7 @@ class Request:
         users: the number of sequences that a decode step advances.
         speedup: the speedup over the baseline that is asked for.
         efficiency: see :class:`kvcompile.planning.decode_time.DecodeModel`.
-        ranks: the GPUs that run the model together; sizes and times are those of one of them.
+        ranks: the GPUs that run the model together. The plan has the sizes and times of one of them.
     """
 
     config: Path

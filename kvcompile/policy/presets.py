@@ -40,7 +40,7 @@ CALIBRATED_PRESETS: dict[str, FormatPair] = {
 }
 """Presets that need a calibration of the model, which the policy names as ``transforms``.
 
-Those of TurboQuant subtract the mean of keys and of values. The others are named after their bits per element at a
+The TurboQuant formats subtract the mean of keys and of values. The others are named after their bits per element at a
 head_dim of 128, scales included."""
 
 PER_TENSOR = "per_tensor"

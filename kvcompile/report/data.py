@@ -58,8 +58,8 @@ class GraphReport:
         sites: the attention sites and their outcomes.
         surroundings: the graph around each site, for a drawing; empty if the graph was not analysed.
         weights: the parameters among the inputs of the graph.
-        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify``, those of
-            the check, too.
+        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify`` also the
+            seconds of the check.
         origin: the model, the policy and the versions; None if they are not known.
         verified_steps: in how many random steps the rewritten graph ran beside the original without a difference; None
             without ``verify``.
@@ -134,9 +134,9 @@ class Totals:
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
             caches of a graph do not count if all its calls ran as plain Inductor would.
         bytes_per_token_after: the same caches packed, metadata included.
-        unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked: those of layers that are
-            refused or that the policy leaves alone, and those of graphs whose calls all ran plain. A cache that several
-            of these layers share counts once for each.
+        unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked. Their layers are refused
+            or skipped by the policy, or all calls of their graphs ran plain. A cache that several of these layers share
+            counts once for each.
         plain_dtypes: the dtypes of the caches before packing.
         residual_bytes: bytes per sequence and KV head of the recent and first tokens that caches keep exact.
         weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.

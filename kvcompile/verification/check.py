@@ -23,13 +23,13 @@ from kvcompile.verification.pair import Fresh, Mismatch, Pair, State
 from kvcompile.verification.sizes import Sizes, Symbols
 
 ROUNDS = 3
-"""Rounds begin with new caches. Sizes and integers of the first one are those of the call that is compiled."""
+"""Rounds begin with new caches. The first round has the sizes and integers of the call that is compiled."""
 
 STEPS = 3
 """Steps of a round. Each step finds the caches that the step before has left."""
 
 SEED = 20
-"""Of all random numbers: the same graph is always checked with the same inputs."""
+"""The seed of all random numbers. The same graph is always checked with the same inputs."""
 
 VERIFY = "verify"
 """The name of the check among the times of the passes."""

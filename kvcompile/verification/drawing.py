@@ -34,7 +34,7 @@ class CannotDraw(Exception):
 
 @dataclass(frozen=True)
 class KnownInput:
-    """What is known of an input.
+    """The facts about an input.
 
     Attributes:
         example: its value at the call that is compiled; None if it is not at hand.
@@ -72,7 +72,7 @@ class InputDraws:
         Args:
             symbols: the sizes.
             kept: inputs that earlier steps have left, by position.
-            as_given: whether integers and masks are those of the call that is compiled, where they are at hand.
+            as_given: whether the step takes integers and masks of the call that is compiled, where they are at hand.
 
         Raises:
             CannotDraw: no integers were found that the graph allows.

@@ -117,7 +117,7 @@ class State:
 
     @classmethod
     def of(cls, values: Sequence[Any], changed: set[int]) -> State:
-        """Inputs of equal values. Those that a graph may change are copies."""
+        """Inputs of equal values. Inputs that a graph may change are copies."""
 
         def copies() -> list[Any]:
             return [
@@ -133,7 +133,7 @@ class State:
 
 @dataclass
 class Results:
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
         found: the differences.
@@ -259,7 +259,7 @@ def _store_without_loss(packing: Packing) -> set[int]:
 
 
 def without_loss(layout: PackedLayout, dtype: torch.dtype) -> PackedLayout:
-    """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` as they are."""
+    """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` without loss."""
     return replace(layout, format_name=str(dtype).removeprefix("torch."))
 
 

@@ -26,7 +26,7 @@ def permutes_vectors(node: Node) -> bool:
 
 
 def repeats_sequence(node: Node, axes: str) -> bool:
-    """Whether ``node`` repeats the only sequence of a cache in the order ``axes``, and leaves the vectors as they are.
+    """Whether ``node`` repeats the only sequence of a cache in the order ``axes``, and does not change the vectors.
 
     A prefix that all sequences of a batch share is repeated in this way.
     """

@@ -19,7 +19,7 @@ _KEY = "kvcompile_role"
 
 @dataclass(frozen=True)
 class NodeRole:
-    """What a node does, and for which sites.
+    """The role of a node, and the sites that it serves.
 
     Attributes:
         name: e.g. ``key cache``, ``key write``, ``key read``, ``attention``, ``packed key cache``, ``key store``.

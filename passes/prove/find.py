@@ -461,7 +461,7 @@ def _check_heads(marker: Node, attention: Attention) -> None:
         shapes = [list(key.shape), list(value.shape)]
         raise Refusal(Reason.unsupported_shape, query=list(query), role="key and value", cache=shapes)
     if not bool(attention.key_read.first_token == attention.value_read.first_token):
-        raise Refusal(Reason.unknown_read, role="value", op="a slice of other tokens than those of the keys")
+        raise Refusal(Reason.unknown_read, role="value", op="a slice of other tokens than the keys have")
     if ranges is None:
         raise Refusal(Reason.unknown_read, role="value", op="a repetition of heads that the keys do not have")
     if key is value and any(heads.key != heads.value or heads.num_heads != key.num_kv_heads for heads in ranges):

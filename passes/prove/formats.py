@@ -84,7 +84,7 @@ def _check_device(cache: Cache) -> None:
 
 
 def _check_basis(cache: Cache, layout: PackedLayout) -> None:
-    """Raise Refusal if a calibrated format was calibrated for other heads than those of a cache, or not at all."""
+    """Raise Refusal if a calibrated format was calibrated for other heads than the cache has, or not at all."""
     fmt = layout.format
     if not fmt.is_calibrated:
         return

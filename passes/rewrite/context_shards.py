@@ -48,7 +48,7 @@ def insert_sharded_attention(
 ) -> Node:
     """Insert the attention of ``marker`` on a cache that all ranks hold together; returns its output.
 
-    Arguments are those of :func:`kvcompile.passes.rewrite.insert.insert_attention`; ``kv_len`` counts the tokens of
+    It takes the arguments of :func:`kvcompile.passes.rewrite.insert.insert_attention`; ``kv_len`` counts the tokens of
     all ranks.
     """
     num_tokens = size_node(graph, layouts[0].token_blocks(k_data.meta["val"]) * BLOCK_TOKENS)
