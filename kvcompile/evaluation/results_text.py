@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 from kvcompile.evaluation.results import Evaluation, PolicyResult
 from kvcompile.tables import table
 
@@ -21,7 +24,8 @@ def summary(evaluation: Evaluation) -> str:
     """The table of all policies."""
     header = [title.format(metric=SHORT[evaluation.metric]) for title in HEADER]
     reference = [f"none: {evaluation.dtype}", f"{evaluation.reference_bits:.2f}", f"{evaluation.reference:.4f}"]
-    rows = [_row(result) for result in evaluation.results]
+    labels = _labels(evaluation)
+    rows = [_row(labels[result.policy], result) for result in evaluation.results]
     return table(header, [reference + [""] * (len(header) - len(reference)), *rows])
 
 
@@ -30,10 +34,17 @@ def legend(evaluation: Evaluation) -> str:
     return LEGEND.format(metric=SHORT[evaluation.metric], name=evaluation.metric)
 
 
-def _row(result: PolicyResult) -> list[str]:
+def _labels(evaluation: Evaluation) -> dict[str, str]:
+    """Each policy as the tables name it: a file without its folder, unless two files then have one name."""
+    names = {result.policy: Path(result.policy).name for result in evaluation.results}
+    count = Counter(names.values())
+    return {policy: name if count[name] == 1 else policy for policy, name in names.items()}
+
+
+def _row(label: str, result: PolicyResult) -> list[str]:
     divergences = (result.mean_divergence, result.median_divergence, result.p999_divergence)
     return [
-        result.policy,
+        label,
         f"{result.effective_bits:.2f}",
         f"{result.quality:.4f}",
         f"{round(100 * result.change, 2) + 0.0:+.2f}%",  # never -0.00
@@ -52,7 +63,7 @@ def short(divergence: float) -> str:
 def layers(evaluation: Evaluation) -> str:
     """The error of the attention outputs of every layer, in percent."""
     modules = dict.fromkeys(name for result in evaluation.results for name in result.attention_errors)
-    header = ["module", *(result.policy for result in evaluation.results)]
+    header = ["module", *_labels(evaluation).values()]
     rows = [
         [module, *(_percent(result.attention_errors.get(module)) for result in evaluation.results)]
         for module in modules

@@ -7,7 +7,8 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kvcompile.evaluation.attention_sites import attention_sites, listen
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.replay import Step
 from kvcompile.evaluation.results import Evaluation
+from kvcompile.evaluation.results_text import layers
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text, read_text
@@ -252,3 +254,12 @@ def test_promote_raises_the_layers_with_outlier_keys_and_what_stays_as_it_is_is_
     assert (result["packed_layers"], result["num_layers"]) == (1, 2)
     assert result["effective_bits"] > 16
     assert result["attention_errors"][MODULES[0]] < 1e-6 < result["attention_errors"][MODULES[1]]
+
+
+def test_tables_name_a_policy_file_without_its_folder_unless_two_have_one_name() -> None:
+    def names(*policies: str) -> list[str]:
+        results = [SimpleNamespace(policy=policy, attention_errors={}) for policy in policies]
+        return next(iter(cells(layers(cast(Evaluation, SimpleNamespace(results=results)))).values()))
+
+    assert names("int4", "/a/long/folder/policy.yaml") == ["int4", "policy.yaml"]
+    assert names("a/policy.yaml", "b/policy.yaml") == ["a/policy.yaml", "b/policy.yaml"]
