@@ -1,12 +1,13 @@
 """Run architectures of Transformers under ``kvquant``, and record which attention was packed.
 
-    python docs/sweep.py                          # all architectures: half an hour on a few cores
+    python docs/sweep.py                          # all model types: an hour on a few cores
     python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
     python docs/sweep.py --missing                # cases that are not in coverage.json yet
 
-Every architecture runs in its own process, with each attention implementation and kind of cache that it supports
-(``docs/sweep_case.py``). An architecture that crashes or hangs becomes a row like any other. Results go to
-``coverage.json`` after each architecture, and ``coverage.md`` is made from it.
+The installed Transformers gives the list of model types (``docs/sweep_library.py``). Every type runs in its own
+process, with static and dynamic caches (``docs/sweep_case.py``). The types of ``docs/sweep_models.py`` run with every
+attention implementation that they support, and all others with ``scaled_dot_product_attention``. A type that crashes or
+hangs becomes a row like any other. Results go to ``coverage.json`` after each type. ``coverage.md`` is made from it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from typing import Any, get_args
 
 import torch
 import transformers
-from sweep_case import MAX_ERROR, STEPS, CacheKind, CaseResult, Implementation, run_case
+from sweep_case import MAX_ERROR, NOT_BUILT, STEPS, CacheKind, CaseResult, Implementation, run_case
+from sweep_library import model_types
 from sweep_models import ARCHITECTURES
 
 FOLDER = Path(__file__).parent
 Cases = Sequence[tuple[Implementation, CacheKind]]
 CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for cache in get_args(CacheKind)]
+SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
+"""The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
 TIMEOUT = 900
 """Seconds for one architecture."""
 
@@ -84,6 +88,15 @@ class Run:
         return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
 
 
+def is_built(cases: Iterable[CaseResult]) -> bool:
+    return not any((case.skipped or "").startswith(NOT_BUILT) for case in cases)
+
+
+def has_cache(cases: Iterable[CaseResult]) -> bool:
+    """Whether some case exists in which a layer keeps keys and values, or fails."""
+    return any(case.failure or case.cached for case in cases)
+
+
 def is_covered(cases: Iterable[CaseResult]) -> bool:
     """Whether every layer with a cache and without a window is rewritten, in every case that exists."""
     return all(
@@ -109,8 +122,11 @@ def problems(cases: Iterable[CaseResult]) -> list[str]:
 def page(results: Results, versions: Mapping[str, str]) -> str:
     """``coverage.md``."""
     reasons: dict[str, int] = {}
-    rows = [_row(name, cases, reasons) for name, cases in sorted(results.items())]
-    covered = sum(map(is_covered, results.values()))
+    cached = {name: cases for name, cases in sorted(results.items()) if has_cache(cases)}
+    rows = [_row(name, cases, reasons) for name, cases in cached.items()]
+    covered = sum(map(is_covered, cached.values()))
+    not_built = [name for name, cases in sorted(results.items()) if not is_built(cases)]
+    others = [name for name in sorted(results) if name not in cached and name not in not_built]
     bad = [line for cases in results.values() for line in problems(cases)]
     worst = max((case.error for cases in results.values() for case in cases), default=0.0)
     lines = [
@@ -118,15 +134,23 @@ def page(results: Results, versions: Mapping[str, str]) -> str:
         "",
         *_INTRODUCTION.format(steps=", ".join(map(str, STEPS)), max_error=MAX_ERROR, **versions).splitlines(),
         "",
-        f"{covered} of {len(results)} architectures ({100 * covered / max(len(results), 1):.0f} %) are covered: every "
-        "cached layer without a sliding window is",
-        f"rewritten, in each of their cases. {len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
+        f"Transformers has {len(results)} types of models that generate text. {len(results) - len(not_built)} of them "
+        f"have a small model here, and {len(cached)} of these",
+        f"keep keys and values in a cache of Transformers. {covered} of the {len(cached)} "
+        f"({100 * covered / max(len(cached), 1):.0f} %) are covered: every cached layer without",
+        "a sliding window is rewritten, in each of their cases. "
+        f"{len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
         "",
         "| architecture | attention | static | error | dynamic | error |",
         "|---|---|---:|---:|---:|---:|",
         *(line for row in rows for line in row),
         "",
         *(f"{number}. {reason}" for reason, number in reasons.items()),
+        "",
+        "No case runs, or no layer keeps keys and values in a cache of Transformers: " + _listed(others),
+        "",
+        "No small model, because its sizes are fields of other names, or of parts for images and sound (the text part "
+        "often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
     ]
     return "\n".join(lines) + "\n"
 
@@ -148,6 +172,10 @@ reasons and notes below the table. `-` stands for a case that the model does not
 ```sh
 python docs/sweep.py
 ```"""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(f'`{name}`' for name in names) or 'none'}."
 
 
 def _row(name: str, cases: Sequence[CaseResult], reasons: dict[str, int]) -> list[str]:
@@ -183,7 +211,7 @@ def load(path: Path) -> Results:
     if not path.exists():
         return {}
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    return {name: [CaseResult(**case) for case in found] for name, found in cases.items() if name in ARCHITECTURES}
+    return {name: [CaseResult(**case) for case in found] for name, found in cases.items() if name in model_types()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -193,16 +221,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where coverage.json and coverage.md are")
     options = parser.parse_args(arguments)
-    names = options.architectures.split(",") if options.architectures else list(ARCHITECTURES)
-    unknown = [name for name in names if name not in ARCHITECTURES]
+    names = options.architectures.split(",") if options.architectures else list(model_types())
+    unknown = [name for name in names if name not in model_types()]
     if unknown:
-        parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(ARCHITECTURES)}")
+        parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(model_types())}")
     store = options.folder / "coverage.json"
     results = load(store)
-    wanted: dict[str, Cases] = dict.fromkeys(names, CASES)
+    wanted: dict[str, Cases] = {name: CASES if name in ARCHITECTURES else SDPA for name in names}
     if options.missing:
         known = {name: [(case.attention, case.cache) for case in results.get(name, [])] for name in names}
-        wanted = {name: missing for name in names if (missing := [case for case in CASES if case not in known[name]])}
+        wanted = {name: [case for case in cases if case not in known[name]] for name, cases in wanted.items()}
+        wanted = {name: cases for name, cases in wanted.items() if cases}
     for name, cases in run_all(wanted, options.jobs):
         results[name] = cases = [*(results.get(name, []) if options.missing else []), *cases]
         print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ", flush=True)

@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 import torch._dynamo
 from functorch.compile import make_boxed_func
-from sweep_models import ARCHITECTURES, VOCAB_SIZE
+from sweep_library import NotBuiltError, architecture_of
+from sweep_models import VOCAB_SIZE
 from torch import Tensor
 
 import kvcompile
@@ -39,6 +40,8 @@ STEPS = (11, 1, 1, 4, 1, 1)
 MAX_ERROR = 2e-3
 """Largest relative L2 error of the logits. One int8 code that is rounded the other way causes about a tenth of it; one
 token too many or too few in a mask causes ten times as much."""
+NOT_BUILT = "no small model: "
+"""The beginning of the reason why a model type has no case."""
 UNDER_DYNAMO = "compared under torch.compile with the backend eager, which alone changes the logits of this model"
 
 CacheKind = Literal["static", "dynamic"]
@@ -123,7 +126,10 @@ def run_case(
     """Run one case, with one call for each number of tokens in ``steps``. Failures are part of the result."""
     result = CaseResult(architecture, attention, kind)
     try:
-        model = ARCHITECTURES[architecture].build(architecture, attention)
+        model = architecture_of(architecture).build(architecture, attention)
+    except NotBuiltError as error:
+        result.skipped = f"{NOT_BUILT}{error}"
+        return result
     except ValueError as error:
         if "does not support" not in str(error):
             raise

@@ -10,7 +10,7 @@ import torch
 
 VOCAB_SIZE = 97
 
-_DECODER = {
+DECODER = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -50,7 +50,7 @@ _T5 = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
-_MOE = {
+EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -100,21 +100,25 @@ class Architecture:
         Raises:
             ValueError: the model does not support this attention implementation.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
         torch.manual_seed(0)
-        config = AutoConfig.for_model(model_type, **self.sizes)
-        auto_model = AutoModelForSeq2SeqLM if self.is_encoder_decoder else AutoModelForCausalLM
-        model = auto_model.from_config(config, attn_implementation=attn_implementation).eval()
+        model = self.make(model_type, attn_implementation)
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.dim() >= 2:
                     torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         return model
 
+    def make(self, model_type: str, attn_implementation: str | None) -> Any:
+        """The model as Transformers initialises it."""
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+        config = AutoConfig.for_model(model_type, **self.sizes)
+        auto_model = AutoModelForSeq2SeqLM if self.is_encoder_decoder else AutoModelForCausalLM
+        return auto_model.from_config(config, attn_implementation=attn_implementation).eval()
+
 
 def _decoder(*parts: Mapping[str, Any], **sizes: Any) -> Architecture:
-    return Architecture({**_DECODER, **{k: v for part in parts for k, v in part.items()}, **sizes})
+    return Architecture({**DECODER, **{k: v for part in parts for k, v in part.items()}, **sizes})
 
 
 def _encoder_decoder(base: Mapping[str, Any] = _ENCODER_DECODER, **sizes: Any) -> Architecture:
@@ -132,8 +136,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "codegen": _decoder(n_embd=64, n_head=4, n_layer=2, n_inner=96, n_positions=256, n_ctx=256, rotary_dim=8),
     "cohere": _decoder(),
     "cohere2": _decoder(_WINDOW_AND_FULL),
-    "deepseek_v2": _decoder(_MOE, _LATENT),
-    "deepseek_v3": _decoder(_MOE, _LATENT),
+    "deepseek_v2": _decoder(EXPERTS, _LATENT),
+    "deepseek_v3": _decoder(EXPERTS, _LATENT),
     "diffllama": _decoder(),
     "ernie4_5": _decoder(),
     "exaone4": _decoder(_WINDOW_AND_FULL),
@@ -147,32 +151,32 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4_text": _decoder(_SHARED),
     "glm": _decoder(),
     "glm4": _decoder(),
-    "glm4_moe": _decoder(_MOE),
+    "glm4_moe": _decoder(EXPERTS),
     "gpt2": _decoder(n_embd=64, n_head=4, n_layer=2, n_inner=96, n_positions=256),
     "gpt_bigcode": _decoder(n_embd=64, n_head=4, n_layer=2, n_inner=96, n_positions=256),
     "gpt_neo": _decoder(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16),
     "gpt_neox": _decoder(),
-    "gpt_oss": _decoder(_MOE, _WINDOW_AND_FULL),
+    "gpt_oss": _decoder(EXPERTS, _WINDOW_AND_FULL),
     "gptj": _decoder(n_embd=64, n_head=4, n_layer=2, n_inner=96, n_positions=256, rotary_dim=8),
     "granite": _decoder(),
-    "granitemoe": _decoder(_MOE),
+    "granitemoe": _decoder(EXPERTS),
     "helium": _decoder(),
-    "jetmoe": _decoder(_MOE, kv_channels=16),
+    "jetmoe": _decoder(EXPERTS, kv_channels=16),
     "llama": _decoder(),
-    "llama4_text": _decoder(_MOE, attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"],
+    "llama4_text": _decoder(EXPERTS, attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"],
                             intermediate_size_mlp=96),
     "m2m_100": _encoder_decoder(),
     "marian": _encoder_decoder(),
     "mbart": _encoder_decoder(),
     "mistral": _decoder(sliding_window=None),
-    "mixtral": _decoder(_MOE),
+    "mixtral": _decoder(EXPERTS),
     "mpt": _decoder(d_model=64, n_heads=4, n_layers=2, max_seq_len=256),
     "mt5": _encoder_decoder(_T5),
     "nemotron": _decoder(),
     "olmo": _decoder(),
     "olmo2": _decoder(),
     "olmo3": _decoder(_WINDOW_AND_FULL),
-    "olmoe": _decoder(_MOE),
+    "olmoe": _decoder(EXPERTS),
     "opt": _decoder(ffn_dim=96, word_embed_proj_dim=64),
     "pegasus": _encoder_decoder(),
     "persimmon": _decoder(),
@@ -180,18 +184,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": _decoder(sliding_window=None),
     "plbart": _encoder_decoder(),
     "qwen2": _decoder(),
-    "qwen2_moe": _decoder(_MOE),
+    "qwen2_moe": _decoder(EXPERTS),
     "qwen3": _decoder(),
-    "qwen3_moe": _decoder(_MOE),
-    "qwen3_next": _decoder(_MOE, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+    "qwen3_moe": _decoder(EXPERTS),
+    "qwen3_next": _decoder(EXPERTS, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
                            linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16),
     "seed_oss": _decoder(),
     "smollm3": _decoder(),
     "stablelm": _decoder(),
     "starcoder2": _decoder(),
     "t5": _encoder_decoder(_T5),
-    "t5gemma": _encoder_decoder({}, vocab_size=VOCAB_SIZE, encoder=_DECODER | _WINDOW_AND_FULL,
-                                decoder=_DECODER | _WINDOW_AND_FULL),
+    "t5gemma": _encoder_decoder({}, vocab_size=VOCAB_SIZE, encoder=DECODER | _WINDOW_AND_FULL,
+                                decoder=DECODER | _WINDOW_AND_FULL),
     "umt5": _encoder_decoder(_T5),
     "xglm": _decoder(d_model=64, ffn_dim=96, num_layers=2, attention_heads=4),
 }  # fmt: skip

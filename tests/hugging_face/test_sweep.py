@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sweep
 from sweep_case import MAX_ERROR, CaseResult, run_case
+from sweep_library import MAX_PARAMETERS, NotBuiltError, architecture_of, model_types
 from sweep_models import ARCHITECTURES
 
 
@@ -54,7 +55,35 @@ def test_a_process_that_dies_is_a_row_for_every_case_that_it_has_not_finished(
     text = sweep.page({"llama": cases}, sweep.versions())
     assert "| `llama` | sdpa | 2 of 2 | 0e+00 | 2 of 2 | 0e+00 |" in text
     assert "| `llama` | eager | failed [1] |  | failed [1] |  |" in text
-    assert "0 of 1 architectures (0 %) are covered" in text
+    assert "0 of the 1 (0 %) are covered" in text
+
+
+def test_the_library_says_which_types_there_are_and_most_get_a_small_model_by_one_rule() -> None:
+    types = model_types()
+    assert set(ARCHITECTURES) <= set(types)
+    assert len(types) > 150
+    architecture = architecture_of("phimoe")  # not in the table
+    model = architecture.build("phimoe", "sdpa")
+    assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
+    assert model.config.num_hidden_layers == 2
+    with pytest.raises(NotBuiltError, match="parts for images and sound"):
+        architecture_of("git")
+
+
+def test_a_type_without_a_small_model_is_listed_with_the_others_apart() -> None:
+    cases = {
+        "llama": [
+            CaseResult("llama", "sdpa", cache, cached=2, full=2, packed=2, packed_full=2, rewritten=2)
+            for cache in ("static", "dynamic")
+        ],
+        "mamba": [CaseResult("mamba", "sdpa", "static")],
+        "git": [CaseResult("git", "sdpa", "static", skipped=f"{sweep.NOT_BUILT}large")],
+    }
+    text = sweep.page(cases, sweep.versions())
+    assert "Transformers has 3 types of models that generate text. 2 of them have a small model here, and 1" in text
+    assert "1 of the 1 (100 %) are covered" in text
+    assert "in a cache of Transformers: `mamba`." in text
+    assert text.endswith("such as `gemma3_text`): `git`.\n")
 
 
 def test_there_are_enough_architectures_for_the_sweep_to_mean_something() -> None:

@@ -1,0 +1,115 @@
+"""The model types of the installed Transformers, with small configurations made by one rule.
+
+The list is the library's own: every type with a class for causal language models or for encoder-decoder text models.
+:data:`sweep_models.ARCHITECTURES` has the types whose sizes need a choice; all others get the sizes of
+:data:`STANDARD`, as far as their configuration class has fields of these names.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import sweep_models
+import torch
+from sweep_models import ARCHITECTURES, VOCAB_SIZE, Architecture
+
+MAX_PARAMETERS = 2 * 10**7
+"""More parameters show that the sizes did not reach a part of the model."""
+
+STANDARD: dict[str, Any] = {
+    **sweep_models.DECODER,
+    **sweep_models.EXPERTS,
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "n_embd": 64,
+    "num_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "attention_heads": 4,
+    "d_kv": 16,
+    "d_ff": 96,
+    "ffn_dim": 96,
+    "n_inner": 96,
+    "n_positions": 256,
+    "max_seq_len": 256,
+    "rotary_dim": 8,
+    "sliding_window": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "num_decoder_layers": 2,
+    "decoder_start_token_id": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "state_size": 16,
+}
+"""Sizes by the names that configurations of Transformers give them."""
+
+
+class NotBuiltError(Exception):
+    """A type has no small model; the message says why."""
+
+
+@functools.cache
+def model_types() -> dict[str, bool]:
+    """All types of the library, and whether each has an encoder."""
+    from transformers.models.auto import modeling_auto
+
+    causal = dict.fromkeys(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, False)
+    return dict.fromkeys(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, True) | causal | {
+        name: architecture.is_encoder_decoder for name, architecture in ARCHITECTURES.items()
+    }  # fmt: skip
+
+
+def architecture_of(model_type: str) -> Architecture:
+    """The small model of a type.
+
+    Raises:
+        NotBuiltError: the rule makes no small model of it.
+    """
+    known = ARCHITECTURES.get(model_type)
+    if known is not None:
+        return known
+    try:
+        architecture = Architecture(_sizes(model_type), model_types()[model_type])
+        with torch.device("meta"):
+            parameters = sum(weight.numel() for weight in architecture.make(model_type, None).parameters())
+    except Exception as error:
+        raise NotBuiltError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    if parameters > MAX_PARAMETERS:
+        raise NotBuiltError("its sizes are fields of other names, or of parts for images and sound")
+    return architecture
+
+
+def _sizes(model_type: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    names = {*vars(config), *config.attribute_map}
+    sizes = {name: size for name, size in STANDARD.items() if name in names}
+    if "kv_lora_rank" in names and "num_key_value_heads" in names:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if not getattr(config, "sliding_window", None):
+        sizes.pop("sliding_window", None)
+    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):
+        sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        sizes |= {name: len(sizes["layer_types"]) for name in ("num_hidden_layers", "num_layers") if name in sizes}
+    return sizes
