@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvcompile.errors import one_line
 from kvcompile.verification.indexing import IndexCheck, IndexingError
 from kvcompile.verification.sizes import Sizes, Symbols
 
@@ -75,7 +76,7 @@ class InputDraws:
             as_given: whether the step takes integers and masks of the call that is compiled, where they are at hand.
 
         Raises:
-            CannotDraw: no integers were found that the graph allows.
+            CannotDraw: no integers were found that the graph allows, or it does not allow the sizes.
         """
         floats = {
             place: kept[place] if place in kept else self._floats(place, symbols)
@@ -96,6 +97,9 @@ class InputDraws:
                 if not found.repeats and not given:
                     self._lower(found.node)
                 continue
+            except RuntimeError as failed:  # its guards do not exclude these sizes, and other integers do not help
+                sizes = ", ".join(f"{symbol} = {size}" for symbol, size in symbols.items())
+                raise CannotDraw(f"the original graph fails with {sizes}: {one_line(failed)}") from failed
             self._lowered = {source: max(0.0, by - _HIGHER) for source, by in self._lowered.items()}
             return values
         raise CannotDraw(str(error))

@@ -121,3 +121,9 @@ def test_integers_shapes_and_dtypes_must_be_equal() -> None:
     assert "float16" in str(difference(torch.zeros(2), torch.zeros(2).half()))
     assert difference(None, torch.zeros(2)) is not None
     assert difference(3, 3) is None
+
+
+def test_sizes_for_which_the_original_graph_fails_cannot_be_drawn() -> None:
+    drawn = draws(lambda x, pos: x.index_select(0, pos.view(3)), torch.zeros(9, 4), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(CannotDraw, match=r"the original graph fails with .*: shape '\[3\]' is invalid"):
+        drawn.draw({}, {1: torch.zeros(4, dtype=torch.int64)})
