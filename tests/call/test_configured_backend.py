@@ -111,9 +111,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
 
     class Compiler(kvcompile.backend._GraphCompiler):
-        def __init__(self, gm: Any, example_inputs: Any, options: Any) -> None:
+        def __init__(self, gm: Any, example_inputs: Any, options: Any, generate_code: Any) -> None:
             seen.append(options)
-            super().__init__(gm, example_inputs, options)
+            super().__init__(gm, example_inputs, options, generate_code)
 
     monkeypatch.setattr(kvcompile.backend, "_GraphCompiler", Compiler)
     return seen
