@@ -1,6 +1,6 @@
 """Private names of tensors, their storages and the dispatcher. Without one of them this file cannot be imported.
 
-Nothing takes over: adoption would be unsafe without the counts of users, and packed tensors need the wrapper tensors.
+There is no fallback: adoption would be unsafe without the counts of users, and packed tensors need the wrapper tensors.
 """
 
 from __future__ import annotations

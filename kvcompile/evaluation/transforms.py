@@ -2,7 +2,7 @@
 
 The model reads windows of text that begin at random positions, because the covariance of keys after a rotary embedding
 depends on their positions. For each KV head the means, the covariance C of the vectors and the second moments W of the
-gradients are summed. The gradients are those of the log-likelihood of tokens that the model draws itself, so that W is
+gradients are summed. The gradients belong to the log-likelihood of tokens that the model samples itself, so that W is
 the Fisher information: ``e W e^T / 2`` estimates the divergence that an error ``e`` of one vector causes.
 """
 
@@ -166,7 +166,7 @@ def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionC
 
 @contextmanager
 def _differentiable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients reach all activations, and no weights but those of the embedding, inside the block."""
+    """Let gradients reach all activations inside the block, and no weights except the embedding's."""
     embedding = model.get_input_embeddings()
     own = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:

@@ -75,7 +75,7 @@ class PackedShard(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, shard: ContextShard, axes: str = "bhtd") -> PackedShard:
-        """Quantizes the tokens of this rank of a plain cache ``x``. Arguments and errors are those of :meth:`zeros`."""
+        """Quantizes the tokens of this rank of a plain cache ``x``. Arguments and errors are as in :meth:`zeros`."""
         result = cls.zeros(x.shape, x.dtype, layout, shard, axes, x.device)
         own = shard.select(x.detach(), result.local.token_dim)
         return cls(PackedTensor.from_dense(own, layout, axes), x.shape, shard)

@@ -1,4 +1,4 @@
-"""Where the caches of a graph come in and go out."""
+"""Which inputs and outputs of a graph are caches."""
 
 from __future__ import annotations
 

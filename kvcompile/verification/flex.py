@@ -1,4 +1,4 @@
-"""What ``flex_attention`` computes with its block mask. PyTorch's meaning of the operator in eager code ignores it."""
+"""``flex_attention`` with its block mask, which PyTorch's eager implementation of the operator ignores."""
 
 from __future__ import annotations
 
