@@ -126,7 +126,7 @@ def _why_not_plain(plain: Tensor) -> str | None:
     if plain.device.type == "cpu" and plain.is_shared():  # always True on a GPU
         return f"its memory is shared with other processes, which {_MISSED}"
     if not storage.resizable():  # it came from from_numpy or from_dlpack, or has been exported
-        return f"its memory may be that of a NumPy array, a file or another library, which {_MISSED}"
+        return f"its memory may belong to a NumPy array, a file or another library, which {_MISSED}"
     if num_users(plain) > 1:
         return "a view of it, or another tensor on its storage, is alive; delete that tensor before the compiled call"
     if weakref.getweakrefs(plain):

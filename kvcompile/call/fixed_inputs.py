@@ -3,7 +3,7 @@
 All steps of a request pass the same caches. They are recognised, so the checks of the first step need not be repeated.
 
 A CUDA graph replays the addresses of its recording. References to packed caches, and buffers for inputs that the graph
-changes, stay at their addresses while the caller's tensors may be others at every call. Inductor takes all of them as
+changes, stay at their addresses while the caller may pass other tensors at every call. Inductor takes all of them as
 static inputs, so it neither checks nor copies them.
 """
 

@@ -60,7 +60,7 @@ class DequantizedInput:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What a call of a rewritten graph does around the compiled code. It can be pickled.
+    """The work of a call around the compiled code of a rewritten graph. It can be pickled.
 
     Attributes:
         caches: the duties for packed caches among the inputs.

@@ -24,7 +24,7 @@ from kvcompile.passes.site import Site
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes decided about one graph, for the report and for the call of Dynamo.
+    """The decisions of the passes on one graph, for the report and for the call of Dynamo.
 
     Attributes:
         sites: the attention sites, with their decisions.
@@ -60,7 +60,7 @@ def telling(receiver: Callable[[Outcome], None]) -> Iterator[None]:
 class PackedCode(StoredCode):
     """A :class:`~kvcompile.call.packed_call.PackedCall` that AOTAutograd's cache can store.
 
-    The methods are those of PyTorch's ``OutputCode`` (``torch/_inductor/output_code.py``).
+    It has the methods of PyTorch's ``OutputCode`` (``torch/_inductor/output_code.py``).
     """
 
     def __init__(self, compiled: Any, plan: CallPlan, outcome: Outcome, cudagraphs: bool) -> None:

@@ -36,7 +36,7 @@ _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def without_view_tracking() -> AbstractContextManager[None]:
-    """Views that are made in this context are no autograd views, as under ``inference_mode``."""
+    """Views that are made in this context are not autograd views, as under ``inference_mode``."""
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 

@@ -2,7 +2,7 @@
 
 A ``PackedShard`` looks like the whole cache. Compiled graphs read and write the tokens of their own rank only. Eager
 code follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank
-that changed. Such code must run on every rank at the same time, as any collective must.
+that changed. Eager code must run on every rank at the same time, as any collective must.
 """
 
 from __future__ import annotations

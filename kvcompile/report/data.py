@@ -26,7 +26,7 @@ Layer = tuple[str, int]
 """An attention layer: the name of its module, and its number among the attentions of this module."""
 
 NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
-"""Reasons that are no fault: the policy leaves the cache unpacked, or the site has no cache."""
+"""Reasons that are not faults: the policy leaves the cache unpacked, or the site has no cache."""
 
 
 def outcome(site: Site) -> Outcome:

@@ -1,4 +1,4 @@
-"""Which inputs and outputs of a graph are caches."""
+"""The inputs and outputs of a graph that are caches."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class _Check:
         return new if fit and self.sizes.allow(new) else None
 
     def _described(self, values: Sequence[Any], symbols: Symbols) -> Iterator[str]:
-        """The inputs of a step for a dump: integers in full, and the kind of all others."""
+        """The inputs of a step for a dump: short tensors of integers in full, all other tensors by dtype and shape."""
         yield f"sizes: {', '.join(f'{symbol} = {value}' for symbol, value in symbols.items()) or 'constant'}"
         for place, (source, value) in enumerate(zip(self.sources, values, strict=True)):
             if not isinstance(value, Tensor):

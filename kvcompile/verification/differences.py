@@ -1,4 +1,4 @@
-"""Whether a tensor of the rewritten graph equals that of the original graph, up to the rounding of attention."""
+"""Whether a tensor of the rewritten graph equals the original's tensor, up to the rounding of attention."""
 
 from __future__ import annotations
 

@@ -44,6 +44,6 @@ def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _seen(count: Tensor, index: Tensor, blocks: int) -> Tensor:
     """The blocks of keys that each block of queries sees, bool [batch or 1, num_heads or 1, q_blocks, blocks]."""
     is_seen = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-    target = torch.where(is_seen, index, blocks).long()  # the others go to a column behind the last block
+    target = torch.where(is_seen, index, blocks).long()  # hidden blocks go to a column after the last block
     seen = torch.zeros((*index.shape[:-1], blocks + 1), dtype=torch.bool, device=index.device)
     return seen.scatter(-1, target, True)[..., :blocks]

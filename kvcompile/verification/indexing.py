@@ -1,4 +1,4 @@
-"""Which integer inputs a graph allows: its indices must be within bounds, and its writes must have an order."""
+"""The integer inputs that a graph allows: indices must be within bounds, and writes must have a defined order."""
 
 from __future__ import annotations
 
