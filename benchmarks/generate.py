@@ -45,7 +45,7 @@ from kvcompile.policy.policy import Policy
 SHAPES = [Shape.parse(text) for text in ("1,32/8,128,1024", "1,32/8,128,16384", "8,32/8,128,4096", "32,32/8,128,1024")]
 POLICIES = ["int8_per_token_head", "int4_per_token_head"]
 MAX_ERROR = 0.3
-"""The largest allowed error of logits. Each layer adds an error of 4 bits. Logits of other tokens differ by 1.4."""
+"""The largest allowed relative error of logits. Each layer adds an error of 4 bits; wrong tokens differ by 1.4."""
 
 
 @dataclass(frozen=True)

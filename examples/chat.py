@@ -97,7 +97,7 @@ class Chat:
         self.cache: Any = None
 
     def begin(self, system: str, file: Path | None) -> str:
-        """Read the system prompt, or load its cache; then compile the model. Returns a description."""
+        """Read the system prompt, or load its cache; then compile the model. Returns a line for the user."""
         self.tokens = self._encoded([{"role": "system", "content": system}])
         about = {"system": system, "policy": self.policy, "max_len": str(self.max_len)}
         done = f"read the {self.tokens.shape[1]} tokens of the system prompt"

@@ -7,11 +7,11 @@ which grows. A :class:`Generation` replaces three methods of one model, and its 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
 - ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
-them;
+  them;
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
 Some requests run as without kvcompile: requests without a cache, requests with a cache that Transformers offloads or
-    quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
+quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
 """
 
 from __future__ import annotations

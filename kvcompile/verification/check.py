@@ -73,8 +73,8 @@ def verify(
 
     Args:
         before: the functional graph with markers, before any pass.
-        fresh: makes the state in which the pipeline starts, for a copy of ``before``.: the record of the inputs of the
-            graph.
+        fresh: makes the state in which the pipeline starts, for a copy of ``before``.
+        inputs: the record of the inputs of the graph.
         examples: the inputs of Dynamo's graph, to which ``inputs`` refer.
         seed: the seed of all random numbers.
     """

@@ -62,8 +62,8 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 def stored_difference(cache: object, expected: Tensor) -> str | None:
     """How a packed cache differs from the plain cache ``expected``, quantized in its format; None if it does not.
 
-    A vector with its own scales has the same bytes whenever it is written. Two kinds of caches may differ by the error
-    of a lossy format. Exact blocks and scales that tokens share depend on the order of the writes. A rotation rounds
+    A vector with its own scales has the same bytes whenever it is written. Other caches may differ by the error of a
+    lossy format, because exact blocks and shared scales depend on the order of the writes, and a rotation rounds
     differently for other numbers of vectors.
     """
     if isinstance(cache, PackedStack):

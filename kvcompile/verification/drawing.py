@@ -22,7 +22,7 @@ from kvcompile.verification.sizes import Sizes, Symbols
 
 _TRIES = 80
 _LOWER, _HIGHER = 0.5, 0.25
-"""The power of two by which a limit falls after a rejected draw, and by which it rises after an accepted one."""
+"""The powers of two by which a limit falls after a rejected draw, and rises after an accepted one."""
 
 _UNBOUNDED = 4
 """The limit of integers that index nothing and are compared with nothing."""

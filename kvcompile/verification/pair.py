@@ -158,7 +158,7 @@ class Pair:
         """
         Args:
             before: the functional graph with markers.
-            fresh: the state of the pipeline for a copy of it.
+            fresh: makes the state of the pipeline for a copy of it.
         """
         tapped = copied_graph(before)
         insert_taps(tapped.graph)
