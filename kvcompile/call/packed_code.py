@@ -67,8 +67,8 @@ class PackedCode(StoredCode):
         """
         Args:
             compiled: Inductor's code of the rewritten graph.
-            plan: what a call does around it.
-            outcome: what the passes decided.
+            plan: the work of a call around it.
+            outcome: the decisions of the passes.
             cudagraphs: whether Inductor may record the code as a CUDA graph.
         """
         super().__init__()

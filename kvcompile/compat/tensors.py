@@ -58,7 +58,7 @@ def is_autograd_view(tensor: Tensor) -> bool:
 def num_users(tensor: Tensor) -> int:
     """The number of tensors and views that use the storage of ``tensor``, or ``tensor`` itself; 1 if it is alone."""
     storage = tensor.untyped_storage()
-    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # without ``storage`` itself
+    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # does not count ``storage`` itself
     return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
 
 

@@ -157,7 +157,7 @@ def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionC
         x, gradient = call.of_kv_heads(role).detach(), call.operand(role).grad
         if gradient is None:
             continue
-        gradient = gradient.unflatten(1, (-1, call.repeats)).sum(2)  # of all that read a KV head
+        gradient = gradient.unflatten(1, (-1, call.repeats)).sum(2)  # sum over all query heads that read a KV head
         if not x.isfinite().all():
             raise EvaluationError(f"{module or 'attention at top level'}: its {role}s are not finite")
         known = moments.setdefault((module, role), Moments.zeros(x.shape[1], x.shape[3]))

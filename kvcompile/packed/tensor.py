@@ -89,7 +89,7 @@ class CacheMeta:
     growing: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
-        """Guards compare a deep copy with the meaning of a cache at every call; the same object is compared fastest."""
+        """This object itself. Guards compare a deep copy at every call, and comparing the same object is fastest."""
         return self
 
 

@@ -26,7 +26,7 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 
     Args:
         value: a tensor, or another output of a graph.
-        expected: what it must equal.
+        expected: the value that it must equal.
         is_lossy: whether vectors may differ by the error of a lossy format.
         share_scales: whether the error of each vector depends on the longest one.
     """

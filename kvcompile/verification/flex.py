@@ -21,7 +21,7 @@ def uses_blocks(graph: Graph) -> bool:
 
 
 def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of ``flex_attention`` with a ``mask_mod`` that hides what the block mask hides.
+    """The arguments of ``flex_attention`` with a ``mask_mod`` that also hides the tokens that the block mask hides.
 
     Queries see the keys of full blocks, and in partial blocks the keys that ``mask_mod`` shows. The block mask is
     (q_len, kv_len, partial count, partial indices, full count, full indices, ..., q block size, kv block size,
