@@ -1,4 +1,4 @@
-"""``generate()`` of a Hugging Face Llama as a user feels it: first call, first token, each further token, memory.
+"""The times and memory of ``generate()`` of a Hugging Face Llama: first call, first token, each further token.
 
     python benchmarks/generate.py [--shapes 1,32/8,128,1024 8,32/8,128,4096 ...] [--policies int8_per_token_head ...]
                                   [--cases static dynamic quanto hqq] [--layers 8] [--new-tokens 64] [--seconds 540]
@@ -45,7 +45,7 @@ from kvcompile.policy.policy import Policy
 SHAPES = [Shape.parse(text) for text in ("1,32/8,128,1024", "1,32/8,128,16384", "8,32/8,128,4096", "32,32/8,128,1024")]
 POLICIES = ["int8_per_token_head", "int4_per_token_head"]
 MAX_ERROR = 0.3
-"""The largest relative error of logits. Each layer adds the error of 4 bits; logits of other tokens differ by 1.4."""
+"""The largest allowed relative error of logits. Each layer adds an error of 4 bits; wrong tokens differ by 1.4."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
     """A way to call ``generate()``.
 
     Attributes:
-        name: what the row is called.
+        name: the name of the row.
         format: the format of the cache.
         settings: keywords of ``generate()``.
         policy: the policy of ``kvcompile.compile``; None if the model is not compiled by kvcompile.
@@ -86,7 +86,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Felt:
-    """Times of a case: of a whole first request, until the first token, and of a token."""
+    """Times of a case: a whole first request, the time to the first token, and the time of each further token."""
 
     first_call: float
     first_token: Timing
@@ -94,7 +94,7 @@ class Felt:
 
 
 def error_of_last_token(requests: Requests) -> float:
-    """The relative error of the last logits to those of the plain model, which is uncompiled for it.
+    """The relative error of the last logits, compared with the plain model, which is uncompiled for this.
 
     Raises:
         ArithmeticError: the error is larger than MAX_ERROR.
@@ -109,8 +109,9 @@ def error_of_last_token(requests: Requests) -> float:
 def model_for(shape: Shape, args: argparse.Namespace) -> Any:
     """A model whose embeddings have unit variance.
 
-    As in a trained model, the first attention then adds little to them. With the initial values of Transformers it
-    outweighs them, and the layers after it multiply the error of 4 bits until the logits are others.
+    As in a trained model, the output of the first attention is then small beside the embeddings. With the initial
+    values of Transformers it is larger than the embeddings, and later layers amplify the error of 4 bits until the
+    logits are wrong.
     """
     model = random_model(config(shape, args.layers, args.vocab_size, room=args.new_tokens), DTYPE, DEVICE)
     model.get_input_embeddings().weight.normal_()

@@ -73,7 +73,7 @@ class Requests:
         """Token ids of the prompt and the answer, [batch, context + num_new_tokens]."""
         settings = {**self.settings}
         if "cache_config" in settings:
-            settings["cache_config"] = dict(settings["cache_config"])  # Transformers takes entries out of it
+            settings["cache_config"] = dict(settings["cache_config"])  # a copy, because Transformers removes entries
         return self.model.generate(
             input_ids=self.prompt,
             attention_mask=torch.ones_like(self.prompt),

@@ -12,7 +12,7 @@ from kvcompile.benching.workloads import Shape, check, relative_error
 from kvcompile.packed.tensor import PackedTensor
 
 MAX_ERROR = 5e-2
-"""The largest relative error of a step that is timed. Every layer may round to bfloat16."""
+"""The largest allowed relative error of a timed step. Every layer may round to bfloat16."""
 
 Run = Callable[[Any, transformers.StaticCache], torch.Tensor]
 """Runs one step of a model with a cache, and returns its result."""
@@ -38,7 +38,7 @@ def config(shape: Shape, num_layers: int, vocab_size: int, room: int = 0) -> tra
 
 
 def small_config(num_layers: int) -> transformers.LlamaConfig:
-    """The configuration of a narrow Llama, whose compilation is what a benchmark measures."""
+    """The configuration of a narrow Llama, for benchmarks of compilation."""
     return transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=256,

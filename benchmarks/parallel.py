@@ -10,8 +10,8 @@ others wait. The baseline of a row is the same step on one rank.
 - context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Full shards of random
   values are decoded.
 
-The logits of the first step are compared with those of one rank on the same cache. All ranks begin a repeat together;
-its time is the time of the slowest rank.
+The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat
+together; its time is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_e
 from kvcompile.policy.policy import Policy
 
 MAX_ERROR = 5e-2
-"""The largest relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
+"""The largest allowed relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
 
 FILLED_AT_ONCE = 240 * 64
 """Tokens that are random numbers at a time: blocks of 64, which up to 6, 8, 10, 12, 15 or 16 ranks share evenly."""
@@ -48,14 +48,14 @@ STEPS = 20
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
-"""Linear layers whose weights are split by columns, and those whose outputs are then summed over the ranks."""
+"""Linear layers whose weights are split by columns, and layers whose outputs are then summed over the ranks."""
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of this run, or the first of them alone.
+    """The processes of this run, or the first process alone.
 
     Attributes:
         rank: this process.
@@ -178,7 +178,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job gave on some ranks: the logits of its first step, its time, and its cache."""
+    """The results of a job on some ranks: the logits of its first step, its time, and its cache."""
 
     logits: Tensor
     timing: Timing

@@ -2,8 +2,8 @@
 
     python benchmarks/picture.py [benchmarks/results/llama_step-nvidia-h200.json] [--output docs/speed_and_memory.svg]
 
-Nothing is measured. Each group of bars is one batch and context of the file, and each bar one format. Steps run as CUDA
-graphs, the faster mode of every format.
+The program measures nothing. Each group of bars is one batch and context of the file, and each bar is one format. Steps
+run as CUDA graphs, the faster mode of every format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMATS = {
 
 
 def by_shape(results: Results) -> dict[str, dict[str, Row]]:
-    """Maps each shape, the shortest context first, to its rows by format: those that the picture shows."""
+    """Maps each shape, the shortest context first, to the rows that the picture shows, by format."""
     found: dict[str, dict[str, Row]] = {}
     for row in sorted(results.rows, key=lambda row: int(row["shape"].strip("()").rsplit(",", 1)[1])):
         if row.get("mode") == MODE and row["format"] in FORMATS and "error" not in row:

@@ -42,7 +42,7 @@ MAX_ERROR_LENGTH = 300
 
 
 class Column(NamedTuple):
-    """The title of a key of a row in tables, the format of its values, and its meaning."""
+    """A key of rows: its title in tables, the format of its values, and its meaning."""
 
     title: str
     format: str
@@ -279,7 +279,7 @@ def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str
 
 
 def _axis_title(key: str, rows: Sequence[Row]) -> str:
-    """What the axis of ``key`` shows; it names the baseline if all rows have the same one."""
+    """The title of the axis of ``key``. It names the baseline if all rows have the same baseline."""
     baselines = {row["baseline"] for row in rows if "baseline" in row}
     baseline = baselines.pop() if len(baselines) == 1 else "one for each group"
     return AXIS_TITLES.get(key, COLUMNS[key].title).format(baseline=baseline)

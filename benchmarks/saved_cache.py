@@ -1,4 +1,4 @@
-"""What the digests of a saved cache cost: ``load_cache`` with and without ``verify``.
+"""The time for the digests of a saved cache: ``load_cache`` with and without ``verify``.
 
     python benchmarks/saved_cache.py [--shape 1,32/8,128,32768] [--layers 8] [--policy int8_per_token_head]
 

@@ -5,9 +5,9 @@
 
 A Llama 3 8B with random weights in bfloat16 decodes with full caches. For every context and policy the planner says how
 many users fit into the memory. The process may then allocate no more than this memory, and ``generate()`` continues the
-conversations of so many users, each with a static cache of random tokens. A row fails if the plan does not fit.
+conversations of this number of users, each with a static cache of random tokens. A row fails if the plan does not fit.
 
-The policy ``bf16`` stands for plain caches, whose steps Transformers compiles. All others are arguments of
+The policy ``bf16`` stands for plain caches, whose steps Transformers compiles. All other policies are arguments of
 ``kvcompile.compile``. The logits of the first user's last token are compared with an uncompiled step on the values that
 the cache holds.
 """
@@ -47,10 +47,10 @@ from kvcompile.planning.units import parse_context, parse_size
 PLAIN = "bf16"
 POLICIES = [PLAIN, "bfloat16", "int8_per_token_head", "int4_per_token_head"]
 MAX_ERROR = 0.1
-"""The largest relative error of logits. 32 layers that round to bfloat16 have reached 0.06."""
+"""The largest allowed relative error of logits. 32 layers that round to bfloat16 have reached 0.06."""
 
 FILLED_AT_ONCE = 1 << 27
-"""Values of a cache that are random numbers at a time."""
+"""The number of cache values that are drawn at once."""
 
 
 def promised_users(model: dict[str, Any], policy: str, context: int, memory: int, reserve: int) -> int:
@@ -107,7 +107,7 @@ def rewind(cache: transformers.StaticCache, num_tokens: int) -> None:
 
 
 def error_of_first_user(requests: Requests, cache: transformers.StaticCache, past: int) -> float:
-    """The relative error of the first user's last logits to those of an uncompiled step on the same values.
+    """The relative error of the first user's last logits, compared with an uncompiled step on the same values.
 
     Raises:
         ArithmeticError: the error is larger than MAX_ERROR.

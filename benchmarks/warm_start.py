@@ -2,7 +2,7 @@
 
     python benchmarks/warm_start.py [--layers 16] [--policy int8_per_token_head] [--device cpu]
 
-A small Llama with a static cache decodes one token. Each time is that of a process of its own: first with empty caches
+A small Llama with a static cache decodes one token. Each time is measured in its own process: first with empty caches
 of compiled code, then with the caches that the first process filled. The cases are plain ``torch.compile``; ``kvquant``
 with a cache that is packed from the start; and ``kvquant`` with a plain cache of the caller, which compiles a second
 graph in the second call. Times are wall clock seconds of the first two calls together. Imports are left out.

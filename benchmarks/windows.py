@@ -3,9 +3,9 @@
     python benchmarks/windows.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--residual 128] [--sinks 64]
 
 A step is measured as compiled graphs run it: a static cache, a bool mask whose visible range is known, and a position
-in the middle of a block. The baseline is the same step on the same packed tokens without tokens in full precision. Such
-a cache cannot be written if scales are per channel; the baseline of its store is ``int4_per_token_head``. Every result
-is first compared with the plain-PyTorch specification.
+in the middle of a block. The baseline is the same step on the same packed tokens without tokens in full precision. A
+cache without them cannot be written if scales are per channel; the baseline of its store is ``int4_per_token_head``.
+Every result is first compared with the plain-PyTorch specification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The generated part of the page on packed caches: what each operator with a handler does to each class.
+"""The generated part of the page on packed caches: the effect of each operator with a handler on each class.
 
 The table comes from the tables of handlers in ``kvcompile/packed/``; :mod:`make_pages` puts it into the page.
 """
@@ -23,7 +23,7 @@ CLASSES: tuple[type[PackedSubclass], ...] = (PackedTensor, PackedPool, PackedSta
 
 
 def operators() -> str:
-    """What happens to a packed tensor of each class, for each operator that some class handles, and for all others."""
+    """The effect on a packed tensor of each class, for each operator that some class handles, and for all others."""
     handled = sorted({op for one in CLASSES for op in one.handlers}, key=_name)
     rows: dict[str, list[str]] = {}
     for op in handled:
@@ -56,7 +56,7 @@ def _by_handler(handler: Any) -> str:
 
 
 def _general_rule(op: Any) -> str:
-    """What happens to a packed tensor of a class without a handler for the operator."""
+    """The effect on a packed tensor of a class without a handler for the operator."""
     if changes_tensor(op):
         return "refused"
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(op).arguments):

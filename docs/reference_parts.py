@@ -134,7 +134,7 @@ def _unusable(formats: list[Format]) -> list[str]:
 
 
 def calibrated_bases() -> str:
-    """What a calibrated format does to vectors before they are quantized."""
+    """The changes that a calibrated format makes to vectors before it quantizes them."""
     return from_docstring(bases)[1]
 
 

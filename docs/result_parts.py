@@ -1,7 +1,7 @@
 """The tables of the README that come from recorded results of benchmarks.
 
 Every public function returns Markdown for one part; :mod:`make_pages` puts the parts into the pages. Every speedup
-names its baseline in the same cell, and how much of it is due to the fused path and how much to fewer bits.
+names its baseline in the same cell, and the shares of the fused path and of fewer bits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decode_step() -> str:
 
 
 def requests() -> str:
-    """What a call of ``generate()`` takes: first token, further tokens, memory. The static cache is the baseline."""
+    """The cost of a call of ``generate()``: first token, further tokens, memory. The static cache is the baseline."""
     results = read(RESULTS / REQUESTS)
     rows = [row for row in results["rows"] if "error" not in row]
     lines = []
@@ -128,7 +128,7 @@ def _kvquant(name: str) -> str:
 
 
 def _time(times: dict[str, float], label: str, plain: str, baseline: str) -> str:
-    """A time in milliseconds, and what was gained on the baseline."""
+    """A time in milliseconds, and its speedup over the baseline."""
     if label not in times:
         return ""
     gained = _gain(times, label, plain, baseline)

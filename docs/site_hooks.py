@@ -1,7 +1,7 @@
 """Hooks of MkDocs: the pages of the repository as one site.
 
 The README becomes the start page, and other pages outside docs/ get names of their own. A link between two files
-becomes a link between their pages; a link to a file that is no page becomes the file's name. The API page lists all
+becomes a link between their pages; a link to any other file becomes the file's name. The API page lists all
 public names; their text comes from the docstrings.
 """
 
@@ -90,6 +90,6 @@ def with_site_links(markdown: str, source: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text in which ``[a][b]`` outside of code stands for itself: dimensions of an array, and no link."""
+    """Text in which ``[a][b]`` outside of code is not a link, because it stands for dimensions of an array."""
     parts = re.split(r"(`[^`\n]+`)", text)
     return "".join(part if part.startswith("`") else part.replace("][", "]\\[") for part in parts)

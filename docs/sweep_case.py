@@ -183,7 +183,7 @@ class _Case:
         result.cached, result.full = len(layers), len(full)
         result.packed, result.packed_full = len(packed), len(packed & full)
         result.rewritten, result.refusals = _by_module(report)
-        if not result.refusals:  # after a graph break in a layer, Dynamo knows no names, and its sites look like one
+        if not result.refusals:  # after a graph break in a layer, Dynamo knows no names; its sites look like one
             result.rewritten = result.packed
         result.notes = list(report.notes)
 

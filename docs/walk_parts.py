@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 class _CodeSeenError(Exception):
-    """Ends the compilation: the C++ compiler has nothing to add."""
+    """Ends the compilation before the C++ compiler runs, because the page shows only the generated code."""
 
 
 class Walk:

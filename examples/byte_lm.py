@@ -1,7 +1,7 @@
 """A small byte-level Llama, trained on the source of Python's standard library and kept in the user's cache directory.
 
 Every token is a byte, so the model needs no tokenizer and no download. Some seconds of training give keys and values
-that are not random; the model itself is a weak one.
+that are not random, but the model predicts poorly.
 """
 
 from __future__ import annotations

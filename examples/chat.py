@@ -46,7 +46,7 @@ class Bytes:
 
 
 class Stream(BaseStreamer):
-    """Writes tokens as they come, and takes the time.
+    """Writes tokens as they arrive, and records the times.
 
     Attributes:
         times: when the prompt and each token arrived.
@@ -65,7 +65,7 @@ class Stream(BaseStreamer):
             return
         self._tokens += value.flatten().tolist()
         text = self._decode(self._tokens)
-        if not text.endswith("\ufffd") or self._tokens[-1] < 128:  # half a character waits for its other half
+        if not text.endswith("\ufffd") or self._tokens[-1] < 128:  # an incomplete character waits for the next token
             self._write(text[len(self._written) :])
             self._written = text
 
@@ -97,7 +97,7 @@ class Chat:
         self.cache: Any = None
 
     def begin(self, system: str, file: Path | None) -> str:
-        """Read the system prompt, or load its cache; then compile the model. Returns what was done, in a few words."""
+        """Read the system prompt, or load its cache; then compile the model. Returns a line for the user."""
         self.tokens = self._encoded([{"role": "system", "content": system}])
         about = {"system": system, "policy": self.policy, "max_len": str(self.max_len)}
         done = f"read the {self.tokens.shape[1]} tokens of the system prompt"

@@ -71,7 +71,7 @@ class Transformer(nn.Module):
 
 
 def rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary positions: pairs of channels of x [1, heads, n, HEAD_DIM] turned by rotation [n, HEAD_DIM / 2, 2]."""
+    """Rotary positions: rotates pairs of channels of x [1, heads, n, HEAD_DIM] by rotation [n, HEAD_DIM / 2, 2]."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rotation.unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)

@@ -49,7 +49,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Two layers of attention; the second is watched."""
+    """Two layers of attention; the second also computes the largest cached key."""
 
     def __init__(self) -> None:
         super().__init__()

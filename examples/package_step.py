@@ -3,8 +3,9 @@
     python examples/package_step.py
     python examples/package_step.py --policy int4_per_token_head --output step.pt2
 
-The package is a file of AOTInductor with the weights. Its caches are byte tensors that the caller owns. Beside it,
-``examples/packaged_step.cpp`` generates with the same file in C++; the last line tells how to compile it.
+The package is a file of AOTInductor with the weights. Its caches are byte tensors that the caller owns.
+``examples/packaged_step.cpp`` generates with the same file in C++. The last line of the output has the command that
+compiles it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SOURCE = Path(__file__).with_name("packaged_step.cpp")
 
 
 def generate(step: kvcompile.PackagedStep, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy tokens behind ``prompt``, which the step reads token by token."""
+    """Greedy tokens after ``prompt``, which the step reads token by token."""
     caches, tokens = step.new_caches(), list(prompt)
     for position in range(len(prompt) + num_tokens - 1):
         arguments = {"tokens": torch.tensor([[tokens[position]]]), "input_pos": torch.tensor([position])}

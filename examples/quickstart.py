@@ -72,7 +72,7 @@ class Runner:
     """
 
     def __init__(self, name: str, model: PreTrainedModel, policy: str | None, **compile_arguments: Any) -> None:
-        """``policy`` packs the cache from the start; None stands for a cache of Transformers."""
+        """``policy``: the policy of the cache, which is packed from the start; None for a cache of Transformers."""
         self.format = Path(policy).name if policy is not None else str(model.dtype).removeprefix("torch.")
         self.name = name
         self.model = model
@@ -191,7 +191,7 @@ def comparison(runners: Sequence[Runner], text: Text) -> Table:
 
 
 def summary(runners: Sequence[Runner], text: Text, device: str) -> str:
-    """What the table says about speed, and what a GPU would show."""
+    """The speedup in words, and a note on the speedup of a GPU."""
     plain, fused, packed = (runner.milliseconds for runner in runners)
     threads = torch.get_num_threads()
     where = "a GPU" if device.startswith("cuda") else f"{threads} CPU thread{'s' if threads > 1 else ''}"
@@ -200,8 +200,8 @@ def summary(runners: Sequence[Runner], text: Text, device: str) -> str:
         f"under plain Inductor: {plain / fused:.1f} by the fused path, times {fused / packed:.1f} by fewer bits."
     )
     gpu = (
-        "On a GPU a model of this size would show less, because launching kernels takes its time; the README has the "
-        "figures of a GPU with a model as wide as Llama 3 8B, split in the same way."
+        "On a GPU a model of this size would gain less, because launching kernels dominates its time; the README has "
+        "the figures of a GPU with a model as wide as Llama 3 8B, split in the same way."
     )
     return seen if device.startswith("cuda") else f"{seen}\n{gpu}"
 

@@ -54,7 +54,7 @@ from kvcompile.verification.dump import write_dump
 
 
 class _NothingRewritten(GiveUp):
-    """Leaves AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
+    """Raised to leave AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
 
 
 @overload
@@ -124,7 +124,7 @@ def kvquant(
 
 
 GenerateCode = Callable[[Packing], Callable[[list[Any]], Any]]
-"""Takes a rewritten graph; returns a function of its flat inputs, which it may change, that gives its outputs."""
+"""Takes a rewritten graph; returns a function from its flat inputs, which it may change, to its outputs."""
 
 
 def compile_graph(
@@ -239,7 +239,7 @@ class _GraphCompiler:
         guard = None
         if self.options.policy.key_outliers != "ignore":
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)
-        # The method, not the object: tools such as depyf look for the code object of the returned callable.
+        # Return a method, because tools such as depyf look for the code object of the returned callable.
         return AdoptingCall(
             compiled, outcome.caches, outcome.stacks, fallback, graph, guard, self.conceals, self.shards,
             self.options.shard,

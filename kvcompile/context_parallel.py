@@ -44,7 +44,7 @@ def shard_of(ranks: Any) -> ContextShard | None:
 
 
 def check_agreement(shard: ContextShard, sites: Sequence[Site]) -> None:
-    """Make sure that all ranks pack the same attention. Ranks that run different collectives wait for each other.
+    """Make sure that all ranks pack the same attention; otherwise their collectives would deadlock.
 
     Every rank of the group must call it for the same graph.
 

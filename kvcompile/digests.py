@@ -1,7 +1,7 @@
 """Digests that files of this project carry: of their tensors, of their header, and of the model behind them.
 
-The tensors have XXH3 digests of 128 bits, because SHA-256 reads bytes no faster than a disk does. XXH3 notices damage;
-it is no protection from an attacker, and no digest in the same file would be one.
+The tensors have XXH3 digests of 128 bits, because SHA-256 reads bytes no faster than a disk does. XXH3 detects damage.
+It does not protect against an attacker, who can replace any digest in the same file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from kvcompile.compat.modules import original_module
 
 SAMPLES = 16
-"""Number of elements of each parameter that the fingerprint of a model covers."""
+"""Number of elements that the fingerprint of a model reads from each parameter."""
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The XXH3 digest of each tensor by its name. Several threads compute them.
 
-    A digest covers the name, dtype, shape and bytes, so that exchanged tensors are noticed.
+    A digest covers the name, dtype, shape and bytes, so that swapped tensors are detected.
     """
     with ThreadPoolExecutor() as pool:
         return dict(zip(tensors, pool.map(_of_tensor, tensors.items()), strict=True))
@@ -41,8 +41,8 @@ def of_header(header: Mapping[str, str]) -> str:
 def of_model(model: nn.Module) -> str:
     """A fingerprint of a model: SHA-256 of its configuration, and of its parameters.
 
-    It covers the name, shape and dtype of every parameter, and 16 elements of each. It thus tells most fine-tuned
-    models from their base model, and does not read all weights.
+    It covers the name, shape and dtype of every parameter, and 16 elements of each. It thus distinguishes most
+    fine-tuned models from their base model without reading all weights.
     """
     digest, model = hashlib.sha256(), original_module(model)
     config = getattr(model, "config", None)

@@ -19,7 +19,7 @@ class OptionsError(KVCompileError, ValueError):
 
 
 class AliasedCacheError(KVCompileError):
-    """Two packed caches share their storage and a compiled graph writes one of them: writes would be lost or missed."""
+    """A compiled graph writes one of two packed caches with shared storage; the other one could miss the write."""
 
 
 class CacheFileError(KVCompileError, ValueError):
@@ -47,7 +47,7 @@ class UnsupportedSiteError(KVCompileError):
 
 
 def cut(text: str, most: int = 120) -> str:
-    """``text``, with its middle left out if it is longer than ``most``: a message stays a line to read."""
+    """``text``; if it is longer than ``most`` characters, its middle is left out, so that a message stays one line."""
     half = most // 2 - 3
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
@@ -58,7 +58,7 @@ def one_line(text: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of the user for a message: as Python writes it, and no longer than 60 characters."""
+    """The ``repr`` of a user's value for a message, cut to 60 characters."""
     text = repr(value[:200] if isinstance(value, str) else value)
     return cut(text, 60)
 

@@ -55,7 +55,7 @@ def verify(
 
     Attention that differs is left to plain Inductor, with the reason ``differs`` and the folder of a dump in the
     report. docs/verify.md says what is compared, what it costs, and what it cannot see. Caches and compiled code of the
-    caller do not change, as in :func:`explain`.
+    caller stay unchanged, as in :func:`explain`.
 
     Args:
         model: a module or function, compiled or not.

@@ -6,11 +6,12 @@ which grows. A :class:`Generation` replaces three methods of one model, and its 
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
-- ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not;
+- ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
+  them;
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
-Some requests are not served, and run as without kvcompile: requests without a cache, with a cache that Transformers
-offloads or quantizes, by an assistant, or of a model whose state is not a KV cache.
+Some requests run as without kvcompile: requests without a cache, requests with a cache that Transformers offloads or
+quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Generation:
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:
-        """Runs ``request`` in this thread, perhaps inside another one, and keeps the memory of its cache afterwards."""
+        """Runs ``request`` in this thread, perhaps inside another request; then keeps the memory of its cache."""
         outer, self._of_thread.request = self._request, request
         request.records = self._recording.acquire(blocking=False)
         try:
@@ -238,7 +239,7 @@ class Generation:
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the prompt repeats the tokens of the cache: the attention mask is then as long as the prompt."""
+    """Whether the prompt repeats the tokens in the cache. Its attention mask is then as long as the prompt."""
     mask = model_kwargs.get("attention_mask")
     mask_length = mask.shape[1] if mask is not None else mask_length_of(config)
     return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens

@@ -41,7 +41,7 @@ class BackendOptions:
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
-        """Check ``mode`` and ``options``; an option overrides the same setting of the mode.
+        """Check ``mode`` and ``options``; an option takes precedence over the same setting of the mode.
 
         ``options`` may hold ``policy`` (see :meth:`Policy.load`), ``on_unsupported`` (which overrides the policy's own
         setting), ``verify``, ``context_parallel`` (a DeviceMesh of one dimension, or a process group, whose ranks split

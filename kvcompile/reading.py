@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 MAX_TEXT = 1 << 18
-"""The most bytes of a policy."""
+"""The maximum size of a policy, in bytes."""
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -15,17 +15,17 @@ def read_file(path: Path, most: int) -> bytes:
 
     Args:
         path: the file.
-        most: the most bytes that it may have.
+        most: its maximum size, in bytes.
 
     Raises:
-        OSError: the file does not exist, is not readable, is no regular file or is larger.
+        OSError: the file does not exist, is not readable, is not a regular file or is larger.
     """
     # A pipe without a writer would block here; O_NONBLOCK has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(most + 1)
     finally:
@@ -39,7 +39,7 @@ def status_of_file(path: Path) -> os.stat_result:
     """The status of a regular file, for code that opens it itself; OSError as in :func:`read_file`."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return status
 
 
@@ -57,7 +57,7 @@ def is_file(path: Path) -> bool:
 
 
 def expanded(path: Path) -> Path:
-    """``path`` with ``~`` replaced by a home; unchanged if there is no such user."""
+    """``path`` with ``~`` replaced by the home directory; unchanged if there is no such user."""
     try:
         return path.expanduser()
     except RuntimeError:

@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-"""Columns of a table, at most; a narrower terminal has fewer."""
+"""Maximum width of a table in characters; a narrower terminal has fewer."""
 
 MIN_WIDTH = 60
-"""Columns of a table in the narrowest terminal."""
+"""Width of a table in the narrowest terminal, in characters."""
 
 LABEL_WIDTH = 28
-"""Columns of a label, at most; longer labels are folded."""
+"""Maximum width of a label in characters; longer labels are folded."""
 
 
 def width() -> int:
-    """The columns of lines and tables: the width of the terminal, or ``WIDTH`` in a file or a pipe."""
+    """The width of lines and tables in characters: the terminal's width, or ``WIDTH`` in a file or a pipe."""
     if not sys.stdout.isatty():
         return WIDTH
     return max(MIN_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
@@ -46,7 +46,7 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A table in plain ASCII. Columns that do not fit into ``width()`` follow in further tables, with the labels again.
+    """A table in plain ASCII. Columns that do not fit into ``width()`` follow in more tables, which repeat the labels.
 
     Args:
         header: the titles of the columns.

@@ -38,7 +38,7 @@ PLAIN = "bf16 SDPA"
 Inputs = list[tuple[Any, ...]]
 
 OnStep = Callable[[str], None]
-"""Called with what begins, in a few words."""
+"""Called with a short description of the step that begins."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class Reader:
         axes, shape, start = content["axes"], [_count(size) for size in content["shape"]], _count(content["start"])
         sizes = dict(zip(axes, shape, strict=True))
         if len(sizes) != len(axes) or not {"d"} <= set(axes) <= set("bhtd"):
-            raise CacheFileError(f"{self._path}: {name}: {axes!r} is no order of dimensions")
+            raise CacheFileError(f"{self._path}: {name}: {axes!r} is not an order of dimensions")
         needed = (layout.blocks(start + sizes.get("t", 1)), sizes.get("b", 1), sizes.get("h", 1), layout.block_bytes)
         fits = data.shape[0] >= needed[0] and data.shape[1:] == needed[1:] and sizes["d"] == layout.head_dim
         if not fits or (layout.residual is None and start >= BLOCK_TOKENS):
@@ -206,14 +206,14 @@ class Reader:
     def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
         return CacheFileError(
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
-            "another kvcompile wrote the file, or it is damaged: make it anew from its prompt"
+            "another kvcompile wrote the file, or it is damaged: compute it again from its prompt"
         )
 
 
 def _count(value: Any) -> int:
     """``value`` if it is an int that is not negative; ValueError otherwise. JSON has floats and bools, too."""
     if type(value) is not int or value < 0:
-        raise ValueError(f"{shown(value)} is no number of tokens, heads or channels")
+        raise ValueError(f"{shown(value)} is not a number of tokens, heads or channels")
     return value
 
 

@@ -25,7 +25,7 @@ VERSION = 4
 """Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
-"""The errors of reading a description of another form, and of making tensors of its sizes."""
+"""Errors of code that reads a malformed description, or that makes tensors of the sizes in it."""
 
 _OWN_ENTRIES = ("format", "version", "content", "digests", "digest", "fingerprint", "transformers")
 
@@ -54,7 +54,7 @@ def save_cache(
 
     Raises:
         CacheFileError: the cache contains an unsupported object, and the message names its place; ``path`` is a
-            symbolic link or no regular file; or ``metadata`` has an entry that the file needs itself.
+            symbolic link or not a regular file; or ``metadata`` has an entry that the file needs itself.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -125,7 +125,7 @@ def load_cache(
         OSError: the file cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise CacheFileError(f"{path} is no regular file; load_cache reads the files of save_cache")
+        raise CacheFileError(f"{path} is not a regular file; load_cache reads the files of save_cache")
     try:
         with safe_open(os.fspath(path), "pt", device="cpu") as file:
             header = file.metadata() or {}
@@ -142,7 +142,7 @@ def load_cache(
     except _NOT_VALID as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         raise CacheFileError(
-            f"{path}: its description is not valid ({reason}); make it anew from its prompt"
+            f"{path}: its description is not valid ({reason}); compute it again from its prompt"
         ) from error
 
 
@@ -152,16 +152,16 @@ def _check(header: Mapping[str, str], expected: Mapping[str, str], model: nn.Mod
     if header.get("version") != str(VERSION):
         raise CacheFileError(
             f"{path} has version {one_line(header.get('version'))} of the format, and this kvcompile reads {VERSION}; "
-            "make it anew from its prompt"
+            "compute it again from its prompt"
         )
     if header.get("digest") != digests.of_header(header):
-        raise CacheFileError(f"{path} is damaged: its metadata have another digest; make it anew from its prompt")
+        raise CacheFileError(f"{path} is damaged: its metadata have another digest; compute it again from its prompt")
     for name, value in expected.items():
         if header.get(name) != value:
             raise CacheFileError(f"{path}: {name} is {shown(header.get(name))} in the file, and {value!r} was expected")
     if model is not None and header.get("fingerprint") != digests.of_model(model):
         reason = "another model computed it" if "fingerprint" in header else "it was saved without a model"
-        raise CacheFileError(f"{path} does not belong to this model: {reason}; make it anew from its prompt")
+        raise CacheFileError(f"{path} does not belong to this model: {reason}; compute it again from its prompt")
 
 
 def _check_bytes(tensors: Mapping[str, Tensor], expected: Mapping[str, str], path: Any) -> None:
@@ -169,5 +169,5 @@ def _check_bytes(tensors: Mapping[str, Tensor], expected: Mapping[str, str], pat
     for name in sorted({*found, *expected}):
         if found.get(name) != expected.get(name):
             raise CacheFileError(
-                f"{path} is damaged: {one_line(name)} has another digest; make it anew from its prompt"
+                f"{path} is damaged: {one_line(name)} has another digest; compute it again from its prompt"
             )

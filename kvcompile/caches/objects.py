@@ -34,7 +34,7 @@ def check_version(header: Mapping[str, str], path: Any) -> None:
     if written != here:
         raise CacheFileError(
             f"{path} holds a cache of Transformers {one_line(header.get('transformers'))}, and this is "
-            f"{transformers.__version__}, whose caches may differ; make the cache anew from its prompt"
+            f"{transformers.__version__}, whose caches may differ; compute the cache again from its prompt"
         )
 
 

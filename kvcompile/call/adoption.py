@@ -80,7 +80,7 @@ def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] |
 
 
 def check_adoptable(plain: Tensor, parts: PackedParts) -> None:
-    """Raises AdoptionError if :func:`adopt_stack` would raise it, or :func:`adopt` where the only part is ``()``."""
+    """Raises the AdoptionError of :func:`adopt_stack`, or of :func:`adopt` if the only part is ``()``."""
     reason = _why_not_plain(plain)
     for index, (layout, axes) in parts.items():
         reason = reason or _why_not_packable(plain, len(index), layout, axes)
@@ -126,9 +126,9 @@ def _why_not_plain(plain: Tensor) -> str | None:
     if plain.device.type == "cpu" and plain.is_shared():  # always True on a GPU
         return f"its memory is shared with other processes, which {_MISSED}"
     if not storage.resizable():  # it came from from_numpy or from_dlpack, or has been exported
-        return f"a NumPy array, a file or another library may own its memory, which {_MISSED}"
+        return f"its memory may belong to a NumPy array, a file or another library, which {_MISSED}"
     if num_users(plain) > 1:
-        return "a view of it, or another tensor on its storage, is alive; delete that before the compiled call"
+        return "a view of it, or another tensor on its storage, is alive; delete that tensor before the compiled call"
     if weakref.getweakrefs(plain):
         return "something holds a weak reference to it"
     return None

@@ -1,7 +1,7 @@
 """The digest of everything outside of Dynamo's graph that decides about the rewritten graph.
 
 AOTAutograd's key covers the graph, its inputs, the settings of PyTorch, and PyTorch's own code. The first marker of the
-graph has this digest as an argument, so that the key covers the rest: the policy and what it chooses for each layer,
+graph has this digest as an argument, so that the key covers the rest: the policy and its choice for each layer,
 the packed caches among the inputs, the names of the inputs, and the code of kvcompile.
 """
 

@@ -1,9 +1,9 @@
-"""The memory of a compiled graph from call to call: the caller's caches, and inputs at fixed addresses.
+"""State that a compiled graph keeps between calls: the caller's caches, and inputs at fixed addresses.
 
 All steps of a request pass the same caches. They are recognised, so the checks of the first step need not be repeated.
 
 A CUDA graph replays the addresses of its recording. References to packed caches, and buffers for inputs that the graph
-changes, stay at their addresses while the caller's tensors may be others at every call. Inductor takes all of them as
+changes, stay at their addresses while the caller may pass other tensors at every call. Inductor takes all of them as
 static inputs, so it neither checks nor copies them.
 """
 
@@ -29,7 +29,7 @@ class KnownCaches(threading.local):
         self._known: list[tuple[weakref.ref[Tensor], int]] = []
 
     def remember(self, caches: Sequence[Any], data: Sequence[Tensor]) -> None:
-        """Recognise ``caches`` from now on, if ``data``, what the graph gets, is their own data and cannot move."""
+        """Recognise ``caches`` from now on, if the graph gets their own ``data`` (no copy) and the data cannot move."""
         pairs = zip(caches, data, strict=True)
         are_fixed = all(type(cache) is PackedTensor and cache.fixed_data is own for cache, own in pairs)
         self._known = [(weakref.ref(own), own.data_ptr()) for own in data] if are_fixed else []

@@ -64,7 +64,7 @@ class CallPlan:
 
     Attributes:
         caches: the duties for packed caches among the inputs.
-        made: those from which the call makes a new cache, with the number of new tokens and of sequences.
+        made: the caches from which the call makes a new cache, with the numbers of new tokens and of sequences.
         outputs: the packed caches among the outputs, with their logical shapes.
         dequantized: the packed inputs that the graph takes as plain values.
         by_reference: whether packed data is passed as references.
@@ -173,7 +173,7 @@ class PackedCall:
         return _joined(outputs, [output for stack in self._stacks for output in stack.returned])
 
     def _replace_known(self, args: list[Any]) -> bool:
-        """Replace caches as :meth:`_replace_caches` if the last call had the same caches, and checked them."""
+        """Replace caches as :meth:`_replace_caches` does, but without checks, if the last call had the same caches."""
         if self._dequantized or self._made:
             return False
         data = self._known.data_of([args[place] for place in self._places])
@@ -381,8 +381,8 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
 def _new_cache(source: Tensor, action: InputAction, new_tokens: int, num_sequences: int | None) -> PackedTensor:
     """The cache that the graph writes and the caller gets. The graph's writes do not show in ``source``.
 
-    The caller may keep ``source``, plain or packed. A growing cache may share its memory, because new tokens come
-    behind the old ones.
+    The caller may keep ``source``, plain or packed. A growing cache may share its memory, because new tokens are stored
+    after the old ones.
     """
     growing = action.kind == "growing"
     if isinstance(source, PackedTensor):
@@ -395,7 +395,7 @@ def _new_cache(source: Tensor, action: InputAction, new_tokens: int, num_sequenc
 
 
 def _copy_of(cache: PackedTensor, sequences: Tensor | None = None) -> PackedTensor:
-    """A copy of all sequences, or of those that are given by their indices. It copies bytes."""
+    """A copy of all sequences, or of the sequences with given indices. It copies bytes."""
     copy = cache.clone() if sequences is None else cache.index_select(cache.axes.index("b"), sequences)
     assert isinstance(copy, PackedTensor)
     return copy
@@ -406,7 +406,7 @@ def _wrap(data: Tensor, action: OutputAction, shape: list[int]) -> PackedTensor:
 
 
 def _out_of_bounds(error: Exception, written: list[Any]) -> str:
-    """The message of a step with an index out of bounds, which mostly is a position past the end of a cache."""
+    """The message of a step with an index out of bounds, usually a position past the end of a cache."""
     sizes = sorted({cache.num_tokens for cache in written if isinstance(cache, PackedTensor)})
     caches = f"it writes packed caches of {', '.join(map(str, sizes))} tokens" if sizes else "it writes packed caches"
     return (

@@ -24,7 +24,7 @@ from kvcompile.passes.site import Site
 
 @dataclass(frozen=True)
 class Outcome:
-    """The decisions of the passes about one graph, for the report and for the call of Dynamo.
+    """The decisions of the passes on one graph, for the report and for the call of Dynamo.
 
     Attributes:
         sites: the attention sites, with their decisions.
@@ -32,7 +32,8 @@ class Outcome:
         caches: the caches that a call must pack; positions count Dynamo's inputs.
         stacks: the inputs that a call splits; positions count Dynamo's inputs.
         sources: the user's name of each cache.
-        is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and replays nothing now.
+        is_recordable_step: whether the graph is a decode step that a CUDA graph could replay, and that runs without one
+            now.
     """
 
     sites: tuple[Site, ...]
@@ -66,12 +67,12 @@ class PackedCode(StoredCode):
         """
         Args:
             compiled: Inductor's code of the rewritten graph.
-            plan: what a call does around it.
-            outcome: what the passes decided.
+            plan: the work of a call around it.
+            outcome: the decisions of the passes.
             cudagraphs: whether Inductor may record the code as a CUDA graph.
         """
         super().__init__()
-        self._boxed_call = True  # of the object, because AOTAutograd's wrapper takes over its attributes
+        self._boxed_call = True  # set on the object, because AOTAutograd's wrapper takes over its attributes
         self._outcome, self._plan, self._cudagraphs = outcome, plan, cudagraphs
         self._compiled: Any = compiled
         self._call: Any = PackedCall(compiled, plan)
@@ -96,7 +97,7 @@ class PackedCode(StoredCode):
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         """Load Inductor's code. PyTorch calls this on code from its cache, and not after a compilation.
 
-        ``example_inputs`` are those before stacks were split; Inductor reads only their symbols and devices.
+        ``example_inputs`` are the inputs before stacks were split; Inductor reads only their symbols and devices.
         """
         graph_kwargs = {**graph_kwargs, "cudagraphs": BoxedBool(bool(graph_kwargs["cudagraphs"]) and self._cudagraphs)}
         compiled = self._entry.load(example_inputs)

@@ -1,8 +1,8 @@
 """Distributed parameters: a compiled graph takes the local shards that this process owns.
 
 AOTAutograd unwraps every tensor subclass among the inputs at each call, in Python. A DTensor parameter is one local
-tensor and a description that never changes, because Dynamo guards it. So the graph takes the local tensor and makes the
-DTensor itself. Tracing then dissolves it into local operators and collectives.
+tensor and a description that never changes, because Dynamo guards it. The graph therefore takes the local tensor and
+makes the DTensor itself. Tracing then dissolves it into local operators and collectives.
 
 A graph may also change such an input: the DTensor shares the memory of its shard, as it does in eager code.
 """

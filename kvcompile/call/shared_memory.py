@@ -67,7 +67,7 @@ def _addresses(data: Tensor) -> range:
 
 
 def _meeting(ranges: Sequence[range]) -> Iterator[tuple[int, int]]:
-    """The positions of each pair of ranges that have a number in common."""
+    """The pairs of positions whose ranges overlap."""
     order = sorted(range(len(ranges)), key=lambda place: ranges[place].start)
     for rank, one in enumerate(order):
         for other in islice(order, rank + 1, None):

@@ -1,4 +1,4 @@
-"""``kvcompile calibrate``: measures what calibrated formats and static scales need to know of a model."""
+"""``kvcompile calibrate``: measures the numbers of a model that calibrated formats and static scales need."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rich.table import Column
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, if stderr is a terminal: what runs, percentage, time so far, time left.
 
-    A measurement may have several parts with other steps; the time left counts the running part alone.
+    A measurement may have several parts, each with its own steps. The time left counts the running part only.
 
     Yields:
         A function that updates the bar with a description, the steps done, and the total number of steps.

@@ -98,5 +98,5 @@ def tune(
     else:
         print(found)
     if interrupted:
-        print_interrupted(f"{found.progress}; the policy is the best by these")
+        print_interrupted(f"{found.progress}; the policy is the best choice from these measurements")
         raise typer.Exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""``kvcompile verify``: whether the rewritten graphs of a model give what its original graphs give."""
+"""``kvcompile verify``: whether the rewritten graphs of a model give the same results as its original graphs."""
 
 from __future__ import annotations
 

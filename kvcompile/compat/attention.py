@@ -1,7 +1,7 @@
 """Attention by cuDNN, which PyTorch reaches through a private operator.
 
 ``scaled_dot_product_attention`` under ``sdpa_kernel`` would do the same, but ``sdpa_kernel`` changes a setting of all
-threads. Without the operator :func:`cudnn_serves` is false, and the Triton kernel takes over.
+threads. Without the operator :func:`cudnn_serves` is false, and the Triton kernel is the fallback.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _MARKS = (*_INNER_MARKS, "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_sp
 
 
 def read_by_guards(function: Function) -> Function:
-    """Make Dynamo skip ``function`` and what it calls. It would compile them, because guards run while it watches."""
+    """Make Dynamo skip ``function`` and its callees. Guards run while Dynamo is active, so it would compile them."""
     if set_code_exec_strategy is not None:
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function

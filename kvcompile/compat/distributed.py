@@ -1,4 +1,4 @@
-"""Private names of process groups. Context parallelism needs them; nothing takes over."""
+"""Private names of process groups. Context parallelism needs them; there is no fallback."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Names of Gluon, Triton's experimental language for warpgroups, that Triton 3.9 changed.
 
-Nothing takes over. Where Gluon has neither the old nor the new name, the kernel for Hopper does not compile.
+There is no fallback. Where Gluon has neither the old nor the new name, the kernel for Hopper does not compile.
 """
 
 from __future__ import annotations

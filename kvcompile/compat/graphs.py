@@ -14,7 +14,7 @@ _PARAMETERS = "_param_name_to_source"
 
 @contextlib.contextmanager
 def calling_for_new_nodes(gm: GraphModule, call: Callable[[Node], None]) -> Iterator[None]:
-    """Call a function for each node that is made in the block. Nothing takes over: roles of nodes would be missing."""
+    """Call a function for each node that is made in the block. There is no fallback: node roles would be missing."""
     gm._register_create_node_hook(call)
     try:
         yield
@@ -23,7 +23,7 @@ def calling_for_new_nodes(gm: GraphModule, call: Callable[[Node], None]) -> Iter
 
 
 def copy_codegen(graph: Graph, original: Graph) -> None:
-    """Let ``graph`` take its arguments and return its results in the form of ``original``. Nothing takes over."""
+    """Let ``graph`` take its arguments and return its results in the form of ``original``. There is no fallback."""
     graph.set_codegen(original._codegen)
 
 
@@ -42,7 +42,7 @@ def copy_parameter_sources(gm: GraphModule, original: GraphModule) -> None:
 
 
 def source_of(placeholder: Node) -> str:
-    """Dynamo's name of an input of its graph, such as ``L['cache'].layers[0].keys``; the node's name takes over.
+    """Dynamo's name of an input of its graph, such as ``L['cache'].layers[0].keys``; the node's name is the fallback.
 
     The name is a method of the source in some releases of PyTorch, and an attribute in others.
     """

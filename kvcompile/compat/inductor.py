@@ -1,6 +1,6 @@
 """Private names of Inductor and AOTAutograd. Without one of them this file cannot be imported.
 
-Nothing takes over: they are the way from a graph to compiled code.
+There is no fallback: the backend needs them to compile a graph.
 """
 
 from __future__ import annotations

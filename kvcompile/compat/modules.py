@@ -12,7 +12,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
-    """The call of a module with its hooks, without the result of ``Module.compile()``. Nothing takes over."""
+    """The call of a module with its hooks, without the result of ``Module.compile()``. There is no fallback."""
     return module._call_impl
 
 

@@ -1,6 +1,6 @@
-"""Where PyTorch's tools look: counters, times, traces. Without one of these names, a stand-in does nothing.
+"""Names through which PyTorch's tools get counters, times and traces. A stand-in does nothing where a name is missing.
 
-A stand-in costs a release of PyTorch the view of one tool. Compilation and results are the same.
+With a stand-in, one tool shows nothing. Compilation and results are the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OnRecompileLimit = Callable[[str, str, str], None]
 
 
 class _RecompileLimits(logging.Filter):
-    """Reads Dynamo's warnings that it stops compiling a function. It holds no record back."""
+    """Reads Dynamo's warnings that it stops compiling a function. It lets every record pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The types of operators, and higher-order operators. Without one of them this file cannot be imported.
 
-Nothing takes over: passes recognise operators by their types.
+There is no fallback: passes recognise operators by their types.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """PyTorch's functions on nested lists, tuples and dicts.
 
-``torch.utils._pytree`` has no public form in the oldest release that is supported. Nothing takes over.
+``torch.utils._pytree`` has no public form in the oldest release that is supported. There is no fallback.
 """
 
 from torch.utils._pytree import tree_flatten as tree_flatten

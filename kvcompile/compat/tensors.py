@@ -1,6 +1,6 @@
 """Private names of tensors, their storages and the dispatcher. Without one of them this file cannot be imported.
 
-Nothing takes over: adoption would be unsafe without the counts of users, and packed tensors need the wrapper tensors.
+There is no fallback: adoption would be unsafe without the counts of users, and packed tensors need the wrapper tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def without_view_tracking() -> AbstractContextManager[None]:
-    """Views that are made in this context are no autograd views, as under ``inference_mode``."""
+    """Views that are made in this context are not autograd views, as under ``inference_mode``."""
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
@@ -58,7 +58,7 @@ def is_autograd_view(tensor: Tensor) -> bool:
 def num_users(tensor: Tensor) -> int:
     """The number of tensors and views that use the storage of ``tensor``, or ``tensor`` itself; 1 if it is alone."""
     storage = tensor.untyped_storage()
-    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # without ``storage`` itself
+    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # does not count ``storage`` itself
     return max(tensor._use_count(), of_storage)  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """Private names of fake tensors and of functionalization. Without one of them this file cannot be imported.
 
-Nothing takes over: the backend sees fake tensors only, and a packed cache must know which tracer calls its operators.
+There is no fallback: the backend sees fake tensors only, and a packed cache must know which tracer calls its operators.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
 
     Raises:
         KVCompileError: the folder cannot be written or holds something else; depyf is missing; another debug() is open;
-            PyTorch is so new that it lacks a private name which only debug() needs.
+            this PyTorch lacks a private name that only debug() needs.
     """
     path = Path(folder).expanduser().absolute()
     with _only_one(path):

@@ -166,7 +166,7 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     module, role = "", None
     roles = Counter(_comment(node) for node in nodes.values())
     for line in source.splitlines():
-        assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # what is deeper belongs to a graph within this one
+        assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # deeper lines belong to a graph within this one
         node = nodes.get(assigned[2]) if assigned else None
         if assigned and node is not None:
             inner = module_name(node)

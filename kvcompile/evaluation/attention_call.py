@@ -43,7 +43,7 @@ class AttentionCall:
 
     @property
     def can_be_packed(self) -> bool:
-        """Whether attention on packed caches can compute the same."""
+        """Whether attention on packed caches can compute the same result."""
         if self.unsupported is not None or self.dropout_p or any(x.dim() != 4 for x in (self.query, self.key)):
             return False
         same_batch = self.query.shape[0] == self.key.shape[0] == self.value.shape[0]
@@ -55,7 +55,7 @@ class AttentionCall:
 
     @functools.cached_property
     def repeats(self) -> int:
-        """How often keys and values repeat each KV head, side by side, as models do that expand them for attention."""
+        """How often keys and values repeat each KV head in a row, for models that expand them before attention."""
         heads = self.key.shape[1]
         divisors = [count for count in range(heads, 0, -1) if heads % count == 0]
         return next(count for count in divisors if _repeats(self.key, count) and _repeats(self.value, count))
@@ -110,13 +110,13 @@ class AttentionCall:
         )
 
     def _data(self, layout: PackedLayout) -> Tensor:
-        """The keys or values packed in a layout. Kept, because several format pairs share a layout."""
+        """The keys or values packed in a layout. The data is kept, because several format pairs share a layout."""
         if layout not in self._packed:
             self._packed[layout] = pack_tokens(layout, self.of_kv_heads(layout.role))
         return self._packed[layout]
 
 
 def _repeats(x: Tensor, count: int) -> bool:
-    """Whether each head of ``x`` stands there ``count`` times, side by side."""
+    """Whether ``x`` has each head ``count`` times in a row."""
     groups = x.detach().unflatten(1, (-1, count))
     return count == 1 or bool((groups == groups[:, :, :1]).all())

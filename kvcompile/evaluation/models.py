@@ -79,7 +79,7 @@ def random_model(
 
 
 def has_weights(name: str) -> bool:
-    """Whether a name is a folder with weights, or is no local path and may be on the hub."""
+    """Whether a name is a folder with weights, or is not a local path and may be on the hub."""
     path = Path(name)
     if path.is_dir():
         return any(path.glob(pattern) for pattern in ("*.safetensors", "*.bin"))

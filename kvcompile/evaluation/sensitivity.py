@@ -98,7 +98,7 @@ def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[
 
 @dataclass
 class Sensitivity:
-    """Measured facts about formats in the key caches and value caches of a model.
+    """The measured costs of formats in the key caches and value caches of a model.
 
     Attributes:
         halves: the caches.
@@ -123,7 +123,7 @@ class Sensitivity:
 
 
 NamedIn = Callable[[HalfCache, str], str]
-"""The name of a format in a cache. The name of a calibrated format has the basis of the layer."""
+"""The name of a format in a cache. The name of a calibrated format includes the basis of the layer."""
 
 
 def measure_errors(

@@ -20,7 +20,7 @@ HELD_OUT = "val.bin"
 
 
 MAX_TEXT = 1 << 26
-"""The most bytes of a text."""
+"""The maximum size of a text, in bytes."""
 
 
 @dataclass(frozen=True)

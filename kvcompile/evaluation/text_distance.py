@@ -19,10 +19,10 @@ from kvcompile.policy.transforms import Transforms
 
 @dataclass(frozen=True)
 class TextDistance:
-    """How far keys and values of a text are from the keys and values of the calibration.
+    """The distance of a text's keys and values from the keys and values of the calibration.
 
     The calibration scales the root mean square of each quarter of channels to 1, in the basis of each KV head. On
-    another text it is another number, the size of the quarter.
+    another text it may differ from 1. This number is called the size of the quarter.
 
     Attributes:
         transforms: the transforms.
@@ -39,8 +39,8 @@ class TextDistance:
     def __str__(self) -> str:
         return (
             f"{self.transforms.source} was calibrated on {self.transforms.origin.text}; in its bases the channels of "
-            f"this text are off by a factor of {self.usual:.2f} in the mean and {self.largest:.2f} at most "
-            f"({self.place}); 1 means alike"
+            f"this text differ in size by a factor of {self.usual:.2f} on average and {self.largest:.2f} at most "
+            f"({self.place}); 1 means no difference"
         )
 
 

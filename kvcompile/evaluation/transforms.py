@@ -2,7 +2,7 @@
 
 The model reads windows of text that begin at random positions, because the covariance of keys after a rotary embedding
 depends on their positions. For each KV head the means, the covariance C of the vectors and the second moments W of the
-gradients are summed. They are gradients of the log-likelihood of tokens that the model draws itself, so that W is
+gradients are summed. The gradients belong to the log-likelihood of tokens that the model samples itself, so that W is
 the Fisher information: ``e W e^T / 2`` estimates the divergence that an error ``e`` of one vector causes.
 """
 
@@ -157,7 +157,7 @@ def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionC
         x, gradient = call.of_kv_heads(role).detach(), call.operand(role).grad
         if gradient is None:
             continue
-        gradient = gradient.unflatten(1, (-1, call.repeats)).sum(2)  # of all that read a KV head
+        gradient = gradient.unflatten(1, (-1, call.repeats)).sum(2)  # sum over all query heads that read a KV head
         if not x.isfinite().all():
             raise EvaluationError(f"{module or 'attention at top level'}: its {role}s are not finite")
         known = moments.setdefault((module, role), Moments.zeros(x.shape[1], x.shape[3]))
@@ -166,7 +166,7 @@ def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionC
 
 @contextmanager
 def _differentiable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients reach all activations, and the embedding as the only weights, inside the block."""
+    """Let gradients reach all activations inside the block, and no weights except the embedding's."""
     embedding = model.get_input_embeddings()
     own = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:

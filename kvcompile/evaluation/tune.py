@@ -50,7 +50,7 @@ CALIBRATED = (
 
 
 class InterruptedTuning(KeyboardInterrupt):
-    """The user ended a search after its first measurements; ``tuning`` is the choice by what was measured."""
+    """The user ended a search after its first measurements; ``tuning`` is the best choice from these measurements."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
@@ -73,7 +73,8 @@ def tune(
     The cost of each format in each layer is estimated once (:mod:`kvcompile.evaluation.sensitivity`). The choice within
     the budget is a knapsack problem, which is solved exactly. The resulting policy is measured once on the compiled
     model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are chosen
-    again. Ctrl-C raises :class:`InterruptedTuning`, which has a choice by what was measured, and writes this choice.
+    again. On Ctrl-C, the best choice from the measurements so far is written, and :class:`InterruptedTuning` is raised
+    with it.
 
     Args:
         model: a Hugging Face causal language model in inference mode.

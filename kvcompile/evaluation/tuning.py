@@ -76,7 +76,7 @@ class Tuning:
 
     @property
     def progress(self) -> str:
-        """The measurements of an interrupted search."""
+        """The measurements of an interrupted search, in words."""
         return f"{self.measured_caches[0]} of {self.measured_caches[1]} key and value caches were measured"
 
     def to_yaml(self) -> str:

@@ -45,7 +45,7 @@ class _Stop(BaseException):
 
 
 class _CapturingBackend(ConfiguredBackend):
-    """Packs a graph as ``kvquant`` does. Its compiled code does not run: it keeps the graph and its tensors, and stops.
+    """Packs a graph as ``kvquant`` does. A call of its code keeps the graph and its tensors, and stops.
 
     Attributes:
         packing: the packing of the graph of the last call; None before a call.
@@ -69,7 +69,7 @@ class _CapturingBackend(ConfiguredBackend):
         return run
 
     def forget(self) -> None:
-        """Dynamo's registry keeps the backend, and must not keep the graph."""
+        """Drop the graph, because Dynamo's registry keeps this backend alive."""
         self.packing, self.tensors = None, []
 
     def __eq__(self, other: object) -> bool:
@@ -114,8 +114,8 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``model``, with a code object of its own.
 
-    Dynamo keeps compiled code beside the code object. A captured step must neither be found again nor count towards the
-    recompile limit of the model.
+    Dynamo stores compiled code on the code object. With its own code object, a captured step is not found again, and
+    does not count towards the recompile limit of the model.
     """
 
     def step(**kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _runnable(gm: GraphModule) -> GraphModule:
 
 
 def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:
-    """Raise PackageError unless the caller of a package can do all that a call needs."""
+    """Raise PackageError if a call of the graph needs work that the caller of a package cannot do."""
     moving = next((action.kind for action in rewritten.inputs if action.kind not in ("static", "read-only")), None)
     if rewritten.outputs or moving is not None:
         raise PackageError(

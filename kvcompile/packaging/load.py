@@ -57,7 +57,7 @@ class PackagedStep:
         return list(self._loaded(*(self._checked(one, given.get(one.name)) for one in self.signature.inputs)))
 
     def _checked(self, one: StepInput, tensor: Tensor | None) -> Tensor:
-        """``tensor`` if it is as the code expects it, which reads its memory without a look at its type."""
+        """``tensor``, if its type is right. The compiled code reads its memory without a check."""
         if tensor is None:
             raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}")
         found = TensorType.of(tensor)
@@ -78,7 +78,7 @@ def load_package(path: str | os.PathLike[str]) -> PackagedStep:
     """Load the package that :func:`kvcompile.package` wrote. A package holds machine code: load only files you trust.
 
     Raises:
-        PackageError: the file is missing, or is no package of kvcompile.
+        PackageError: the file is missing, or is not a package of kvcompile.
     """
     file = Path(path)
     if not file.is_file():

@@ -19,7 +19,7 @@ from kvcompile.packaging.signature import Signature, TensorType
 from kvcompile.policy.policy import PolicySpec
 
 MAX_ERROR = 1e-2
-"""The largest relative error of the package's outputs: it sums in another order, and may round to bfloat16 there."""
+"""The largest allowed relative error of the package's outputs. Its sums have another order, and may be in bfloat16."""
 
 
 def package(
@@ -36,7 +36,7 @@ def package(
     (``AOTIModelPackageLoader``) and in Python, in a process that imports neither kvcompile nor the model. Its metadata
     describe all inputs (:mod:`kvcompile.packaging.signature`, docs/packages.md).
 
-    A package serves the shapes of ``args`` and ``kwargs`` alone. Steps of other lengths are packages of their own.
+    A package serves only the shapes of ``args`` and ``kwargs``. A step of another length needs its own package.
     Packages that were made with equal caches may share them: one for the prompt, one for each further token.
 
     Args:
@@ -47,7 +47,8 @@ def package(
         path: the file to write, ending in ``.pt2``. A file of this name is replaced once the package has been checked.
 
     Returns:
-        The package, loaded from the file. Two steps of it, from empty caches, have been compared with the graph's.
+        The package, loaded from the file. Two of its steps, from empty caches, have been compared with two steps of the
+        graph.
 
     Raises:
         PolicyError: the policy is wrong.
@@ -56,7 +57,7 @@ def package(
     """
     target = Path(path)
     if target.suffix != ".pt2":
-        raise PackageError(f"{target.name!r} is not a name of a package: AOTInductor wants the suffix .pt2")
+        raise PackageError(f"{target.name!r} is not a valid name of a package; AOTInductor needs the suffix .pt2")
     if not target.parent.is_dir():
         raise PackageError(f"{target.parent} is not a folder")
     step = _Step(capture(model, args, kwargs or {}, policy))
@@ -88,7 +89,7 @@ class _Step(nn.Module):
                 self.register_buffer(f"constant_{place}", tensor.detach())
 
     def own_inputs(self) -> list[Tensor]:
-        """The tensors of the captured call that are no constants."""
+        """The tensors of the captured call that are not constants."""
         return [tensor for tensor, name in zip(self._tensors, self._names, strict=True) if name is None]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -115,7 +116,7 @@ def _check(step: _Step, made: PackagedStep) -> None:
                 raise PackageError(f"output {place} of the package differs from the graph's by {error:.1e}")
         changed = next((name for name in caches if not _is_near(caches[name], expected[name])), None)
         if changed is not None:
-            raise PackageError(f"the package stores other numbers in {changed} than the graph")
+            raise PackageError(f"the package and the graph store different numbers in {changed}")
 
 
 def _is_near(state: Tensor, right: Tensor) -> bool:

@@ -115,7 +115,7 @@ class Signature:
         """The signature that ``metadata`` describes.
 
         Raises:
-            PackageError: it is no metadata of kvcompile, or it is damaged.
+            PackageError: the metadata are not from kvcompile, or are damaged.
         """
         if _VERSION not in metadata:
             raise PackageError("the package was not made by kvcompile.package: it has no description of its inputs")

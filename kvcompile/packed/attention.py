@@ -30,10 +30,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 CPU_ROWS = 4
-"""Most query rows (query heads of a KV head times q_len) for which a CPU is faster on packed bytes than on values."""
+"""Up to this many query rows (query heads of a KV head times q_len), a CPU is faster on packed bytes than on values."""
 
 FLOAT32_ROWS = 127
-"""Most query rows for which a GPU attends in float32 to packed bytes; its kernel for more rows has half precision."""
+"""Up to this many query rows, a GPU attends to packed bytes in float32; its kernel for more rows has half precision."""
 
 Caches = tuple[PackedTensor, PackedTensor]
 
@@ -102,7 +102,7 @@ def _mask_fits(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool)
 
 
 def _are_one_cache(keys: PackedTensor, values: PackedTensor) -> bool:
-    """Whether the operator takes the bytes of both as keys and values of the same tokens."""
+    """Whether the operator can take both: a key and a value cache of the same tokens and heads, both quantized."""
     layouts = keys.packed_layout, values.packed_layout
     return (
         keys.start == values.start
@@ -189,7 +189,7 @@ def handles_attention(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _without_auxiliaries(func: Any, out: Tensor) -> tuple[Any, ...]:
-    """The results of an operator of a backend: ``out``, and nothing that only a backward pass reads."""
+    """The results of a backend's operator: ``out``, and placeholders for results that only a backward pass reads."""
     others = schema_of(func).returns[1:]
     return out, *(0 if isinstance(result.type, torch.IntType) else None for result in others)
 

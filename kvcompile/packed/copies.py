@@ -50,7 +50,7 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     """Copies bytes, so reordering beams or evicting tokens quantizes nothing again.
 
     A selection of tokens from a cache with a residual is a read: moved to other blocks, they would be quantized again.
-    So is a selection of heads from a cache in a calibrated format, in which every head has a basis of its own.
+    A selection of heads from a cache in a calibrated format is also a read, because every head has a basis of its own.
     """
     if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
         return NotImplemented
@@ -104,7 +104,7 @@ _IN_PLACE = {
 
 
 def _written_copy(op: Any, cache: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A copy of the cache to which the operator has written. A write of other elements makes a plain tensor."""
+    """A written copy of the cache. If the operator writes parts of vectors, the copy is a plain tensor."""
     if not isinstance(cache, PackedTensor):
         return NotImplemented
     try:

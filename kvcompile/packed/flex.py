@@ -59,7 +59,7 @@ def _attended(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Any:
-    """The results of ``flex_attention``, with NaN for the log-sum-exp and maxima that nobody asked for; None if
+    """The results of ``flex_attention``, with NaN for a log-sum-exp and maxima that were not requested; None if
     attention on packed data cannot compute them."""
     wants_more = any(kernel_options.get(name, False) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"))
     if wants_more or not _changes_nothing(score_mod):

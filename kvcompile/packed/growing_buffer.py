@@ -5,7 +5,7 @@ longer cache shares the storage of the shorter one. Two cases copy instead, so t
 that does not start at the fill mark (:meth:`GrowingBuffer.copy_of`), and a write to a token that another cache of the
 same storage can see (:meth:`Lineage.make_exclusive`).
 
-Caches with a residual also share the slots for recent tokens. While a longer cache fills its last blocks, a shorter
+Caches with a residual also share the entries for recent tokens. While a longer cache fills its last blocks, a shorter
 cache may read its own last tokens quantized, as it would if it were longer.
 """
 

@@ -90,7 +90,7 @@ def _permute(pool: PackedPool, dims: Sequence[int]) -> Any:
 def _slice(pool: PackedPool, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """A slice of consecutive blocks is a packed view.
 
-    A full slice of another dimension is one too: indexing issues it if the size is symbolic.
+    A full slice of another dimension is a packed view too; indexing with a symbolic size issues such slices.
     """
     if dim % pool.dim() != 0 or step != 1:
         is_whole = step == 1 and start in (None, 0) and (end is None or end >= pool.shape[dim])

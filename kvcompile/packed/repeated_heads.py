@@ -91,7 +91,7 @@ class RepeatedHeads(PackedSubclass):
 
 
 def unrepeated(x: Tensor) -> PackedTensor | None:
-    """The packed cache [b, h, t, d] behind ``x`` [b, h * n, t, d], whose heads repeat its heads; else None."""
+    """The packed cache [b, h, t, d] behind ``x`` [b, h * n, t, d], whose heads repeat the cache's heads; else None."""
     if isinstance(x, RepeatedHeads):
         return x.cache if x.dim() == 4 else None
     if isinstance(x, LiveView) and x.dim() == 4:  # the repeated heads of a single head may be a view

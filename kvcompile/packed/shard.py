@@ -2,7 +2,7 @@
 
 A ``PackedShard`` looks like the whole cache. Compiled graphs read and write the tokens of their own rank only. Eager
 code follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank
-that changed. Such code must run on every rank at the same time, as any collective must.
+that changed. Eager code must run on every rank at the same time, as any collective must.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PackedShard(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, shard: ContextShard, axes: str = "bhtd") -> PackedShard:
-        """Quantizes the tokens of this rank of a plain cache ``x``; arguments and errors as in :meth:`zeros`."""
+        """Quantizes the tokens of this rank of a plain cache ``x``. Arguments and errors are as in :meth:`zeros`."""
         result = cls.zeros(x.shape, x.dtype, layout, shard, axes, x.device)
         own = shard.select(x.detach(), result.local.token_dim)
         return cls(PackedTensor.from_dense(own, layout, axes), x.shape, shard)

@@ -99,7 +99,7 @@ class PackedStack(PackedSubclass):
         return dim - sum(stacked < dim for stacked in self.stacked_dims)
 
     def items(self) -> Iterable[tuple[PartIndex, Tensor]]:
-        """Pairs of the index of a part and the part itself (no view)."""
+        """Pairs of the index of a part and the part itself, not a view of it."""
         return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
 
     @property

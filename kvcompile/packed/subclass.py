@@ -22,7 +22,7 @@ from kvcompile.packed.op_table import GENERAL_RULES, Handler, views_of_normal_te
 
 
 def _untracked(take_slice: Callable[..., Tensor]) -> Any:
-    """Wraps a slicing method so that its result is no autograd view outside of grad mode, as under ``inference_mode``.
+    """Wraps a slicing method: outside of grad mode its result is not an autograd view, as under ``inference_mode``.
 
     Dynamo rebuilds a graph input that is a view by replaying the view on its base. This replay fails for sizes that
     grow.

@@ -37,7 +37,7 @@ from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliase
 from kvcompile.packed.view_geometry import stride_of_clone
 
 WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
-"""Possible axes of a cache that is no view. A pool of slots [num_slots, heads, head_dim] is one sequence."""
+"""Possible axes of a cache that is not a view. A pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 STORED_AXES = "bhtd"
 """Axes of the values in the order of the packed data: sequence of the batch, KV head, token, channel."""
@@ -89,7 +89,7 @@ class CacheMeta:
     growing: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
-        """Guards compare a deep copy with the meaning of a cache at every call; the same object is compared fastest."""
+        """This object itself. Guards compare a deep copy at every call, and comparing the same object is fastest."""
         return self
 
 
@@ -339,7 +339,7 @@ class PackedTensor(PackedSubclass):
         if self.is_whole:
             return self
         copied = self.index_select(self.token_dim, torch.arange(self.num_tokens, device=self.device))
-        assert isinstance(copied, PackedTensor), "tokens that share no bytes with others are copied byte by byte"
+        assert isinstance(copied, PackedTensor), "whole tokens are copied byte by byte"
         return copied
 
     @property
@@ -429,7 +429,7 @@ class PackedTensor(PackedSubclass):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
-        # No lineage, as a graph may return a view of its input. Such a cache is copied before it grows.
+        # No lineage, as a graph may return a view of its input. The cache is copied before it grows.
         return PackedTensor(inner["inner_packed"], context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:

@@ -23,8 +23,8 @@ def is_functionalized(data: Tensor) -> bool:
 def ends_functional_graph(data: Tensor) -> bool:
     """Whether AOTAutograd is copying new contents into ``data``, a mutated graph input, after functionalized code.
 
-    During this copy the input is no functional tensor, although the functional mode is still on. The new contents were
-    computed from the old ones, and ``copy_`` is the only write that the graph may contain.
+    During this copy the input is not a functional tensor, although the functional mode is still on. The new contents
+    were computed from the old ones, and ``copy_`` is the only write that the graph may contain.
     """
     return functional_mode() is not None and not is_functionalized(data)
 

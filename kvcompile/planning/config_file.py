@@ -17,13 +17,13 @@ _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_conf
 """Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""
 
 MAX_CONFIG = 1 << 24
-"""The most bytes of a config."""
+"""The maximum size of a config, in bytes."""
 
 MAX_INTEGER = 1 << 31
 """The largest size that a config may have."""
 
 MAX_LAYERS = 10_000
-"""The most layers that a config may have."""
+"""The maximum number of layers in a config."""
 
 WHOLE_CONFIG = (
     "write the whole config with transformers: AutoConfig.from_pretrained(MODEL).to_json_file('config.json', False)"
@@ -113,7 +113,7 @@ def read_config(path: Path) -> Fields:
         raise PlanError(f"{file}: line {error.lineno} is not valid JSON: {error.msg}") from None
     except RecursionError:
         raise PlanError(f"{file}: too many levels are nested") from None
-    except (OSError, ValueError) as error:  # ValueError: no path, no UTF-8, or a number with thousands of digits
+    except (OSError, ValueError) as error:  # ValueError: invalid path, not UTF-8, or a number of thousands of digits
         raise PlanError(f"{cut(str(file))}: cannot be read: {cut(str(error))}") from None
     if not isinstance(values, dict):
         raise PlanError(f"{file}: expected a JSON object with the fields of a config, got {type(values).__name__}")

@@ -163,7 +163,7 @@ class _Reader:
         kinds = self._kinds(fields.require(*_NUM_LAYERS, most=MAX_LAYERS))
         shared = fields.integer("num_kv_shared_layers", least=0)
         if shared:
-            self.notes.append(f"the last {shared} layers read the caches of earlier layers and have none of their own")
+            self.notes.append(f"the last {shared} layers read the caches of earlier layers and keep none")
             kinds = kinds[:-shared]
         module = self.family.module
         if fields.nested:

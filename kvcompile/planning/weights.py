@@ -24,7 +24,7 @@ class WeightFormat:
     Attributes:
         bits: bits of a packed parameter, including its share of a scale and a zero point.
         meaning: a description for the plan.
-        packed: the parameters that are packed; the others keep the model's dtype.
+        packed: the parameters that are packed; all other parameters keep the model's dtype.
     """
 
     bits: Fraction

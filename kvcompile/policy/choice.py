@@ -106,8 +106,8 @@ class _Elements(Strict):
             role: ``key`` or ``value``.
             module: qualified name of the module that calls attention.
             layer: its layer index, if it has one.
-            transforms: the transforms of a calibrated format, if this object names none. Without any, the result has
-                sizes only.
+            transforms: the transforms of a calibrated format, if this object names none. Without transforms, the result
+                has sizes only.
         """
         fmt = self.format_of_all_layers(role)
         known = self._transforms_of_layers or transforms

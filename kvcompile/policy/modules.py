@@ -8,7 +8,7 @@ from kvcompile.passes.graph.modules import layer_index
 
 
 def module_in(known: Sequence[str], module: str, layer: int | None) -> str | None:
-    """The name in ``known`` of the module that calls attention; None if there is none, or no single one.
+    """The name in ``known`` of the module that calls attention; None if no module or several modules match.
 
     The name of a module depends on which module of a model was compiled. A name that is not known is therefore found by
     its layer index, if exactly one known module has that index.

@@ -61,13 +61,13 @@ OnUnsupported = Literal["error", "warn", "ignore"]
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
 MAX_FAULTS, MAX_LINE = 10, 300
-"""The most faults of one message, and the longest line for a fault."""
+"""The maximum number of faults in one message, and the maximum length of a line for a fault."""
 
 MAX_PATTERN = 1000
-"""The most characters of a pattern of module names."""
+"""The maximum length of a pattern of module names, in characters."""
 
 MATCH_SECONDS = 1.0
-"""The longest time for matching one name."""
+"""The maximum time for matching one name, in seconds."""
 
 Tokens = Annotated[int, Field(ge=0, le=1 << 31, strict=True)]
 """A number of tokens."""
@@ -139,7 +139,7 @@ class Match(Strict):
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression matches a whole name; the package ``regex`` has a limit of time."""
+    """Whether a regular expression matches a whole name; the package ``regex`` supports a time limit."""
     try:
         return regex.fullmatch(pattern, module, timeout=MATCH_SECONDS) is not None
     except TimeoutError:
@@ -185,9 +185,9 @@ class Policy(Strict):
             64.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
-        key_outliers: the reaction to outlier channels of keys, which leave the other channels few of the format's bits:
-            nothing (``ignore``), a warning (``warn``), or a format that holds them (``promote``, in ``python -m
-            kvcompile eval``). A compiled graph cannot change its formats; it warns when it packs a cache that eager
+        key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
+            (``ignore``), a warning (``warn``), or another format that stores these keys well (``promote``, in ``python
+            -m kvcompile eval``). A compiled graph cannot change its formats; it warns when it packs a cache that eager
             code filled.
         strict: true makes a rule that decides nothing an error; otherwise it is a warning.
     """
@@ -231,7 +231,7 @@ class Policy(Strict):
         """A policy from a file: JSON if its name ends in ``.json``, otherwise YAML."""
         try:
             text = read_text_file(path)
-        except (OSError, ValueError) as error:  # ValueError: no path, or no UTF-8
+        except (OSError, ValueError) as error:  # ValueError: not a valid path, or not UTF-8
             raise PolicyError(f"{cut(str(path))}: cannot be read: {cut(str(error))}") from None
         parse = parse_json if path.suffix == ".json" else parse_yaml
         return cls._validate(parse(text, str(path)), str(path), path.parent)
@@ -321,7 +321,7 @@ class Policy(Strict):
         return lines
 
     def check_rules(self, sites: Iterable[Site], num_layers: int) -> None:
-        """Warn of rules that decide no site of a whole model; ``sites`` are all its attention sites.
+        """Warn about rules that decide no site of a whole model; ``sites`` are all its attention sites.
 
         Raises:
             PolicyError: there is such a rule, and the policy is strict.

@@ -40,8 +40,8 @@ CALIBRATED_PRESETS: dict[str, FormatPair] = {
 }
 """Presets that need a calibration of the model, which the policy names as ``transforms``.
 
-The TurboQuant formats subtract the mean of keys and of values. The others are named after their bits per element at a
-head_dim of 128, scales included."""
+TurboQuant's presets subtract the mean of keys and of values. The other presets are named after their bits per element
+at a head_dim of 128, scales included."""
 
 PER_TENSOR = "per_tensor"
 """The granularity of one static scale for all vectors of a cache."""
@@ -53,7 +53,7 @@ GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group
 def preset_names() -> list[str]:
     """The presets, which ``dtype`` and ``options={"policy": ...}`` accept besides ``auto`` and single formats.
 
-    Presets that need a calibration are not among them.
+    Presets that need a calibration are not included.
     """
     return list(PRESETS)
 

@@ -39,7 +39,7 @@ _SCALE_TENSOR = re.compile(r"(?:(?P<module>.+?)\.)?(?:(?:attn|[kv]_proj|qkv_proj
 _ROLES: dict[str, tuple[Role, ...]] = {"kv": ("key", "value"), "k": ("key",), "v": ("value",)}
 
 MAX_CALIBRATION = 1 << 22
-"""The most bytes of a calibration; a layer has about a hundred."""
+"""The maximum size of a calibration, in bytes; a layer takes about a hundred."""
 
 Numbers = dict[str, dict[Role, float]]
 """A number for the keys and one for the values, by module."""

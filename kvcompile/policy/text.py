@@ -1,7 +1,7 @@
 """YAML and JSON without their traps: ``2:10`` is a string, a duplicate key is an error, and size is bounded.
 
-An alias in YAML counts as a copy of what it stands for. A few lines with aliases of aliases would otherwise stand for
-billions of values.
+An alias in YAML counts as a copy of the values that it stands for. A few lines with aliases of aliases would otherwise
+stand for billions of values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import yaml
 from kvcompile.errors import PolicyError, cut, shown
 
 MAX_NODES = 10_000
-"""The most values of a text; a rule has about five."""
+"""The maximum number of values in a text; a rule has about five."""
 
 MAX_DEPTH = 40
-"""The deepest nesting of a text."""
+"""The maximum depth of nesting in a text."""
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
@@ -80,7 +80,7 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise PolicyError(f"{source}{place}: {cut(str(error.problem))}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that Python does not take
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that Python does not accept
         raise PolicyError(f"{source}: {cut(' '.join(str(error).split()))}") from None
 
 

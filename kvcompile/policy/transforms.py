@@ -128,7 +128,7 @@ class Transforms:
     def _reference(self, fmt: Format, place: str) -> str:
         """The reference to the basis of ``fmt`` for the keys or values at ``place``."""
         mean, to_stored, from_stored = (self.tensors[f"{place}.{part}"] for part in _PARTS)
-        with without_modes():  # compilers ask within a fake mode
+        with without_modes():  # compilers call this within a fake mode
             if not fmt.has_matrices:
                 return bases.register(bases.Basis(mean))
             stored = fmt.stored_dim(mean.shape[1])
@@ -145,7 +145,7 @@ class Transforms:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, modified: int, size: int) -> Transforms:
-    """The transforms in a file of this time of modification, in ns, and size; other versions are read again."""
+    """The transforms in a file. They are cached by its modification time in ns and its size."""
     try:
         with safe_open(path, framework="pt") as file:
             opened: Any = file

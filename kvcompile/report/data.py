@@ -26,7 +26,7 @@ Layer = tuple[str, int]
 """An attention layer: the name of its module, and its number among the attentions of this module."""
 
 NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
-"""Reasons without a fault: the policy leaves the cache alone, or the site has no cache."""
+"""Reasons that are not faults: the policy leaves the cache unpacked, or the site has no cache."""
 
 
 def outcome(site: Site) -> Outcome:
@@ -58,7 +58,7 @@ class GraphReport:
         sites: the attention sites and their outcomes.
         surroundings: the graph around each site, for a drawing; empty if the graph was not analysed.
         weights: the parameters among the inputs of the graph.
-        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify`` also the
+        passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify``, also the
             seconds of the check.
         origin: the model, the policy and the versions; None if they are not known.
         verified_steps: in how many random steps the rewritten graph ran beside the original without a difference; None
@@ -80,7 +80,7 @@ class GraphReport:
             places[site.module] += 1
 
     def enforce(self, on_unsupported: OnUnsupported) -> None:
-        """Raise on or warn of the refused sites; one warning for every reason.
+        """Raise an error for the refused sites, or log one warning for every reason, as ``on_unsupported`` says.
 
         Raises:
             UnsupportedSiteError: ``on_unsupported`` is ``error`` and a site was refused.
@@ -134,9 +134,9 @@ class Totals:
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
             caches of a graph do not count if all its calls ran as plain Inductor would.
         bytes_per_token_after: the same caches packed, metadata included.
-        unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked. Their layers are refused
-            or skipped by the policy, or all calls of their graphs ran plain. A cache that several of these layers share
-            counts once for each.
+        unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked: caches of refused
+            layers, caches that the policy leaves unpacked, and caches of graphs whose calls all ran as plain Inductor
+            would. A cache that several of these layers share counts once for each layer.
         plain_dtypes: the dtypes of the caches before packing.
         residual_bytes: bytes per sequence and KV head of the recent and first tokens that caches keep exact.
         weight_bytes_before: bytes of all parameters of the graphs in their own dtypes.
@@ -164,7 +164,7 @@ class Totals:
 
     @property
     def skipped_layers(self) -> int:
-        """Layers without a cache, or that the policy leaves alone."""
+        """Number of layers without a cache, or whose cache the policy leaves unpacked."""
         return self.layers - self.packed_layers - self.refused_layers
 
     @property
@@ -174,22 +174,22 @@ class Totals:
 
     @property
     def model_bytes_after(self) -> int:
-        """Bytes per token and KV head of the same caches, packed where they are packed."""
+        """Bytes per token and KV head of the same caches after packing."""
         return self.bytes_per_token_after + self.unpacked_bytes_per_token
 
     @property
     def ratio(self) -> float | None:
-        """How many times smaller long caches of all layers together are; None without packed caches."""
+        """Compression ratio of long caches over all layers; None without packed caches."""
         return self.model_bytes_before / self.model_bytes_after if self.bytes_per_token_after else None
 
     @property
     def packed_ratio(self) -> float | None:
-        """How many times smaller the packed caches alone are; None without packed caches."""
+        """Compression ratio of the packed caches alone; None without packed caches."""
         return self.bytes_per_token_before / self.bytes_per_token_after if self.bytes_per_token_after else None
 
     @property
     def weight_ratio(self) -> float | None:
-        """How many times smaller the weights are than in their own dtypes; None if they are not smaller."""
+        """Compression ratio of the weights, compared with their own dtypes; None if they are not smaller."""
         is_smaller = self.weight_bytes_after < self.weight_bytes_before
         return self.weight_bytes_before / self.weight_bytes_after if is_smaller else None
 
@@ -211,7 +211,7 @@ class ReportData:
 
     @property
     def notes(self) -> list[str]:
-        """The remarks, and a line for every graph that had calls that ran as plain Inductor would."""
+        """The remarks, and a line for every graph with calls that ran as plain Inductor would."""
         numbers = {id(graph): f"graph {number}" for number, graph in enumerate(self.graphs, start=1)}
         plain = {graph: runs for graph, runs in self.runs.items() if runs.plain}
         earlier = "a graph that was compiled before"
@@ -242,7 +242,7 @@ class ReportData:
 
     @property
     def is_verified(self) -> bool:
-        """Whether ``verify`` was asked for, some site was rewritten, and the check has refused none."""
+        """Whether ``verify`` was on, at least one site was rewritten, and the check has refused no site."""
         refused = {Reason.differs.name, Reason.not_verified.name}
         checked = all(graph.verified_steps for graph in self.graphs if any(site.rewritten for site in graph.sites))
         return (

@@ -85,7 +85,7 @@ def _origins(report: ReportData) -> Markup:
 
 
 def _policy(name: str, text: str) -> Markup:
-    """The name of a policy; the text of one that is no preset unfolds."""
+    """The name of a policy. If it is not a preset, its text unfolds."""
     if not text:
         return _name(name)
     return element("details", element("summary", name), element("pre", text))
@@ -287,7 +287,7 @@ def _details(site: Site, around: SiteSurroundings, drawings: _Drawings) -> Itera
 
 
 def _as_called(before: Surroundings, site: Site) -> Surroundings:
-    """The drawing with the attention that the model calls, in place of the marker operator."""
+    """The drawing with the attention that the model calls, in place of the marker."""
     boxes = [
         replace(box, detail=(site.attention, *box.detail[1:])) if box.kind == "attention" else box
         for box in before.boxes

@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all boxes, and for every edge the places that it goes through, from box to box."""
+    """Places of all boxes, and for every edge the places that it passes, from box to box."""
 
     boxes: tuple[Cell, ...]
     edges: tuple[tuple[Cell, ...], ...]

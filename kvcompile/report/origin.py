@@ -38,7 +38,8 @@ class Origin:
     """Where a graph comes from.
 
     Attributes:
-        model: the class of the outermost module, such as ``LlamaForCausalLM``; the function's name without a module.
+        model: the class of the outermost module, such as ``LlamaForCausalLM``; the name of the function if there is no
+            module.
         policy: the preset, or a short description.
         policy_text: the policy as YAML; empty for a preset.
         versions: of kvcompile and PyTorch.

@@ -1,4 +1,4 @@
-"""The note of a report that Dynamo has stopped compiling a function, whose further steps run in eager code.
+"""The note that Dynamo has stopped compiling a function. Further steps of this function run in eager code.
 
 Dynamo compiles a function again where its guards fail, at most ``torch._dynamo.config.recompile_limit`` times. A number
 that the model keeps as a Python attribute and that changes at each step uses up this limit.
@@ -45,6 +45,6 @@ def _tell(limit: str, function: str, reason: str) -> None:
         else f"keep what changes from call to call in tensors, or raise torch._dynamo.config.{limit}"
     )
     note(
-        f"{where} is compiled no more, and steps that need other code run in eager code, because Dynamo's {limit} is "
+        f"{where} is not compiled again, and steps that need new code run in eager code, because Dynamo's {limit} is "
         f"reached{last}; {remedy}"
     )

@@ -47,10 +47,10 @@ class Report(ReportData):
 UNUSED = (
     "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, "
     "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
-    "compile the model itself, model.compile(backend='kvquant'): a compile_config applies on accelerators, to static "
-    "caches, and neither to beams nor to assisted decoding"
+    "compile the model itself, model.compile(backend='kvquant'): a compile_config applies only on accelerators and to "
+    "static caches, not to beam search or assisted decoding"
 )
-"""The note of a report on a block in which the backend had nothing to do. Graph breaks follow it."""
+"""The note of a report on a block in which the backend packed nothing. Graph breaks follow it."""
 
 _BREAKS = 3
 """The number of graph breaks that a note names."""
@@ -82,7 +82,7 @@ def record(
 
 
 def note(text: str) -> None:
-    """Warn of, count and keep an event of a compiled graph's run. Any thread may call this."""
+    """Count, log as a warning, and keep an event of a compiled graph's run. Any thread may call this."""
     with _lock:
         for report in (_last, *_collecting):
             if text not in report.remarks:

@@ -1,4 +1,4 @@
-"""The text of a report for a terminal: plain ASCII, at most 100 columns, and no more than the terminal has."""
+"""The text of a report for a terminal: plain ASCII, at most 100 characters wide, and no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def render(report: ReportData) -> str:
         if rows and twin == number:
             console.print(_table(rows))
         if graph.verified_steps:
-            console.print(f"verified: {graph.verified_steps} random steps give what the original graph gives")
+            console.print(f"verified: {graph.verified_steps} random steps give the same results as the original graph")
     for kind in ("refused", "skipped"):
         sites = [site for site in report.sites if outcome(site) == kind]
         remedies = {site.reason: site.remedy for site in sites}

@@ -1,4 +1,4 @@
-"""Where the caches of a graph come in and go out."""
+"""The inputs and outputs of a graph that are caches."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ from kvcompile.verification.pair import Fresh, Mismatch, Pair, State
 from kvcompile.verification.sizes import Sizes, Symbols
 
 ROUNDS = 3
-"""Rounds begin with new caches. The first round has the sizes and integers of the call that is compiled."""
+"""Number of rounds. Each begins with new caches. The first has the sizes and integers of the compiled call."""
 
 STEPS = 3
-"""Steps of a round. Each step finds the caches that the step before has left."""
+"""Steps of a round. Each step continues with the caches of the previous step."""
 
 SEED = 20
-"""The seed of all random numbers. The same graph is always checked with the same inputs."""
+"""The seed of all random numbers: the same graph is always checked with the same inputs."""
 
 VERIFY = "verify"
 """The name of the check among the times of the passes."""
@@ -41,8 +41,8 @@ class Verdict:
 
     Attributes:
         steps: how many steps ran on both graphs.
-        mismatches: what differs in the last step; empty if nothing does.
-        impossible: why no step could run; None if one ran.
+        mismatches: the differences in the last step; empty if there are none.
+        impossible: why no step could run; None if a step ran.
         inputs: the inputs of the last step, each in a line.
         pair: the two graphs.
         seconds: the time of the check.
@@ -73,10 +73,10 @@ def verify(
 
     Args:
         before: the functional graph with markers, before any pass.
-        fresh: the state in which the pipeline starts, for a copy of ``before``.
+        fresh: makes the state in which the pipeline starts, for a copy of ``before``.
         inputs: the record of the inputs of the graph.
         examples: the inputs of Dynamo's graph, to which ``inputs`` refer.
-        seed: of all random numbers.
+        seed: the seed of all random numbers.
     """
     begin = time.perf_counter()
     with _eager(before):
@@ -88,7 +88,7 @@ def verify(
 
 @contextmanager
 def _eager(gm: GraphModule) -> Iterator[None]:
-    """Operators run as in a program of the user, whose random numbers stay the same."""
+    """In the block, operators run in eager mode; the state of the user's random numbers is kept."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     on_gpu = {value.device for value in values if isinstance(value, Tensor) and value.device.type == "cuda"}
     with torch.random.fork_rng(list(on_gpu)), torch.inference_mode(False), torch.no_grad():
@@ -148,7 +148,7 @@ class _Check:
             state, symbols = self._next(state, results.outputs, symbols)
 
     def _next(self, state: State, outputs: State, symbols: Symbols) -> tuple[State, Symbols]:
-        """The inputs of the next step, and its sizes: what this step has left, and other inputs drawn again."""
+        """The inputs and sizes of the next step: caches that this step has written, and other inputs drawn again."""
         new, grown = self._grown_sizes(outputs.plain, symbols), self.pair.uses.grown
         kept = self.changed - grown.keys()
         plain = {place: state.plain[place] for place in kept}
@@ -177,7 +177,7 @@ class _Check:
         return new if fit and self.sizes.allow(new) else None
 
     def _described(self, values: Sequence[Any], symbols: Symbols) -> Iterator[str]:
-        """The inputs of a step for a dump: integers in full, and the kind of all others."""
+        """The inputs of a step for a dump: short tensors of integers in full, all other tensors by dtype and shape."""
         yield f"sizes: {', '.join(f'{symbol} = {value}' for symbol, value in symbols.items()) or 'constant'}"
         for place, (source, value) in enumerate(zip(self.sources, values, strict=True)):
             if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Whether a tensor of the rewritten graph equals its original, up to the rounding of attention."""
+"""Whether a tensor of the rewritten graph equals the original's tensor, up to the rounding of attention."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""The largest difference of a vector over the length of the vector, by dtype.
+"""The largest allowed difference of a vector, divided by the length of the vector, by dtype.
 
 Packed attention sums in another order and with more bits than the original. Vectors of keys, values and outputs
 average this rounding, whereas a key too many or too few changes an output of n visible tokens by about sqrt(2 / n).
 """
 
 LOSSY = 0.3
-"""The same for formats that lose bits, where no format without loss can take their place."""
+"""The same limit for lossy formats that no lossless format can replace."""
 
 
 def difference(value: object, expected: object, is_lossy: bool = False, share_scales: bool = False) -> str | None:
@@ -26,8 +26,8 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 
     Args:
         value: a tensor, or another output of a graph.
-        expected: what it must equal.
-        is_lossy: whether vectors may differ as much as formats lose.
+        expected: the value that it must equal.
+        is_lossy: whether vectors may differ by the error of a lossy format.
         share_scales: whether the error of each vector depends on the longest one.
     """
     if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
@@ -60,11 +60,11 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 
 
 def stored_difference(cache: object, expected: Tensor) -> str | None:
-    """How a packed cache differs from what its format makes of the plain cache ``expected``; None if it does not.
+    """How a packed cache differs from the plain cache ``expected``, quantized in its format; None if it does not.
 
-    A vector with scales of its own is stored alike, whenever it is written. Blocks that are exact for a time, and
-    scales that tokens share, depend on the order of the writes, and a rotation rounds differently for other numbers of
-    vectors: such caches may differ by as much as formats lose.
+    A vector with its own scales has the same bytes whenever it is written. Other caches may differ by the error of a
+    lossy format, because exact blocks and shared scales depend on the order of the writes, and a rotation rounds
+    differently for other numbers of vectors.
     """
     if isinstance(cache, PackedStack):
         parts = zip(cache.parts, PackedStack.from_dense(expected, {}, cache.stacked_dims).parts, strict=True)

@@ -1,9 +1,9 @@
 """Random inputs for a graph: numbers of any kind, and integers and masks that the graph allows.
 
 The weights of the model keep their values. All other floats are normally distributed, also in parts of caches that
-nothing has written yet: a wrong read shows. Integers are positions, slots, token ids or lengths, and nothing says
-which. :class:`kvcompile.verification.indexing.IndexCheck` knows the sizes that bound each of them, and rejects integers
-that make an index out of bounds.
+nothing has written yet: a wrong read shows. Integers are positions, slots, token ids or lengths, and the graph does not
+say which. :class:`kvcompile.verification.indexing.IndexCheck` knows the sizes that bound each of them, and rejects
+integers that make an index out of bounds.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvcompile.verification.sizes import Sizes, Symbols
 
 _TRIES = 80
 _LOWER, _HIGHER = 0.5, 0.25
-"""Powers of two by which a limit falls after a rejected draw, and rises after each other draw."""
+"""The powers of two by which a limit falls after a rejected draw, and rises after an accepted one."""
 
 _UNBOUNDED = 4
 """The limit of integers that index nothing and are compared with nothing."""
 
 
 class CannotDraw(Exception):
-    """No inputs were found that the original graph allows; the message says why."""
+    """No valid inputs of the original graph were found; the message says why."""
 
 
 @dataclass(frozen=True)
 class KnownInput:
-    """The facts about an input.
+    """Facts about an input.
 
     Attributes:
-        example: its value at the call that is compiled; None if it is not at hand.
+        example: its value in the compiled call; None if it is not known.
         is_weight: whether it keeps this value.
         is_cache: whether it will be packed.
     """
@@ -56,9 +56,9 @@ class InputDraws:
         Args:
             gm: the original graph.
             fakes: its fake inputs.
-            known: what is known of each input.
+            known: the facts about each input.
             sizes: its symbolic sizes.
-            seed: of all random numbers.
+            seed: the seed of all random numbers.
         """
         self._placeholders: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
         self._fakes, self._known, self._sizes = fakes, known, sizes
@@ -72,11 +72,11 @@ class InputDraws:
 
         Args:
             symbols: the sizes.
-            kept: inputs that earlier steps have left, by position.
-            as_given: whether the step takes integers and masks of the call that is compiled, where they are at hand.
+            kept: inputs that earlier steps have written, by position.
+            as_given: whether to use the integers and masks of the compiled call, where they are known.
 
         Raises:
-            CannotDraw: no integers were found that the graph allows, or it does not allow the sizes.
+            CannotDraw: no valid integers were found.
         """
         floats = {
             place: kept[place] if place in kept else self._floats(place, symbols)
@@ -105,7 +105,7 @@ class InputDraws:
         raise CannotDraw(str(error))
 
     def _lower(self, node: Node) -> None:
-        """Lower the limit of one of the inputs that a rejected index depends on; nobody knows which is to blame."""
+        """Lower the limit of an input that a rejected index depends on. It is chosen at random."""
         sources = sorted(self._indices.sources.get(node, ()), key=self._placeholders.index)
         if sources:
             source = self.rng.choice(sources)
@@ -158,7 +158,7 @@ class InputDraws:
         return torch.randint(limit, shape, generator=self.generator)
 
     def _start(self, largest: int) -> int:
-        """A number up to ``largest``; small ones are more likely, since few visible tokens show more of a fault."""
+        """A number up to ``largest``; small numbers are more likely, as a fault shows more with few visible tokens."""
         return min(int((largest + 1) ** self.rng.random()) - self.rng.randrange(2), largest) if largest > 0 else 0
 
 

@@ -45,7 +45,7 @@ def _index(verdict: Verdict) -> Iterator[str]:
     yield "- [policy.yaml](policy.yaml): the policy"
     yield ""
     yield "`kvcompile.tap` marks the result of each attention. The run of the rewritten graph compares it with the"
-    yield "result of the original, and goes on with that."
+    yield "result of the original, and continues with the original result."
     yield ""
     yield "## What differs"
     yield ""

@@ -1,4 +1,4 @@
-"""What ``flex_attention`` computes with its block mask. PyTorch's meaning of the operator in eager code ignores it."""
+"""``flex_attention`` with its block mask, which PyTorch's eager implementation of the operator ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def uses_blocks(graph: Graph) -> bool:
 
 
 def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of ``flex_attention`` with a ``mask_mod`` that hides what the block mask hides.
+    """The arguments of ``flex_attention`` with a ``mask_mod`` that also hides the tokens that the block mask hides.
 
     Queries see the keys of full blocks, and in partial blocks the keys that ``mask_mod`` shows. The block mask is
     (q_len, kv_len, partial count, partial indices, full count, full indices, ..., q block size, kv block size,
@@ -44,6 +44,6 @@ def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _seen(count: Tensor, index: Tensor, blocks: int) -> Tensor:
     """The blocks of keys that each block of queries sees, bool [batch or 1, num_heads or 1, q_blocks, blocks]."""
     is_seen = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-    target = torch.where(is_seen, index, blocks).long()  # the others go to a column behind the last block
+    target = torch.where(is_seen, index, blocks).long()  # hidden blocks go to a column after the last block
     seen = torch.zeros((*index.shape[:-1], blocks + 1), dtype=torch.bool, device=index.device)
     return seen.scatter(-1, target, True)[..., :blocks]

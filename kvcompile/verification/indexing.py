@@ -1,4 +1,4 @@
-"""Which integer inputs a graph allows: its indices must be within bounds, and its writes must have an order."""
+"""The integer inputs that a graph allows: indices must be within bounds, and writes must have a defined order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMPARISONS = {
 
 
 class IndexingError(Exception):
-    """The inputs make an index that is out of bounds, or a write whose result depends on an order that is not defined.
+    """The inputs lead to an index out of bounds, or to a write whose result depends on an undefined order.
 
     Attributes:
         node: the node that indexes.
@@ -41,7 +41,7 @@ class IndexingError(Exception):
     """
 
     def __init__(self, node: Node, repeats: bool) -> None:
-        super().__init__(f"{node} {'writes one place twice' if repeats else 'has an index that is out of bounds'}")
+        super().__init__(f"{node} {'writes one place twice' if repeats else 'has an index out of bounds'}")
         self.node, self.repeats = node, repeats
 
 
@@ -57,7 +57,7 @@ class _Index:
 class IndexCheck:
     """Computes all integers of a graph that depend on no float, and checks every index among them.
 
-    On a GPU an index that is out of bounds would end the process, so that the check must come before the run.
+    On a GPU, an index out of bounds would end the process, so the check runs before the graph.
 
     Attributes:
         sources: the integer inputs that each node depends on.
@@ -140,7 +140,7 @@ def _indices(node: Node) -> Iterator[_Index]:
 
 
 def _bounds(node: Node, source: Node, sources: Mapping[Node, frozenset[Node]]) -> Iterator[Any]:
-    """The sizes that tell how large an input may be that ``node`` depends on."""
+    """The sizes that bound the integers in ``source``, an input that ``node`` depends on."""
     for index in _indices(node):
         if source in sources.get(index.operand, ()):
             yield index.size

@@ -33,7 +33,7 @@ class Mismatch:
     """A difference between a rewritten graph and its original.
 
     Attributes:
-        sites: the positions of the sites that it belongs to; empty if any site may be the cause.
+        sites: the positions of the sites that may have caused it; empty if any site may be the cause.
         what: what differs.
         detail: how it differs.
     """
@@ -53,15 +53,15 @@ class Rewrite:
         packing: the rewrite.
         uses: its caches.
         accepted: the positions of the sites that are rewritten.
-        lossy: the positions of those whose caches lose bits.
+        lossy: the positions of accepted sites whose caches are in lossy formats.
     """
 
     def __init__(self, tapped: GraphModule, fresh: Fresh, is_lossless: bool) -> None:
         """
         Args:
             tapped: the functional graph with markers and taps; it is changed.
-            fresh: the state of the pipeline for it.
-            is_lossless: whether caches are stored in formats that lose nothing, in place of their own formats.
+            fresh: makes the state of the pipeline for it.
+            is_lossless: whether caches are stored in lossless formats in place of their own formats.
         """
         self.packing = fresh(tapped)
         fakes = list(self.packing.example_inputs)
@@ -83,7 +83,7 @@ class Rewrite:
         return self._running.outputs(args)
 
     def outputs(self, inputs: list[Any], at_tap: AtTap) -> list[Any] | Mismatch:
-        """The outputs for ``inputs``, whose plain caches become packed and are changed; or the error, if there is one.
+        """The outputs for ``inputs``, or the error that was raised. Plain caches in ``inputs`` are packed and changed.
 
         Raises:
             CannotDraw: the device has too little memory.
@@ -106,9 +106,9 @@ class State:
     """The inputs of a step, for each graph; each graph changes its own.
 
     Attributes:
-        plain: of the original graph.
-        packed: of the rewritten graph that loses nothing.
-        own: of the rewritten graph with its own formats.
+        plain: the inputs of the original graph.
+        packed: the inputs of the rewritten graph in lossless formats.
+        own: the inputs of the rewritten graph in its own formats.
     """
 
     plain: list[Any]
@@ -117,7 +117,7 @@ class State:
 
     @classmethod
     def of(cls, values: Sequence[Any], changed: set[int]) -> State:
-        """Inputs of equal values. Inputs that a graph may change are copies."""
+        """Inputs of equal values. Inputs that a graph may change are copied."""
 
         def copies() -> list[Any]:
             return [
@@ -133,7 +133,7 @@ class State:
 
 @dataclass
 class Results:
-    """The result of a step.
+    """The results of a step.
 
     Attributes:
         found: the differences.
@@ -145,12 +145,12 @@ class Results:
 
 
 class Pair:
-    """The original graph, its rewrite in formats that lose nothing, and its rewrite in its own formats.
+    """The original graph, its rewrite in lossless formats, and its rewrite in its own formats.
 
     Attributes:
         original: the graph that plain Inductor would compile, with taps.
-        rewrite: the rewrite that must give the same.
-        own: the rewrite whose caches must hold what their formats make of the same.
+        rewrite: the rewrite in lossless formats, which must give the same results.
+        own: the rewrite in its own formats, whose caches must hold the same values, quantized.
         fakes: the fake inputs of the original.
     """
 
@@ -158,7 +158,7 @@ class Pair:
         """
         Args:
             before: the functional graph with markers.
-            fresh: the state of the pipeline for a copy of it.
+            fresh: makes the state of the pipeline for a copy of it.
         """
         tapped = copied_graph(before)
         insert_taps(tapped.graph)
@@ -180,8 +180,8 @@ class Pair:
 
         Args:
             state: the inputs, which the graphs change.
-            seed: of random numbers within the graphs.
-            is_last: whether caches in their own formats are compared, too, which takes as long as packing them.
+            seed: the seed of random numbers within the graphs.
+            is_last: whether to compare also the caches in their own formats, which takes as long as packing them.
 
         Raises:
             CannotDraw: the original graph does not take these inputs.
@@ -246,12 +246,12 @@ class Pair:
 
 
 def _store_without_loss(packing: Packing) -> set[int]:
-    """Give the caches of accepted sites formats that lose nothing; returns the sites for which there is none."""
+    """Give the caches of accepted sites lossless formats; returns the sites for which there is no lossless format."""
     lossy = set()
     for site, candidate in enumerate(packing.candidates):
         for cache in candidate.caches if candidate.accepted else ():
             layout = without_loss(candidate.layouts[cache.role], cache.dtype)
-            if layout.unsupported(cache.dtype) is not None:  # latents, which only formats of their own can hold
+            if layout.unsupported(cache.dtype) is not None:  # latents, which need formats of their own
                 lossy.add(site)
             else:
                 candidate.layouts[cache.role] = layout
@@ -259,7 +259,7 @@ def _store_without_loss(packing: Packing) -> set[int]:
 
 
 def without_loss(layout: PackedLayout, dtype: torch.dtype) -> PackedLayout:
-    """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` without loss."""
+    """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` exactly."""
     return replace(layout, format_name=str(dtype).removeprefix("torch."))
 
 

@@ -13,7 +13,7 @@ Symbols = Mapping[sympy.Symbol, int]
 
 _TRIES = 30
 _LENGTHS = (1, 2, 3, 5, 17, 63, 64, 65, 127, 128, 130)
-"""Candidates for a size: small ones, and those around the ends of blocks."""
+"""Candidates for a size: small numbers, and numbers near a multiple of the block size."""
 
 
 class Sizes:
@@ -42,7 +42,7 @@ class Sizes:
         return self.hints
 
     def allow(self, symbols: Symbols) -> bool:
-        """Whether the graph was traced for these sizes, too."""
+        """Whether the guards of the graph allow these sizes."""
         if symbols == self.hints:
             return True
         ranges = self._shape_env.var_to_range

@@ -2,8 +2,8 @@
 
 A tap follows each marker before the passes run. The passes see an operator that they do not know behind the attention,
 and change nothing else. Both graphs then have the same taps. A run of the original records the result of each
-attention. A run of the rewritten graph compares its own result, and goes on with the recorded one. So the two runs can
-differ at one site only because of this site, and rounding does not add up over layers.
+attention. A run of the rewritten graph compares its own result with the recorded one, and continues with the recorded
+one. A difference at a site therefore has its cause in this site, and rounding does not add up over layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ torch.library.register_fake("kvcompile::tap", lambda x, site: torch.empty_like(x
 TAP = torch.ops.kvcompile.tap.default
 
 AtTap = Callable[[Tensor, int], Tensor]
-"""(result of an attention, position of its site) -> the result with which the graph goes on."""
+"""(result of an attention, position of its site) -> the result with which the graph continues."""
 
 
 def insert_taps(graph: Graph) -> None:

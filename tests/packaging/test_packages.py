@@ -154,7 +154,7 @@ def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_wrong_path_or_policy_is_an_error_before_any_work(tmp_path: Path) -> None:
-    for path, message in ((tmp_path / "step.so", "wants the suffix .pt2"), (tmp_path / "a" / "b.pt2", "not a folder")):
+    for path, message in ((tmp_path / "step.so", "needs the suffix .pt2"), (tmp_path / "a" / "b.pt2", "not a folder")):
         with pytest.raises(PackageError, match=message):
             kvcompile.package(without_cache, path=path)
     with pytest.raises(kvcompile.PolicyError, match="int5"):

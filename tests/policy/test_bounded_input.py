@@ -129,7 +129,7 @@ def test_files_that_a_policy_names_are_no_pipes(tmp_path: Path) -> None:
     transforms = {"dtype": "transform_2.2bit", "transforms": str(tmp_path / "calibration.safetensors")}
     scales = {"dtype": "fp8_e4m3", "granularity": "per_tensor"}
     for default in (transforms, *({**scales, "scales": str(path)} for path in tmp_path.iterdir())):
-        with pytest.raises(PolicyError, match="it is no regular file"):
+        with pytest.raises(PolicyError, match="it is not a regular file"):
             Policy.load({"default": default})
 
 

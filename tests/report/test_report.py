@@ -144,10 +144,10 @@ def test_a_function_that_dynamo_compiles_no_more_is_noted_with_the_number_that_c
             other(q, [2] * (number + 1))  # compiled again for each length
     (note,) = report.notes
     assert note == (
-        f"forward (test_report.py:{Counting.forward.__code__.co_firstlineno}) is compiled no more, and steps that need "
-        "other code run in eager code, because Dynamo's recompile_limit is reached; the last recompilation was due to "
-        "self.offset == 1; set torch._dynamo.config.allow_unspec_int_on_nn_module = True, or keep the number that "
-        "changes in a tensor"
+        f"forward (test_report.py:{Counting.forward.__code__.co_firstlineno}) is not compiled again, and steps that "
+        "need new code run in eager code, because Dynamo's recompile_limit is reached; the last recompilation was "
+        "due to self.offset == 1; set torch._dynamo.config.allow_unspec_int_on_nn_module = True, or keep the number "
+        "that changes in a tensor"
     )
 
 

@@ -1,4 +1,4 @@
-// Shows and hides the rows of the table of sites; the address keeps what is shown, so that it can be sent to others.
+// Shows and hides the rows of the table of sites; the page's address holds the filter, so that a link shows the same rows.
 "use strict";
 
 (() => {
