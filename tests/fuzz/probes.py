@@ -401,3 +401,43 @@ def a_view_of_a_packed_cache_is_passed_beside_it(compile: Any, new: Any) -> Iter
     run, (kc, vc), other = compile(step), _caches(new), new(B, H, S, D)
     yield *run(*_tokens(new), kc, vc, other, new.range(3, 4)), kc, vc
     yield *run(*_tokens(new), kc, vc, kc[:, :, :8], new.range(4, 5)), kc, vc
+
+
+@shows("any changes make a growing cache", dtype="float32", policy="float32")
+def a_growing_cache_is_also_overwritten(compile: Any, new: Any) -> Iterator[Any]:
+    def step(c: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = torch.cat([c["k"], k], 2), torch.cat([c["v"], v], 2)
+        values.select(2, 0).copy_(v[:, :, 0])  # another vector in each step: the cache of before keeps its own
+        out = _sdpa(q, keys, values)
+        c["k"], c["v"] = keys, values
+        return out
+
+    run = compile(step)
+    c = {"k": new(B, H, 3, D), "v": new(B, H, 3, D)}
+    for _ in range(2):
+        before = c["v"]
+        yield run(c, *_tokens(new)), c["k"], c["v"], before
+
+
+@shows("a functional cache is written in place", starts_packed=True)
+def a_cache_that_is_written_out_of_place_keeps_its_tokens(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> tuple[Tensor, ...]:
+        kc, vc = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
+        return _sdpa(q, kc, vc), kc, vc
+
+    run = compile(step)
+    kc, vc = new.cache("key", "bhtd", B, H, S, D), new.cache("value", "bhtd", B, H, S, D)
+    for position in (3, 4):
+        before = kc, vc
+        out, kc, vc = run(*_tokens(new), kc, vc, new.range(position, position + 1))
+        yield out, kc, vc, *before
+
+
+@shows("slices of channels are not checked")
+def the_last_channels_of_values_are_read(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Tensor:
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        return _sdpa(q, kc, vc[..., D // 2 :])
+
+    run, (kc, vc) = compile(step), _caches(new)
+    yield run(*_tokens(new), kc, vc, new.range(3, 4)), kc, vc
