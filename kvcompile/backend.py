@@ -235,7 +235,9 @@ class _GraphCompiler:
             graph = self._report(outcome.sites, outcome.surroundings)
         if outcome.is_recordable_step:
             hint_at_cuda_graphs(self.options)
-        fallback = _plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
+        fallback = None
+        if self.generate_code is None:
+            fallback = _plain_for_any_inputs(copied_graph(self.original), self.options.inductor_config)
         guard = None
         if self.options.policy.key_outliers != "ignore":
             guard = KeyGuard(outcome.caches, outcome.sources, outcome.sites, report.note)

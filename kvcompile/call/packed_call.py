@@ -260,7 +260,7 @@ class AdoptingCall:
         compiled: Callable[..., Any],
         caches: Sequence[InputAction],
         stacks: Sequence[SplitStack],
-        fallback: Callable[..., Any],
+        fallback: Callable[..., Any] | None,
         graph: report.GraphReport,
         guard: KeyGuard | None = None,
         conceals: bool = False,
@@ -272,7 +272,7 @@ class AdoptingCall:
             compiled: the result of ``compile_fx`` for the packed graph.
             caches: the inputs that must be packed; positions count after stacks were split.
             stacks: the inputs that are split.
-            fallback: the original graph, run by plain Inductor.
+            fallback: the original graph, run by plain Inductor. Without it a cache that cannot be packed is an error.
             graph: the graph's entry in the report.
             guard: examines the inputs of the first call, whose caches may still be plain.
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
@@ -299,8 +299,8 @@ class AdoptingCall:
             try:
                 self._adopt(plain)
             except AdoptionError as error:
-                if self._shard is not None:
-                    raise  # the other ranks would wait for this one
+                if self._shard is not None or self._fallback is None:
+                    raise  # with shards, the other ranks would wait for this one
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
         report.ran(self._graph)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.backend import ConfiguredBackend, compile_graph
+from kvcompile.call.adoption import AdoptionError
 from kvcompile.compat.backends import ensure_registered, error_of_backend
 from kvcompile.errors import KVCompileError, PackageError
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
@@ -94,6 +95,8 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             compiled(**_by_name(model, args, kwargs))
     except _Stop:
         pass
+    except AdoptionError as error:
+        raise PackageError(f"the step cannot be packaged: {error}") from error
     except Exception as error:
         own = error_of_backend(error)
         if isinstance(own, KVCompileError):

@@ -143,6 +143,14 @@ def test_a_step_that_a_package_cannot_hold_is_an_error(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_packed_is_an_error_that_says_why(tmp_path: Path) -> None:
+    model = tiny_transformer()
+    view = model.layers[0].attention.k_cache[0]
+    with pytest.raises(PackageError, match=r"cannot be packaged: .*a view of it, or another tensor"):
+        kvcompile.package(model, one_token(0), path=tmp_path / "step.pt2")
+    assert not view.any()
+
+
 def test_calibrated_formats_are_an_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = tiny_llama()
