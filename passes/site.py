@@ -107,7 +107,7 @@ class Site:
 
     @property
     def remedy(self) -> str | None:
-        """What the user can do about the reason; None without a reason, or if it is no member of :class:`Reason`."""
+        """The remedy of the reason; None without a reason, or if it is not a member of :class:`Reason`."""
         reason = Reason.__members__.get(self.reason_code or "")
         return reason.remedy if reason is not None else None
 

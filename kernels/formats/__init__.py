@@ -115,7 +115,7 @@ def with_basis(fmt: Format, reference: str) -> Format:
         ValueError: the format is not calibrated, or the basis is unknown, or it is a basis for another kind of format.
     """
     if not fmt.is_calibrated:
-        raise ValueError(f"{fmt.name} is no calibrated format, so it cannot have a basis")
+        raise ValueError(f"{fmt.name} is not a calibrated format, so it cannot have a basis")
     basis = bases.find(reference)
     stored = 0 if basis.from_stored is None else basis.from_stored.shape[1]
     if stored != (fmt.stored_dim(basis.head_dim) if fmt.has_matrices else 0):

@@ -172,7 +172,9 @@ class LloydMax(Format):
     def __init__(self, bits: tuple[int, ...], num_parts: int | None = None) -> None:
         self.name = f"{LLOYD_MAX}{''.join(map(str, bits))}"
         if not 1 <= len(bits) <= 4 or not set(bits) <= set(COEFFICIENTS):
-            raise ValueError(f"{self.name} is no format: give bits from 1 to 6 for up to four planes, as lloyd_max_531")
+            raise ValueError(
+                f"{self.name} is not a format: give bits from 1 to 6 for up to four planes, as lloyd_max_531"
+            )
         self.num_parts = len(bits) if num_parts is None else num_parts
         packing = WordPacking(bits, self.num_parts)
         self.packing = packing

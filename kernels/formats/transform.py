@@ -42,8 +42,8 @@ class Transform(LloydMax):
         name = f"{TRANSFORM}{''.join(map(str, bits))}"
         if not is_transform(name):
             raise ValueError(
-                f"{name} is no format: a name has the bits of four quarters, from 6 to 0 in descending order, such as "
-                "transform_5310"
+                f"{name} is not a format: a name has the bits of four quarters, from 6 to 0 in descending order, such "
+                "as transform_5310"
             )
         super().__init__(tuple(width for width in bits if width), NUM_QUARTERS)
         self.name = name

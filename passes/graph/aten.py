@@ -119,7 +119,7 @@ def known_size(size: Any) -> Any:
 
 
 def sliced_by(node: Node) -> tuple[Node, ...]:
-    """The nodes from ``node`` back to the slice that it is a copy of; empty if it is no slice."""
+    """The nodes from ``node`` back to the slice that it is a copy of; empty if it is not a slice."""
     chain = [node]
     while chain[-1].target in SAME_OPS:
         chain.append(chain[-1].args[0])

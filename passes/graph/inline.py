@@ -30,7 +30,7 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 
 
 def behind_placeholders(node: Node) -> Node:
-    """The first node after ``node`` that is no placeholder. Sizes are placeholders, too, and may come later."""
+    """The first node after ``node`` that is not a placeholder. Sizes are placeholders, too, and may come later."""
     node = node.next
     while node.op == "placeholder":
         node = node.next
@@ -106,7 +106,7 @@ def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: 
 
 
 def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Equal for calls that trace the same operations; None if ``fn`` captures variables or an argument is no constant.
+    """Equal for calls that trace the same operations; None if ``fn`` captures variables or takes other than constants.
 
     Sizes must be numbers. A tensor is described by all that its operations may depend on.
     """

@@ -347,7 +347,7 @@ def may_overlap(first: Node, second: Node) -> bool:
 
 
 def _base_of(node: Node) -> Node:
-    """The tensor that ``node`` may be a view of; ``node`` itself if it is no view."""
+    """The tensor that ``node`` may be a view of; ``node`` itself if it is not a view."""
     while (call := read_call(node)) is not None and isinstance(call.get("input"), Node):
         changed = mutated_by(node)
         if not changed and call.name not in (*VIEWS, *PERMUTATIONS, *SAME_VALUE, *CASTS, *_PARTS):

@@ -51,7 +51,7 @@ def mark_attention(gm: GraphModule) -> int:
 
 
 def _writer(node: Node, written: dict[Node, WrittenAttention]) -> Callable[[GraphWriter], Node] | None:
-    """The function that inserts the marker of the attention with output ``node``; None if it is no such output."""
+    """The function that inserts the marker of the attention with output ``node``; None if it is not such an output."""
     if node in written:
         return lambda writer: write_marker(writer, written[node], module_name(node))
     if is_attention(node):

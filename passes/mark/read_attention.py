@@ -51,7 +51,7 @@ CHANNELS = "e"
 
 
 def read(call: Call, context: Context) -> Value | None:
-    """The value of ``call``, at least one of whose inputs has a value; None if it is no part of attention.
+    """The value of ``call``, at least one of whose inputs has a value; None if it is not a part of attention.
 
     Raises:
         NotUnderstood: the effect of the operation on scores or weights is not known.

@@ -120,7 +120,7 @@ def _number(scale: float | Node) -> float:
     """
     value = value_of(scale) if isinstance(scale, Node) else scale
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or free_unbacked_symbols(value):
-        raise NotUnderstood("its scale is no number that is known when it is compiled")
+        raise NotUnderstood("its scale is not a number that is known when it is compiled")
     return float(value)
 
 

@@ -74,7 +74,7 @@ class Context:
 
 
 def read_scores(call: Call, scores: Scores, context: Context) -> Known | None:
-    """The value of ``call`` on ``scores``; None if it is no part of attention."""
+    """The value of ``call`` on ``scores``; None if it is not a part of attention."""
     handler = _HANDLERS.get(call.name)
     if handler is None:
         raise NotUnderstood(f"{call.name} is applied to its scores")
@@ -301,7 +301,7 @@ def reduced(call: Call, layout: Layout) -> Layout:
 
 
 def axis_of(dim: Any, layout: Layout) -> str | None:
-    """The name of the axis of dimension ``dim``; "" if its size is 1, None if it has several axes or is no int."""
+    """The name of the axis of dimension ``dim``; "" if its size is 1, None if it has several axes or is not an int."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     if not isinstance(dim, int) or len(layout[dim]) > 1:

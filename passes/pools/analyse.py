@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 class NotAPool(Refusal):
-    """Raised if an input is no pool because of its use by ``user``."""
+    """Raised if an input is not a pool because of its use by ``user``."""
 
     def __init__(self, user: Node) -> None:
         super().__init__(Reason.gathered, detail=f"which is also used by {user_name(user)}")
@@ -142,7 +142,7 @@ def _is_write(state: Node, put: Node, axes: str) -> bool:
 
 
 def _axes_of_view(pool: Pool, axes: str, view: Node) -> str | None:
-    """The order of a state, a view of a state in the order ``axes``; None if it is no view that states may have.
+    """The order of a state, a view of a state in the order ``axes``; None if it is not a view that states may have.
 
     A view may exchange the middle axes of blocks, or regroup slots to blocks and tokens or back.
     """

@@ -378,8 +378,8 @@ def _count_uses(node: Node, user: Node) -> int:
 def _write_of(node: Node, axes: str, role: Role) -> CacheWrite | None:
     """``node`` as a write of a cache, or None; raises Refusal if a write of an input is not understood.
 
-    A write into a tensor that the graph makes is no cache write if it is not understood. It assembles new rows (such as
-    channels with rotary positions and channels without) or a tensor for this attention alone.
+    A write into a tensor that the graph makes is a cache write only if it is understood. Other such writes assemble new
+    rows (such as channels with rotary positions and channels without) or a tensor for this attention alone.
     """
     try:
         return match_slice(node, axes) or match_write(node, axes, role)

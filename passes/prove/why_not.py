@@ -1,4 +1,4 @@
-"""Say why an operand of attention is no cache that can be packed.
+"""Say why an operand of attention is not a cache that can be packed.
 
 The graph may compute it from new rows alone, or from a cache in a way that cannot be packed. It may be a part of a
 larger tensor, or something else may use it.
@@ -30,7 +30,7 @@ _CODES = frozenset((torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e
 
 
 def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
-    """The reason why ``root``, the origin of an operand of attention, is no cache.
+    """The reason why ``root``, the origin of an operand of attention, is not a cache.
 
     ``later_states``: the written states of inputs that may be caches.
     """

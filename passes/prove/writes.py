@@ -89,7 +89,7 @@ class CacheWrite:
 def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     """Read ``node`` as a write along the tokens of a cache in the order ``axes``.
 
-    Returns None if ``node`` is no cache write. Raises Refusal if it is one in a form that is not understood.
+    Returns None if ``node`` is not a cache write. Raises Refusal if it is one in a form that is not understood.
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
     write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
@@ -101,7 +101,7 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
 def match_slice(node: Node, axes: str) -> CacheWrite | None:
     """Read ``node``, a slice or a copy of a slice, as a move: the tokens that it keeps move to the first positions.
 
-    Returns None if it is no slice of tokens.
+    Returns None if it is not a slice of tokens.
     """
     return _with_later_sizes(lambda: _match_slice(node, axes))
 

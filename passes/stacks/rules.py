@@ -201,7 +201,7 @@ def _constant(user: Node, index: Any, size: int) -> int:
 
 
 def _range(user: Node, bounds: Sequence[Any], size: int) -> range:
-    """The indices of a slice; raises NotAStack if its bounds are no constants, or if it is empty."""
+    """The indices of a slice; raises NotAStack if its bounds are not constants, or if it is empty."""
     if not all(bound is None or isinstance(bound, int) for bound in bounds):
         raise NotAStack(user)
     indices = range(size)[slice(*bounds)]

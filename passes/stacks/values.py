@@ -77,7 +77,7 @@ class State:
     def viewed(self, index_map: IndexMap) -> State | None:
         """The state of a view of the tensor that arranges its dimensions, or takes some indices of stacked dimensions.
 
-        None if the view does more, or if its indices of stacked dimensions are no constants.
+        None if the view does more, or if its indices of stacked dimensions are not constants.
         """
         axes = index_map.axes()
         if len(axes) != len(index_map.dims) or any(len(dim) != 1 for dim in index_map.dims):
