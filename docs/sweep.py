@@ -20,11 +20,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 import torch
 import transformers
-from sweep_case import MAX_ERROR, NOT_BUILT, STEPS, CacheKind, CaseResult, Implementation, run_case
+from sweep_case import MAX_ERROR, NO_ATTENTION, NOT_BUILT, STEPS, CacheKind, CaseResult, Implementation, run_case
 from sweep_library import model_types
 from sweep_models import ARCHITECTURES
 
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent
 Cases = Sequence[tuple[Implementation, CacheKind]]
 CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for cache in get_args(CacheKind)]
 SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
-"""The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
+"""The cases of a model type whose sizes come from the rule of ``sweep_library.py``. Without sdpa it runs eager ones."""
 TIMEOUT = 900
 """Seconds for one architecture."""
 
@@ -70,8 +70,15 @@ class Run:
 
     def _write(self) -> None:
         with self._file.open("w", encoding="utf-8", buffering=1) as file:
-            for attention, cache in self._cases:
-                file.write(json.dumps(run_case(self.architecture, attention, cache).to_dict()) + "\n")
+            results = [self._run(file, *case) for case in self._cases]
+            if self._cases is SDPA and all(result.skipped == NO_ATTENTION.format("sdpa") for result in results):
+                for cache in get_args(CacheKind):
+                    self._run(file, "eager", cache)
+
+    def _run(self, file: TextIO, attention: Implementation, cache: CacheKind) -> CaseResult:
+        result = run_case(self.architecture, attention, cache)
+        file.write(json.dumps(result.to_dict()) + "\n")
+        return result
 
     def is_over(self) -> bool:
         if self._process.is_alive() and time.monotonic() > self._end:
@@ -162,6 +169,10 @@ once with a dynamic cache. A static cache is filled in eager code and compiled f
 `generate()`. A dynamic cache is compiled from the first call on. Windows of sliding layers are 16 tokens. Graphs are
 rewritten and run node by node; no code is generated.
 
+The sizes of most models come from one rule (`docs/sweep_library.py`). These run with `scaled_dot_product_attention`, or
+with `eager` attention if they have no other. The remaining models (`docs/sweep_models.py`) run with every attention
+implementation.
+
 `2 of 3` means that 2 of 3 layers with a cache were rewritten in every graph; cross-attention counts as a layer. The
 error is the relative L2 distance of all logits from a reference: the uncompiled model, whose caches are quantized on
 write and dequantized on read. In the reference, attention that was not packed reads new keys and values before they are
@@ -194,8 +205,9 @@ def _cells(case: CaseResult, reasons: dict[str, int]) -> tuple[str, str]:
         return "-", ""
     if case.failure:
         return f"failed {_reference(case.failure, reasons)}", ""
-    marks = "".join(f" {_reference(reason, reasons)}" for reason in [*case.refusals, *case.notes])
-    return f"{case.rewritten} of {case.cached}{marks}", f"{case.error:.0e}"
+    marks = ", ".join(_reference(reason, reasons) for reason in [*case.refusals, *case.notes])
+    rewritten = min(case.rewritten, case.packed)  # several modules may read one cache
+    return f"{rewritten} of {case.cached} {marks}".rstrip(), f"{case.error:.0e}"
 
 
 def _reference(reason: str, reasons: dict[str, int]) -> str:

@@ -40,6 +40,7 @@ STEPS = (11, 1, 1, 4, 1, 1)
 MAX_ERROR = 2e-3
 """Largest relative L2 error of the logits. One int8 code that is rounded the other way causes about a tenth of it; one
 token too many or too few in a mask causes ten times as much."""
+NO_ATTENTION = "Transformers has no {} attention for it"
 NOT_BUILT = "no small model: "
 """The beginning of the reason why a model type has no case."""
 LOSSLESS = "float32"
@@ -138,15 +139,17 @@ def run_case(
     except ValueError as error:
         if "does not support" not in str(error):
             raise
-        result.skipped = f"Transformers has no {attention} attention for it"
+        result.skipped = NO_ATTENTION.format(attention)
         return result
     case = _Case(model, kind, Policy.load(policy), list(steps))
     with flex_attention_is_not_compiled():
         try:
             case.run(result)
         except Exception as error:
-            if case.fails_uncompiled():
+            if case.fails(model):
                 result.skipped = f"it does not run with a {kind} cache, compiled or not"
+            elif case.fails(torch.compile(model, backend="eager")):
+                result.skipped = f"it does not run with a {kind} cache under torch.compile, whatever the backend"
             else:
                 result.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if result.error > MAX_ERROR and policy != LOSSLESS:
@@ -207,11 +210,11 @@ class _Case:
         return torch.cat(logits, 1), cache, report
 
     @torch.no_grad()
-    def fails_uncompiled(self) -> bool:
-        """Whether the uncompiled model fails in this case as well."""
+    def fails(self, model: Any) -> bool:
+        """Whether the model fails in this case without kvquant as well."""
         self.packed_after = self.left_alone = [set() for _ in self.steps]
         try:
-            self._reference(self.model)
+            self._reference(model)
         except Exception:
             return True
         return False

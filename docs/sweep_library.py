@@ -103,13 +103,15 @@ def _sizes(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type)
-    names = {*vars(config), *config.attribute_map}
+    computed = {name for name, kind in vars(type(config)).items() if isinstance(kind, property) and kind.fset is None}
+    names = {*vars(config), *config.attribute_map} - computed
     sizes = {name: size for name, size in STANDARD.items() if name in names}
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if not getattr(config, "sliding_window", None):
         sizes.pop("sliding_window", None)
-    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):
+    kinds = () if "layer_types" in computed else getattr(config, "layer_types", None) or ()
+    if kinds := list(dict.fromkeys(kinds)):
         sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         sizes |= {name: len(sizes["layer_types"]) for name in ("num_hidden_layers", "num_layers") if name in sizes}
     return sizes

@@ -42,7 +42,8 @@ def package(
     Args:
         model: a module or a function that runs on a CPU. Its caches have a fixed size: buffers of the module, or
             arguments, such as :func:`kvcompile.static_cache`. They must be empty, and nothing runs on them here.
-        args, kwargs: the arguments of one step.
+        args: the arguments of one step by position.
+        kwargs: the arguments of one step by name.
         policy: preset name, path, dict or Policy; the default policy if it is None.
         path: the file to write, ending in ``.pt2``. A file of this name is replaced once the package has been checked.
 
