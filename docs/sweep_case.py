@@ -28,6 +28,7 @@ from torch import Tensor
 
 import kvcompile
 import kvcompile.backend
+from kvcompile.passes.graph.aten import replace_views_by_reshapes
 from kvcompile.passes.site import Site
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report
@@ -108,9 +109,7 @@ def without_code_generation() -> Iterator[None]:
     """Run the rewritten graphs node by node, without Inductor's code generation."""
 
     def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            node.target = torch.ops.aten.reshape.default  # Inductor copies where the strides do not allow a view
-        gm.recompile()
+        replace_views_by_reshapes(gm)
         return make_boxed_func(gm.forward)
 
     torch._dynamo.reset()

@@ -20,6 +20,7 @@ from kvcompile.errors import KVCompileError, PackageError
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.packaging.signature import InputKind, StepInput, TensorType
 from kvcompile.passes.calling import Rewritten
+from kvcompile.passes.graph.aten import replace_views_by_reshapes
 from kvcompile.passes.graph.names import in_words
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.rewrite.caches import is_mutated
@@ -111,7 +112,8 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     _check_operators(packing.gm)
     constants = {one.data_ptr() for one in _tensors_of(model)}
     inputs = tuple(_input(packing, place, tensor, constants) for place, tensor in enumerate(tensors))
-    return Captured(_runnable(packing.gm), tuple(tensors), inputs)
+    replace_views_by_reshapes(packing.gm)
+    return Captured(packing.gm, tuple(tensors), inputs)
 
 
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,14 +145,6 @@ def _by_name(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             )
         named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return named
-
-
-def _runnable(gm: GraphModule) -> GraphModule:
-    """``gm``, ready to be traced again: Inductor makes a view a copy where strides ask for it."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
-    gm.recompile()
-    return gm
 
 
 def _check(rewritten: Rewritten, args: Sequence[Any]) -> None:

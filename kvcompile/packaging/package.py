@@ -70,9 +70,11 @@ def package(
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             aoti_compile_and_package(exported, str(made), signature.metadata())
-            _check(step, load_package(made))
+            result = load_package(made)
+            _check(step, result)
             made.replace(target)
-    return load_package(target)
+    result.path = target
+    return result
 
 
 class _Step(nn.Module):
