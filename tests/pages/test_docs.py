@@ -35,7 +35,7 @@ RUN_ELSEWHERE = {
 }
 """Commands in pages that this file does not run, and the file that runs them."""
 
-SLOW = {"tuning.md", "packages.md"}
+SLOW = {"tuning.md"}
 """Pages with slow Python, whose functions other tests run too; they run only in ``pytest -m slow``."""
 
 
