@@ -5,10 +5,10 @@ A calibrated format stores the bytes of its plain format, for vectors in the bas
 changes the query before its kernels and the output after them, and a read changes dequantized vectors back. These are
 products with the small matrices of a layer. Kernels read nothing but the stored channels, in decode and in prefill.
 
-Scores lack the product of the query with the mean of the keys. They may, because the softmax does not see a constant;
-with attention sinks, a softcap or tokens in full precision it would, so :func:`refusal` names these. A token that was
-never written counts as one whose vector is the mean, and not as the zero vector of the specification. Attention that
-hides no token of a cache of fixed size is therefore refused, too; a mask may be expected to hide such tokens.
+Scores lack the product of the query with the mean of the keys, a constant of each row. The softmax is invariant to it.
+Attention sinks, a softcap and tokens in full precision would break this, and :func:`refusal` names them. A token that
+was never written counts as the mean vector, and not as the zero vector of the specification. Attention that hides no
+token of a cache of fixed size is therefore refused, too. A mask is expected to hide such tokens.
 """
 
 from __future__ import annotations

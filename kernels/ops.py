@@ -60,7 +60,7 @@ _library.define("visible_range(Tensor mask, SymInt q_len, SymInt kv_len) -> Tens
 
 
 def _layout_of(op: str, name: str, x: Tensor, format: str, role: str) -> PackedLayout:
-    """The layout of a cache in ``format`` whose vectors are those of ``x``, [batch, heads, tokens, head_dim]."""
+    """The layout of a cache in ``format`` for vectors such as ``x``, [batch, heads, tokens, head_dim]."""
     if x.dim() != 4:
         raise ValueError(
             f"kvcompile::{op}: {name} must be [batch, heads, tokens, head_dim], but has the shape {list(x.shape)}"

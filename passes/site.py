@@ -34,7 +34,7 @@ class FormatPair:
         return self.key if role == "key" else self.value
 
     def residual(self, role: Role, dtype: torch.dtype) -> Residual | None:
-        """The tokens that keys or values of a cache of ``dtype`` keep in full precision; None if there are none."""
+        """The tokens that keys or values of a cache of ``dtype`` keep in full precision; None if they keep no token."""
         recent_blocks, sink_blocks = num_blocks(self.residual_length), num_blocks(self.sink_tokens)
         if get_format(self.format_name(role)).granularity == "channel":
             recent_blocks = max(recent_blocks, 1)
@@ -86,7 +86,7 @@ class Site:
         layer: the layer index in that name, if it has one.
         attention: what was recognised, e.g. ``sdpa causal, gqa 4``.
         caches: its packed caches; empty when refused.
-        reason: why the site was left to plain Inductor; None when it was rewritten.
+        reason: why plain Inductor compiles the site; None when it was rewritten.
         reason_code: a short stable name of that reason, e.g. ``escaping_view``.
     """
 

@@ -1,9 +1,8 @@
-"""Quantizing and dequantizing tokens of the DeepSeek-V4 K cache in registers; caches of latents use these functions,
-too.
+"""Quantize and dequantize tokens of the DeepSeek-V4 K cache in registers.
 
-A tile is [tokens, scale blocks, channels]. Kernels see bfloat16 as int16 patterns, because Triton's interpreter
-converts bfloat16 inexactly: it truncates, and loses subnormal numbers. :mod:`kvcompile.kernels.formats.ds_mla_rows` is
-the specification.
+Caches of latents use these functions, too. A tile is [tokens, scale blocks, channels]. Kernels see bfloat16 as int16
+patterns, because Triton's interpreter converts bfloat16 inexactly: it truncates, and loses subnormal numbers.
+:mod:`kvcompile.kernels.formats.ds_mla_rows` is the specification.
 """
 
 from __future__ import annotations

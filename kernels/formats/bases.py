@@ -9,8 +9,8 @@ Attention needs no ``x``. Both of its products follow from ``y``:
     q . x = (q @ from_stored[h].T) . y + q . mean[h]
     sum(p x) = sum(p y) @ from_stored[h] + sum(p) mean[h]
 
-The scalar ``q . mean`` is the same for all keys of a head. The softmax does not see it, unless a row also has scores
-without it: of keys in full precision, or of attention sinks.
+The scalar ``q . mean`` is the same for all keys of a head. The softmax is invariant to it, unless a row also has
+scores without it: of keys in full precision, or of attention sinks.
 
 ``y`` may have fewer channels than ``x``: the other channels are not stored. A basis without matrices only has a mean.
 

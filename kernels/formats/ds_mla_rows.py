@@ -12,8 +12,7 @@ within the e4m3 range, ``2**ceil(log2(max(amax, MIN_AMAX) / 448))``. Dividing by
 pages of a request may lie anywhere: ``block_table`` has one page number for every ``block_size`` positions. Slot ``n``
 is token ``n % block_size`` of page ``n // block_size``.
 
-The Triton kernels agree with these functions bit for bit, except that any NaN may stand for any other. The functions
-are
+The Triton kernels agree with these functions bit for bit, except that any NaN may stand for any other. They are
 traceable: no Python depends on data. They trust their arguments; :mod:`kvcompile.kernels.deepseek_v4.ops` checks them.
 
 Source: vLLM's kernels for DeepSeek-V4, vllm-project/vllm#42236 (arguments, layout and meaning); OCP Microscaling

@@ -196,7 +196,7 @@ class LloydMax(Format):
 
     @classmethod
     def parse(cls, name: str) -> LloydMax:
-        """The format called ``name``; ValueError if there is none."""
+        """The format called ``name``; ValueError if no format has this name."""
         digits = name.removeprefix(LLOYD_MAX)
         return cls(tuple(map(int, digits)) if digits.isdecimal() else ())
 

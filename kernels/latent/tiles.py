@@ -1,5 +1,6 @@
-"""Caches of latents (:mod:`kvcompile.kernels.formats.fp8_ds_mla`) in Triton: their compile-time description, and
-loading their tokens to registers.
+"""Describe caches of latents at compile time, and load their tokens to registers, in Triton.
+
+:mod:`kvcompile.kernels.formats.fp8_ds_mla` is their format.
 
 The scales of 64 channels cannot be taken out of the products of attention, and both products use the same latent. Its
 channels are therefore dequantized once, to bfloat16, which holds them exactly, or to float32.

@@ -54,8 +54,8 @@ class ContextShard:
         """The tokens that this rank stores, as arguments of :func:`~kvcompile.kernels.spec.packing.write_tokens`.
 
         A token of another rank would share its position with a token of this rank, and a write that keeps the bytes of
-        one would undo the write of the other. Such a token is therefore replaced by one of this rank, which is then
-        written several times. If none is of this rank, nothing is written.
+        one would undo the write of the other. The token is therefore replaced by a token of this rank, which is then
+        written several times. If this rank has no token, nothing is written.
 
         Args:
             x: new tokens, [batch, num_kv_heads, n, head_dim].

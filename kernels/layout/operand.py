@@ -84,7 +84,7 @@ class PackedOperand:
         unpack_gains: for each plane, levels of the specification over the numbers that ``unpack_ptx`` makes.
         codec: the codec of the format.
         ptx: the major compute capability whose inline PTX can run, or 0.
-        unpack_ptx: the codec's PTX text for that capability; None if there is none, and for products in float32.
+        unpack_ptx: the codec's PTX text for that capability; None without one, and for products in float32.
         multiplies_integers: whether queries with two columns per row use the codec's ``integers_ptx``.
         query_exponent: ``e`` if queries are scaled so that the largest channel is in ``[2**(e - 1), 2**e)``; keys only.
         residual: exact blocks beside the packed ones; None without a residual.

@@ -7,9 +7,8 @@ are computed on levels:
 
 A rotated format costs one rotation of the query (``q . k = (q R) . (k R)``) and one of the output. A calibrated format
 costs one product each with a matrix of its basis, and adds the products with its mean
-(:mod:`kvcompile.kernels.formats.bases`). Scales of keys per
-channel multiply the query, once for each block: ``scores = level . (scale * q) + zero . q``. A static scale of keys
-multiplies the query, a static scale of values the output.
+(:mod:`kvcompile.kernels.formats.bases`). Scales of keys per channel multiply the query, once for each block: ``scores =
+level . (scale * q) + zero . q``. A static scale of keys multiplies the query, a static scale of values the output.
 
 The decode path below writes these products as reductions over the packed bytes, which ``torch.compile`` fuses:
 Inductor's C++ reads every byte of the cache once and keeps its levels in registers. Queries with many rows use

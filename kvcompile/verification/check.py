@@ -41,7 +41,7 @@ class Verdict:
 
     Attributes:
         steps: how many steps ran on both graphs.
-        mismatches: the differences in the last step; empty if there are none.
+        mismatches: the differences in the last step; empty if nothing differs.
         impossible: why no step could run; None if a step ran.
         inputs: the inputs of the last step, each in a line.
         pair: the two graphs.

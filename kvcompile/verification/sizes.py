@@ -55,7 +55,7 @@ class Sizes:
         return int(size.node.expr.xreplace(dict(symbols))) if isinstance(size, torch.SymInt) else int(size)
 
     def matching(self, shape: Sequence[Any], actual: Sequence[int]) -> dict[sympy.Symbol, int] | None:
-        """The values of the symbols in ``shape`` that make it ``actual``; None if there are none."""
+        """The values of the symbols in ``shape`` that make it ``actual``; None if no values do."""
         found: dict[sympy.Symbol, int] = {}
         if len(shape) != len(actual):
             return None

@@ -1,7 +1,7 @@
 """Compute a function of one score for all scores at once.
 
-``flex_attention`` takes functions of a score and its indices (sequence, head, query and key). As Dynamo traces them,
-each is a tensor without dimensions. Element-wise operations mean the same on the indices of all scores, [batch, 1, 1,
+``flex_attention`` takes functions of a score and its indices (sequence, head, query and key). Dynamo traces each of
+these as a tensor without dimensions. Element-wise operations mean the same on the indices of all scores, [batch, 1, 1,
 1], [1, num_heads, 1, 1], [1, 1, q_len, 1] and [1, 1, 1, kv_len], which broadcast against each other.
 """
 

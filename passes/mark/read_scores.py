@@ -235,8 +235,8 @@ def check_masks(scores: Scores) -> None:
     ``NEVER_SEEN``.
 
     If several steps mask, the weights of rows without a visible key depend on the larger constant. An absorbing
-    constant is written unchanged. Any other constant has to be written as a lower number, so that it must be the only
-    one: no other constant and no tensor may mask beside it.
+    constant is written unchanged. Any other constant has to be written as a lower number. It is refused if
+    another constant or a tensor masks, too.
     """
     finite = {step.value for step in scores.bias if isinstance(step, Fill) and step.value != -math.inf}
     names = " and ".join(f"{value:g}" for value in sorted(finite))

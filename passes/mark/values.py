@@ -89,7 +89,7 @@ class Scores:
         cap: factor of the tanh; 0 if there is no tanh.
         bias: the additions and fills, in this order. A multiplication applies to the bias before it.
         sink: logits that were concatenated to the scores.
-        sink_axis: the axis along which they were concatenated; "" if there are none.
+        sink_axis: the axis along which they were concatenated; "" without sinks.
         sink_first: whether the sinks come before the first key, not after the last.
         shifted: the axis along which one number was subtracted from each row of scores; "" if it was subtracted from
             all scores, None if nothing was subtracted.

@@ -44,7 +44,7 @@ def _view(writer: GraphWriter, node: Node, steps: tuple[Step, ...]) -> Node:
 
 
 def _arrange(writer: GraphWriter, node: Node, layout: Layout, dims: Dims) -> Node:
-    """A view of ``node`` with the dimensions ``dims``; raises NotUnderstood if there is none."""
+    """A view of ``node`` with the dimensions ``dims``; raises NotUnderstood if no view has them."""
     return _view(writer, node, _rearrangement(layout, dims).steps)
 
 

@@ -85,7 +85,7 @@ def analyse_pool(node: Node, axes: str | None = None) -> Pool | None:
         The pool; None if ``node`` has another rank than a pool, or if nothing gathers tokens from it.
 
     Raises:
-        NotAPool: the graph uses it in a way that no pool is used.
+        NotAPool: the graph uses it in another way than a pool.
     """
     value = node.meta.get("val")
     rank = value.dim() if isinstance(value, Tensor) else 0

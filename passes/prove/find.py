@@ -344,15 +344,15 @@ class CacheFinder:
                 raise Refusal(Reason.escaping_view, role=cache.role, user=f"another output, {operation(other)}")
 
     def _other_use(self, cache: Cache, node: Node, user: Node, understood: set[Node | None]) -> Node | None:
-        """The node that uses ``node``, a value of the cache or a view of it, in an unknown way; None if there is none.
+        """The node that uses ``node``, a value of the cache or a view of it, in an unknown way; None if all are known.
 
         It is ``user`` or, if ``user`` is a view, a user of that view. The known ways are:
 
         - ``user`` is in ``understood``.
         - It computes keys or values from the cache.
         - It asks for a size.
-        - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten, and if
-          one site is not, no other reader of the cache is.
+        - Only originals of sites that read the cache depend on it. They are erased if these sites are rewritten. If one
+          of these sites is refused, all are.
         - It is the marker of such a site, and reads ``node`` as its key or value and as nothing else.
         - It is a view with known uses only.
         """

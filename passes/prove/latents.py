@@ -94,7 +94,7 @@ def later_states(graph: Graph) -> set[Node]:
 
     Any activation may have three dimensions. An input with three counts if keys or values are selected from it. It also
     counts if the graph copies its state back or returns it, and computes keys or values from that state, but no query.
-    A query is computed from new tokens alone: a sequence of tokens that gets one more in front is not a cache.
+    A query is computed from new tokens alone: a sequence that gets one more token in front is not a cache.
     """
     written = {
         node

@@ -182,9 +182,9 @@ def _materialise(graph: Graph, args: tuple[Any, ...]) -> list[Any]:
 def wrapped(positions: Tensor, num_tokens: Any) -> Tensor:
     """Positions counted from the first. Negative positions count from the end, as in Python.
 
-    A position outside the cache becomes one behind its packed data. The last block may have room for more tokens than
-    the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds: generated C++
-    raises, and the Triton store writes nothing.
+    A position outside the cache becomes a position behind its packed data. The last block may have room for more
+    tokens than the model's cache, and a write there must not go unnoticed. Behind the data, the store checks bounds:
+    generated C++ raises, and the Triton store writes nothing.
     """
     positions = positions.long()
     positions = torch.where(positions < 0, positions + num_tokens, positions)

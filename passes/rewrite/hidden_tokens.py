@@ -1,4 +1,4 @@
-"""Compute attention to the last tokens of a cache as attention to all its tokens, of which a mask hides the first.
+"""Compute attention to the last tokens of a cache as attention to all its tokens, with a mask that hides the first.
 
 A window that begins at another token in each step (``keys[:, :, -window:]``) needs no copy. Kernels read only the
 blocks in which a bool mask shows a token.
@@ -18,7 +18,7 @@ from kvcompile.passes.marker import Marker
 
 
 def hide_first_tokens(graph: Graph, marker: Marker, first_token: Size, num_tokens: Size) -> Marker:
-    """``marker``, with a mask for all tokens before the end of those that it reads.
+    """``marker``, with a mask for all tokens up to the last token that it reads.
 
     Args:
         graph: the graph; nodes go to its insertion point.
