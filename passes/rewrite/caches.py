@@ -36,6 +36,7 @@ from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
+from kvcompile.passes.rewrite.same_blocks import with_same_blocks
 
 aten = torch.ops.aten
 
@@ -138,7 +139,10 @@ class CacheRewriter:
             first_token, num_tokens = attention.key_read.first_token, attention.key_read.num_tokens
             kv_len = size_node(self.graph, first_token + num_tokens)
             k_data = self._read(attention.key_read, key)
-            data = k_data, k_data if attention.key is attention.value else self._read(attention.value_read, value)
+            v_data = k_data if attention.key is attention.value else self._read(attention.value_read, value)
+            end = first_token + num_tokens
+            stored = end if self.shard is None else self.shard.num_tokens(end)
+            data = with_same_blocks(self.graph, (k_data, v_data), (key, value), stored)
             ranges = head_ranges(attention.key_read, attention.value_read)
             assert ranges is not None, "it was checked when the caches were proven"
             call = Marker.of(marker)

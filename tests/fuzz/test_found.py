@@ -66,3 +66,40 @@ def test_a_cache_that_grows_and_is_also_overwritten_stays_plain(starts_packed: b
             yield run(c, new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16)), c["k0"], c["v0"], before
 
     check(drive, policy="float32", dtype="float32", operators=True, dynamic=False, starts_packed=starts_packed)
+
+
+def test_keys_in_a_new_cache_and_values_in_a_written_one_are_read_together() -> None:
+    def step(c, q, k, v, pos):
+        c["k0"].mul_(0.5)
+        k0 = c["k0"].index_copy(2, pos, k)
+        v0 = c["v0"].index_copy(2, pos, v)
+        mask = torch.arange(k0.shape[2]) <= pos[:, None]
+        out = F.scaled_dot_product_attention(q, k0, v0, attn_mask=mask)
+        c["k0"], c["v0"] = k0, v0
+        return out
+
+    def drive(compile, new):
+        run = compile(step)
+        c = {name: new.cache(role, "bhtd", 2, 2, 12, 16) for name, role in (("k0", "key"), ("v0", "value"))}
+        for position in range(2):
+            pos = new.range(position, position + 1)
+            yield run(c, new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16), pos), c["k0"], c["v0"]
+
+    check(drive, policy="float32", dtype="float32", operators=True, dynamic=False)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(128, 64), (64, 65), (200, 300)])
+def test_key_and_value_caches_of_different_capacities_are_read_together(keys: int, values: int) -> None:
+    def step(c, q, k, v, pos):
+        c["k0"].index_copy_(2, pos, k)
+        c["v0"].index_copy_(2, pos, v)
+        return F.scaled_dot_product_attention(q, c["k0"][:, :, :50], c["v0"][:, :, :50])
+
+    def drive(compile, new):
+        run = compile(step)
+        c = {"k0": new.cache("key", "bhtd", 2, 2, keys, 16), "v0": new.cache("value", "bhtd", 2, 2, values, 16)}
+        for position in range(2):
+            pos = new.range(position, position + 1)
+            yield run(c, new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16), pos), c["k0"], c["v0"]
+
+    check(drive, policy="float32", dtype="float32", operators=True, dynamic=False)
