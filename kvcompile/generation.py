@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
+from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
 from kvcompile.caches.static import attention_modules
 from kvcompile.call.key_outliers import examine
@@ -106,6 +107,7 @@ class Generation:
         self._of_thread = threading.local()
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
+        self._has_served = False
         self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
         self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
         replaced: dict[str, Any] = {name: _forwarding(name, model) for name in _METHODS}
@@ -169,6 +171,7 @@ class Generation:
         cache_of_call: Any = kwargs.get(self._cache_argument)
         if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
             cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
+            self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with _looking_at_keys(self._model, cache):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
@@ -177,6 +180,12 @@ class Generation:
             return (self._recorded if records else self._compiled)(*args, **kwargs)
 
     # Their implementation
+
+    def _before_first_prompt(self, cache: Any, ids: Any) -> None:
+        if not self._has_served and cache is not None and ids is not None:
+            self._has_served = True
+            num_heads = getattr(self._model.config.get_text_config(decoder=True), "num_attention_heads", None)
+            precompile_prompt(packed_layers(cache), ids, num_heads if isinstance(num_heads, int) else None)
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -125,3 +126,39 @@ def test_the_plain_cache_never_exists(fresh_compiler: None) -> None:
     plain_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in result.past_key_values.layers)
     assert plain_bytes == 2 * 16 * 2 * 4 * 32768 * 128 * 2
     assert torch.cuda.max_memory_allocated() - before < 0.7 * plain_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [70, 3000])
+def test_all_kernels_of_the_first_prompt_are_compiled_before_it_runs(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    from kvcompile.caches import prompt_kernels
+    from kvcompile.kernels.lang import launcher
+    from kvcompile.kernels.precompile import _start, precompile
+
+    model = tiny_llama(num_layers=2, device="cuda", dtype=torch.bfloat16, max_position_embeddings=4096)
+    for kernel in [found for found in gc.get_objects() if isinstance(found, launcher.Launcher)]:
+        monkeypatch.setattr(kernel, "compiled", {})
+    _start.cache_clear()
+    launched, late = [], []
+    launch = launcher.Launcher.__call__
+
+    def watched(self: Any, *arguments: Any) -> None:
+        before = len(self.compiled)
+        launch(self, *arguments)
+        if not launcher._COMPILING_ONLY.get():
+            launched.append(self.kernel)
+            late.extend([self.kernel] * (len(self.compiled) - before))
+
+    def compiled_now(*arguments: Any) -> None:
+        compilation = precompile(*arguments)
+        assert compilation is not None
+        compilation.result()
+
+    monkeypatch.setattr(launcher.Launcher, "__call__", watched)
+    monkeypatch.setattr(prompt_kernels, "precompile", compiled_now)
+    kvcompile.compile(model, policy=POLICY)
+    generated(model, prompt(num_tokens, "cuda"), max_new_tokens=1)
+    assert len(launched) >= 4
+    assert not late
