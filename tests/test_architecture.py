@@ -49,9 +49,8 @@ passes.pipeline
 
 version
 errors
-reading
 tables
-digests
+files
 packed
 policy
 report

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvcompile import digests
 from kvcompile.caches import objects
 from kvcompile.caches.description import Reader, Writer
 from kvcompile.errors import CacheFileError, one_line, shown
+from kvcompile.files import digests
 
 FORMAT = "kvcompile.cache"
 VERSION = 4

@@ -11,7 +11,7 @@ import typer
 from kvcompile.cli.output import INTERRUPTED, JsonOption, examples, print_interrupted, print_json, print_wrapped
 from kvcompile.cli.progress import progress_bar
 from kvcompile.cli.subject import Data, Device, Dtype, Model, check_writable, name_of
-from kvcompile.reading import read_file
+from kvcompile.files.reading import read_file
 from kvcompile.tables import table
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ def calibrate(
 def _write_transforms(
     subject: Any, name: str, read: Text, path: Path, output: Path, positions: int | None, as_json: bool
 ) -> None:
-    from kvcompile import digests
     from kvcompile.evaluation.models import text_config
     from kvcompile.evaluation.text import MAX_TEXT
     from kvcompile.evaluation.transforms import calibrate_transforms
+    from kvcompile.files import digests
     from kvcompile.policy.transforms import Origin, Transforms
 
     windows = read.windows[:, : read.schedule.prefill]

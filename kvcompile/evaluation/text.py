@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, reads_bytes, text_config
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.reading import read_file
+from kvcompile.files.reading import read_file
 
 HELD_OUT = "val.bin"
 """The default text of a byte-level model, a file in the model's folder."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import cut, shown
+from kvcompile.files.reading import read_text_file
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
-from kvcompile.reading import read_text_file
 
 _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""

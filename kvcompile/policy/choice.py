@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from kvcompile.errors import PolicyError
+from kvcompile.files.reading import expanded
 from kvcompile.kernels.formats import get_format, with_rotation_seed, with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import Role
@@ -24,7 +25,6 @@ from kvcompile.passes.site import FormatPair
 from kvcompile.policy import presets
 from kvcompile.policy.static_scales import StaticScales
 from kvcompile.policy.transforms import Transforms
-from kvcompile.reading import expanded
 
 Granularity = Literal["per_token_head", "per_channel", "per_group", "per_tensor"]
 

@@ -42,6 +42,7 @@ from pydantic import (
 )
 
 from kvcompile.errors import PolicyError, cut, did_you_mean, shown
+from kvcompile.files.reading import expanded, is_file, read_text_file
 from kvcompile.kernels.formats import get_format
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
@@ -49,7 +50,6 @@ from kvcompile.policy.choice import Choice, RoleFormat, Strict
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.text import parse_json, parse_yaml
 from kvcompile.policy.transforms import Transforms
-from kvcompile.reading import expanded, is_file, read_text_file
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcompile.errors import PolicyError, cut, one_line
+from kvcompile.files.reading import read_text_file, status_of_file
 from kvcompile.kernels.formats import with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
@@ -33,7 +34,6 @@ from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.graph.modules import layer_index
 from kvcompile.policy.modules import module_in
 from kvcompile.policy.text import parse_json
-from kvcompile.reading import read_text_file, status_of_file
 
 _SCALE_TENSOR = re.compile(r"(?:(?P<module>.+?)\.)?(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<which>k|v|kv)_scale")
 _ROLES: dict[str, tuple[Role, ...]] = {"kv": ("key", "value"), "k": ("key",), "v": ("value",)}

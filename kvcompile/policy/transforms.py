@@ -27,14 +27,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvcompile import digests
 from kvcompile.compat.tensors import without_modes
 from kvcompile.errors import PolicyError, one_line
+from kvcompile.files import digests
+from kvcompile.files.reading import status_of_file
 from kvcompile.kernels.formats import bases, with_basis
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.policy.modules import module_in
-from kvcompile.reading import status_of_file
 
 FORMAT, VERSION = "kvcompile.transforms", "1"
 
@@ -46,7 +46,7 @@ class Origin(BaseModel):
 
     Attributes:
         model: the name of the model.
-        fingerprint: :func:`kvcompile.digests.of_model` of the model.
+        fingerprint: :func:`kvcompile.files.digests.of_model` of the model.
         text: the name of the text file.
         text_digest: SHA-256 of the text file.
         windows: number of windows of the text.

@@ -18,11 +18,11 @@ from transformers import DynamicCache
 from valid_files import CONFIG, POLICY
 
 import kvcompile
-from kvcompile import digests
 from kvcompile.errors import CacheFileError, PolicyError
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text, read_text
+from kvcompile.files import digests
 from kvcompile.kernels.formats import bases, get_format
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import PackedPool

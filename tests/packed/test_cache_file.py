@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvcompile
-from kvcompile import digests
 from kvcompile.errors import CacheFileError
+from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 

@@ -15,13 +15,13 @@ from valid_files import CONFIG, POLICY
 
 from kvcompile import PolicyError
 from kvcompile.errors import cut, shown
+from kvcompile.files.reading import MAX_TEXT, read_file
 from kvcompile.planning.config_file import read_config
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.model_caches import read_model_caches
 from kvcompile.planning.units import parse_context, parse_size
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.policy import MAX_FAULTS, Policy
-from kvcompile.reading import MAX_TEXT, read_file
 
 DEFAULT = "default: {dtype: int8_per_token_head}\n"
 

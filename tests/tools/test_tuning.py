@@ -19,7 +19,6 @@ from small_models import CONTEXT, HEAD_DIM, MODULES, save, small_model, some_byt
 from typer.testing import CliRunner
 
 import kvcompile
-from kvcompile import digests
 from kvcompile.cli.app import app
 from kvcompile.cli.output import INTERRUPTED
 from kvcompile.errors import PolicyError
@@ -28,6 +27,7 @@ from kvcompile.evaluation import tune as tune_module
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.evaluation.transforms import calibrate_transforms
+from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
 from kvcompile.policy.policy import Policy
