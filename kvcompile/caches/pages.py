@@ -96,6 +96,7 @@ def making_pages(formats: LayerFormats) -> Iterator[None]:
 def pack_updates(cache: PagedAttentionCache) -> None:
     """Give a cache that was made in a block :func:`making_pages` the ``update`` for packed pages."""
     cache.__class__ = _pages_class()
+    cache.unread = None  # type: ignore[attr-defined]  # an attribute that appears later would recompile graphs
 
 
 def has_packed_pages(cache: Any) -> bool:
@@ -161,7 +162,7 @@ class _Pages:
         unread: the layer whose ``update`` was called and whose attention was not; None between layers.
     """
 
-    unread: int | None = None
+    unread: int | None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -218,6 +219,8 @@ def attention_on_pages(
         [1, num_queries, num_heads, head_dim], and no weights.
     """
     pages, layer = kwargs.pop("kvcompile_pages", None), kwargs.pop("kvcompile_layer", None)
+    if has_packed_pages(kwargs.get("cache")):  # before Transformers 5.24, models call no update
+        pages, layer = kwargs["cache"], getattr(module, "layer_idx", None)
     if pages is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

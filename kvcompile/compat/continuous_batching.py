@@ -1,8 +1,9 @@
 """Undocumented names of the continuous batching of Transformers, and its private names.
 
 Functions import Transformers, because kvcompile works without it. Without one of these names, :func:`allocator_classes`
-returns None, and ``generate_batch()`` runs as without kvcompile. Transformers 5.17 lacks them: its paged attention is
-compiled, and its pools are packed in graphs.
+returns None, and ``generate_batch()`` runs as without kvcompile. They are the same from Transformers 5.20 to 5.24.
+Version 5.17 lacks them: its paged attention is compiled, and its pools are packed in graphs. In version 5.18 the
+attention implementations of continuous batching have names of their own, which start with ``paged|``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def allocator_classes() -> dict[str, Any] | None:
     classes = getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", None)
     allocator = getattr(cache_allocators, "FullAttentionCacheAllocator", None)
     has_names = classes is not None and all(hasattr(allocator, name) for name in _NEEDED)
-    takes_kwargs = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-    return classes if has_names and takes_kwargs else None
+    takes_keywords = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+    return classes if has_names and takes_keywords else None
 
 
 def attention_of(config: Any) -> str:
