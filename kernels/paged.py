@@ -72,7 +72,9 @@ class _Layer:
         blocks = num_blocks(num_tokens)
         return tuple(x.new_zeros((blocks, *x.shape[1:])) for x in (self.keys, self.values))  # type: ignore[return-value]
 
-    def store(self, data: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], slots: Tensor, valid: Tensor | None) -> None:
+    def store(
+        self, data: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], slots: Tensor, valid: Tensor | None
+    ) -> None:
         """Quantize the keys and values ``new`` [1, num_kv_heads, num_tokens, head_dim] into packed ``data``."""
         torch.ops.kvcompile.store_pair(*data, *new, slots, valid, self.key.spec, self.value.spec)
 

@@ -277,7 +277,9 @@ def test_a_model_that_does_not_pass_keywords_on_fails_loudly(monkeypatch: pytest
     model = packed()
     batched(model, PROMPTS[:1])
     monkeypatch.setitem(
-        AttentionInterface._global_mapping, pages.ATTENTION, lambda module, q, *args, **kwargs: (q.transpose(1, 2), None)
+        AttentionInterface._global_mapping,
+        pages.ATTENTION,
+        lambda module, q, *args, **kwargs: (q.transpose(1, 2), None),
     )
     with pytest.raises(AssertionError):
         batched(model, PROMPTS[:1])
