@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--memory", type=parse_size, default=parse_size("1GiB"))
+    parser.add_argument("--memory", type=lambda text: parse_size(text, "--memory"), default=1 << 30)
     parser.add_argument("--small", action="store_true", default=not torch.cuda.is_available())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

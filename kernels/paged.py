@@ -111,8 +111,8 @@ def _paged_attention(
     Args:
         query: [1, num_heads, num_queries, head_dim], any float dtype.
         key, value: the new tokens, [1, num_kv_heads, num_queries, head_dim].
-        pool: uint8 [num_bytes], the paged cache; changed in place.
-        write_slots: int64 [num_queries], the slot of each new token. All padding may have one slot, which no token uses.
+        pool: uint8 [num_bytes], the paged cache; changed in place. No sequence has slot 0, which holds zeros.
+        write_slots: int64 [num_queries], the slot of each new token. Padding may share a slot that no token uses.
         read_slots: int64 [num_tokens], the slots of the visible tokens, with padding; None or empty if all visible
             tokens are new. With a window the slots of the new tokens have no meaning.
         block_table: int [num_queries, max_pages], the pages of each sequence; takes the place of the slots.
@@ -250,8 +250,10 @@ def _attend_pages(
     for part, table, length in zip(
         queries.split(at_once), block_table.split(at_once), lengths.split(at_once), strict=True
     ):
-        seen = layer.gather(slots_of_pages(table, page_size, kv_len))
-        parts.append(layer.attend(part, seen, (token < length[:, None])[:, None, None]))
+        visible = token < length[:, None]
+        slots = slots_of_pages(table, page_size, kv_len)
+        seen = layer.gather(torch.where(visible, slots, 0))  # hidden slots may hold NaN, and slot 0 holds zeros
+        parts.append(layer.attend(part, seen, visible[:, None, None]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.squeeze(2).transpose(0, 1)[None].contiguous()
 

@@ -115,8 +115,8 @@ def _is_packable(model: Any) -> bool:
     kept = getattr(model, KEPT_MANAGER, None)
     if kept is not None and not hasattr(kept, _MARK):
         report.note(
-            "generate_batch: the persistent manager of this model was made before kvcompile.compile, and its pages stay "
-            "plain; call model.destroy_cached_continuous_batching_manager() first"
+            "generate_batch: the persistent manager of this model was made before kvcompile.compile, and its pages "
+            "stay plain; call model.destroy_cached_continuous_batching_manager() first"
         )
         return False
     if not can_set_attention(model):

@@ -1,4 +1,4 @@
-"""Packed pages in the continuous batching of Transformers: ``generate_batch()`` from version 5.24 on.
+"""Packed pages in the continuous batching of Transformers: ``generate_batch()`` of 5.20 to 5.24.
 
 Transformers keeps the caches of all requests in one flat byte tensor and divides it in two steps: allocators, one for
 each type of attention, ask for sectors and cut them into the blocks of requests. An allocator says how many bytes a

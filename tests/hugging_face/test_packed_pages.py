@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ def packed(policy: Any = LOSSLESS, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every packed paged cache that is made during the test. Its bytes are NaN or large numbers before the first write.
 
     The trash sectors at the beginning stay zeros, as Transformers promises.
@@ -73,7 +73,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         made.append(cache)
 
     monkeypatch.setattr(batching, "pack_updates", poison)
-    yield made
+    return made
 
 
 @pytest.fixture
@@ -100,7 +100,8 @@ def test_packed_pages_get_the_tokens_of_a_packed_static_cache(policy: Any, cache
     model = packed(policy)
     expected = one_by_one(model)
     assert batched(model) == expected
-    assert calls["pages"] and calls["slots"]
+    assert calls["pages"]
+    assert calls["slots"]
     assert caches[0].cache_tensor.dtype == torch.uint8
 
 
@@ -130,7 +131,7 @@ def test_more_requests_than_fit_reuse_the_pages_of_others(caches: list[Any]) -> 
 
 
 def test_requests_with_a_common_prefix_share_its_pages(caches: list[Any]) -> None:
-    model, prompts = packed("int8_per_token_head"), [SHARED + [3, 4, 5], SHARED + [9] * 30]
+    model, prompts = packed("int8_per_token_head"), [[*SHARED, 3, 4, 5], [*SHARED, *[9] * 30]]
     expected = [*one_by_one(model, prompts), *one_by_one(model, prompts[:1])]
     matched: list[int] = []
     from transformers.generation.continuous_batching import PagedAttentionCache
