@@ -46,10 +46,12 @@ def batched(
 def one_by_one(model: Any, prompts: list[list[int]] = PROMPTS, max_new_tokens: int = 8) -> list[list[int]]:
     """The new tokens of each prompt, by ``generate()`` of one sequence on a packed static cache."""
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "disable_compile": True, "pad_token_id": 0}
-    return [
-        model.generate(torch.tensor([prompt]), eos_token_id=None, **settings)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])  # token 0 is no padding, so the mask is given
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **settings)
+        answers.append(tokens[0, len(prompt) :].tolist())
+    return answers
 
 
 def packed(policy: Any = LOSSLESS, **changes: Any) -> Any:
