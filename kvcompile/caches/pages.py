@@ -4,8 +4,9 @@ Transformers keeps the caches of all requests in one flat byte tensor and divide
 each type of attention, ask for sectors and cut them into the blocks of requests. An allocator says how many bytes a
 block takes, and the memory planner of Transformers computes from this number how many blocks fit.
 
-- **Bytes.** :class:`~kvcompile.kernels.layout.pages.PagesLayout` has the layout of an allocator's block: all its
-  layers are packed in one page. The allocators made here give its bytes as ``bytes_per_block``. Block tables, prefix sharing, forks and offloading count or copy blocks, and stay as Transformers wrote them.
+- **Bytes.** :class:`~kvcompile.kernels.layout.pages.PagesLayout` has the layout of an allocator's block: one page,
+  which packs all its layers. The allocators made here give its bytes as ``bytes_per_block``. Block tables, prefix
+  sharing, forks and offloading count or copy blocks, and stay as Transformers wrote them.
 - **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates one argument, the
   flat tensor. ``PagedAttentionCache.update`` of Transformers is kept out of graphs. The ``update`` made here does
   nothing but note the layer, so that forward passes are compiled in one piece and recorded as CUDA graphs.
