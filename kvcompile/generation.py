@@ -2,12 +2,13 @@
 
 ``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
 compiles decode steps on GPUs only. It does not compile beam search, assisted decoding, or steps on its default cache,
-which grows. A :class:`Generation` replaces three methods of one model, and its calls:
+which grows. A :class:`Generation` replaces four methods of one model, and its calls:
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
 - ``_valid_auto_compile_criteria`` is false if kvcompile compiles the decode steps, so Transformers does not compile
   them;
+- ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.batching`);
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
 Some requests run as without kvcompile: requests without a cache, requests with a cache that Transformers offloads or
@@ -28,6 +29,8 @@ import torch
 from torch import nn
 
 from kvcompile.backend import ConfiguredBackend
+from kvcompile.batching import drop_kept_manager, packed_manager
+from kvcompile.caches.pages import has_packed_pages
 from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
 from kvcompile.caches.static import attention_modules
@@ -51,6 +54,7 @@ _METHODS = {
     "generate": "generate",
     PREPARE_CACHE: "prepare_cache",
     COMPILES_FOR_ITSELF: "compiles_for_itself",
+    "init_continuous_batching": "init_batching",
 }
 """Maps each method of a model that a Generation replaces to the method of the Generation."""
 
@@ -104,6 +108,7 @@ class Generation:
         self._model = model
         self._cache_argument = cache_argument_of_generate(model)
         self._caches: RequestCaches | None = RequestCaches(model, backend.options.policy)
+        self._options = backend.options
         self._of_thread = threading.local()
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
@@ -122,6 +127,7 @@ class Generation:
 
     def remove(self) -> None:
         """Restore the methods and calls of the model."""
+        drop_kept_manager(self._model)
         for name, value in self._before.items():
             del vars(self._model)[name]
             if value is not None:
@@ -164,8 +170,11 @@ class Generation:
         compiles = self._request is not None and self._request.decodes_with is not None
         return not compiles and self._original(COMPILES_FOR_ITSELF)(*args, **kwargs)
 
+    def init_batching(self, *args: Any, **kwargs: Any) -> Any:
+        return packed_manager(self._model, self._options, self._original("init_continuous_batching"), *args, **kwargs)
+
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or has_packed_pages(kwargs.get("cache")):
             return uncompiled_call(self._model)(*args, **kwargs)
         request, records = self._request, False
         cache_of_call: Any = kwargs.get(self._cache_argument)

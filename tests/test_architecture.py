@@ -30,6 +30,7 @@ kernels.latent
 kernels.launch
 kernels.calibrated
 kernels.ops
+kernels.paged
 kernels.precompile
 
 passes.refusal
@@ -64,6 +65,7 @@ verification
 backend
 packaging
 explaining
+batching
 generation
 compiling
 evaluation
