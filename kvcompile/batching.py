@@ -76,7 +76,7 @@ def packed_manager(
     before = attention_of(model.config)
     set_attention(model, ATTENTION)
     try:
-        plain = copy.copy(config)
+        plain: Any = copy.copy(config)
         plain.max_blocks_per_request = plain.decode_compile_config = None  # Transformers would warn that it drops them
         manager = original(generation_config, plain, workload_hints)
     except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -26,21 +26,39 @@ def shard_of(ranks: Any) -> ContextShard | None:
     Raises:
         OptionsError: ``ranks`` is something else, has several dimensions, or does not contain this process.
     """
+    member = member_of(ranks, "option context_parallel")
+    return ContextShard(*member) if member is not None and member.size > 1 else None
+
+
+class Member(NamedTuple):
+    """This process in a group: its ``rank``, the ``size`` of the group, and the name of the ``group``."""
+
+    rank: int
+    size: int
+    group: str
+
+
+def member_of(ranks: Any, option: str) -> Member | None:
+    """This process in ``ranks``, a DeviceMesh of one dimension or a process group; None for None.
+
+    Raises:
+        OptionsError: as for :func:`shard_of`; the message begins with ``option``.
+    """
     if ranks is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
-        raise OptionsError("option context_parallel: no process group is initialised; start the program with torchrun")
+        raise OptionsError(f"{option}: no process group is initialised; start the program with torchrun")
     group = ranks
     if hasattr(ranks, "mesh_dim_names"):
         if ranks.ndim != 1:
-            raise OptionsError(f"option context_parallel: the mesh has {ranks.ndim} dimensions; select one, mesh['cp']")
+            raise OptionsError(f"{option}: the mesh has {ranks.ndim} dimensions; select one, such as mesh['cp']")
         group = ranks.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise OptionsError(f"option context_parallel: expected a DeviceMesh or a process group, got {shown(ranks)}")
+        raise OptionsError(f"{option}: expected a DeviceMesh or a process group, got {shown(ranks)}")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise OptionsError("option context_parallel: this process is not in the group")
-    return ContextShard(rank, size, group_name(group)) if size > 1 else None
+        raise OptionsError(f"{option}: this process is not in the group")
+    return Member(rank, size, group_name(group))
 
 
 def check_agreement(shard: ContextShard, sites: Sequence[Site]) -> None:

@@ -114,6 +114,8 @@ class InputAction:
         outputs: for ``growing`` and ``functional``, the outputs that are the new cache.
         first_position: for ``static`` and ``functional``, the first position that the graph writes. None if it is not
             known before the graph runs.
+        in_growing_buffer: whether the packed data of a ``static`` or ``read-only`` cache lies in a growing buffer,
+            which has more blocks than its tokens need.
     """
 
     index: int
@@ -124,6 +126,7 @@ class InputAction:
     num_sequences: int | torch.SymInt | None = None
     outputs: tuple[int, ...] = ()
     first_position: FirstPosition | None = None
+    in_growing_buffer: bool = False
 
     @property
     def makes_cache(self) -> bool:

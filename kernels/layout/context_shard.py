@@ -42,6 +42,11 @@ class ContextShard:
         period = BLOCK_TOKENS * self.size
         return (num_tokens + period - 1) // period * BLOCK_TOKENS
 
+    def owned_tokens(self, num_tokens: int) -> int:
+        """Tokens of this rank that lie in a cache of ``num_tokens`` tokens: the first of those it has room for."""
+        rounds, rest = divmod(num_tokens, BLOCK_TOKENS * self.size)
+        return rounds * BLOCK_TOKENS + min(max(rest - self.rank * BLOCK_TOKENS, 0), BLOCK_TOKENS)
+
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """The positions in the cache of the first ``num_tokens`` tokens of this rank, int64 [num_tokens].
 

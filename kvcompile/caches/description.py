@@ -15,8 +15,10 @@ from kvcompile.caches import objects
 from kvcompile.errors import CacheFileError, cut, shown
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
-from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
 from kvcompile.packed.pool import PackedPool, exchanged
+from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import CacheMeta, PackedTensor
 
@@ -31,10 +33,18 @@ _BASIS = "basis/"
 
 
 class Writer:
-    """Describes a cache in JSON, and collects its tensors."""
+    """Describes a cache in JSON, and collects its tensors.
 
-    def __init__(self) -> None:
+    Attributes:
+        tensors: copies of the tensors, by name.
+        split: the names of the tensors of which this rank holds a part of the tokens.
+    """
+
+    def __init__(self, shard: ContextShard | None = None) -> None:
+        """``shard``: the tokens that this rank holds of each packed cache; None if it holds all."""
         self.tensors: dict[str, Tensor] = {}
+        self.split: set[str] = set()
+        self._shard = shard
         self._described: dict[int, Any] = {}
 
     def describe(self, value: Any, place: str) -> Any:
@@ -76,19 +86,16 @@ class Writer:
                 "shape": list(tensor.shape),
                 "heads_first": tensor.heads_first,
             }
-        if isinstance(tensor, PackedTensor):
-            meta = tensor.cache_meta
-            description: dict[str, Any] = {
-                "packed": name,
-                "layout": [meta.layout.spec, meta.layout.role, meta.layout.head_dim],
-                "dtype": _name_of(meta.dtype),
-                "axes": meta.axes,
-                "start": meta.start,
-                "growing": meta.growing,
-                "shape": list(tensor.shape),
-            }
-            data = tensor.packed
-            self._add_basis(meta.layout.format.basis)
+        if isinstance(tensor, PackedShard):
+            description, data = self._shard_of(tensor, name)
+        elif isinstance(tensor, PackedTensor):
+            if self._shard is not None:
+                raise CacheFileError(
+                    f"save_cache: {name} is whole on every context-parallel rank; save it without context_parallel, or "
+                    "make it with static_cache(context_parallel=...)"
+                )
+            description, data = _packed(tensor, name), tensor.packed
+            self._add_basis(tensor.packed_layout.format.basis)
         elif type(tensor) is Tensor:
             description, data = {"tensor": name}, tensor.detach()
         else:
@@ -97,16 +104,98 @@ class Writer:
         self.tensors[name] = data.clone(memory_format=torch.contiguous_format)
         return description
 
+    def _shard_of(self, cache: PackedShard, name: str) -> tuple[dict[str, Any], Tensor]:
+        """The description of the whole cache, and the blocks of this rank that lie in the cache."""
+        if cache.shard != self._shard:
+            raise CacheFileError(
+                f"save_cache: {name} is part {cache.shard.rank} of {cache.shard.size} of a cache that ranks hold "
+                "together; call save_cache on all of them, with the context_parallel of the cache"
+            )
+        self.split.add(name)
+        description = {**_packed(cache.local, name), "shape": list(cache.shape)}
+        blocks = range(cache.shard.rank, num_blocks(cache.shape[cache.local.token_dim]), cache.shard.size)
+        return description, cache.local.packed[: len(blocks)]
+
     def _add_basis(self, reference: str) -> None:
         """Add the tensors of a calibrated format's basis, so that the file can be read without the transforms file."""
         for name, x in (bases.root(reference) if reference else {}).items():
             self.tensors[f"{_BASIS}{reference[: bases.DIGEST_DIGITS]}/{name}"] = x
 
 
+def _packed(cache: PackedTensor, name: str) -> dict[str, Any]:
+    meta = cache.cache_meta
+    return {
+        "packed": name,
+        "layout": [meta.layout.spec, meta.layout.role, meta.layout.head_dim],
+        "dtype": _name_of(meta.dtype),
+        "axes": meta.axes,
+        "start": meta.start,
+        "growing": meta.growing,
+        "shape": list(cache.shape),
+    }
+
+
+def places_in_blocks(content: Any) -> dict[str, Any]:
+    """Where the bytes lie in a block of each layout of a description, for programs that read files without kvcompile.
+
+    Returns:
+        By ``FORMAT ROLE HEAD_DIM``: ``block_tokens``, ``block_bytes``, ``header_blocks`` before the blocks of tokens,
+        and the ``sections`` of a block with ``offset`` and ``nbytes``, the ``dtype`` of their elements and their
+        ``shape``, row-major, of tokens [64, ...], of channels [..., 64] or of one row that all tokens share.
+    """
+    layouts: dict[str, Any] = {}
+    pending = [content]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict) and "packed" in one and "layout" in one:
+            layout = PackedLayout.parse(*one["layout"])
+            layouts.setdefault(" ".join(map(str, one["layout"])), _places(layout))
+        elif isinstance(one, (dict, list)):
+            pending.extend(one.values() if isinstance(one, dict) else one)
+    return dict(sorted(layouts.items()))
+
+
+def _places(layout: PackedLayout) -> dict[str, Any]:
+    sections = []
+    for section in layout.sections:
+        rows = 1 if section.shared else BLOCK_TOKENS
+        sections.append(
+            {
+                "name": section.name,
+                "offset": layout.section_offsets[section.name],
+                "nbytes": rows * section.nbytes,
+                "dtype": _name_of(section.dtype),
+                "shape": [section.width, rows] if layout.column_major(section) else [rows, section.width],
+            }
+        )
+    return {
+        "block_tokens": BLOCK_TOKENS,
+        "block_bytes": layout.block_bytes,
+        "header_blocks": layout.header_blocks,
+        "sections": sections,
+    }
+
+
 class Reader:
     """Rebuilds a cache from its description and the tensors of a file."""
 
-    def __init__(self, tensors: dict[str, Tensor], header: Mapping[str, str], device: torch.device, path: Any) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        header: Mapping[str, str],
+        device: torch.device,
+        path: Any,
+        shard: ContextShard | None = None,
+    ) -> None:
+        """
+        Args:
+            tensors: the tensors by name. They are used up.
+            header: the metadata of the file.
+            device: of the result.
+            path: for messages.
+            shard: the tokens that this rank takes of tensors whose description says ``split``.
+        """
+        self._shard = shard
         self._tensors = tensors
         self._header = header
         self._device = device
@@ -159,7 +248,9 @@ class Reader:
         if kind == "pool":
             return self._pool(self.make(content["slots"]), content)
         data = self._tensors.pop(name).to(self._device)
-        return data if kind == "tensor" else self._packed(data, content)
+        if kind == "tensor":
+            return data
+        return self._packed(data, content) if self._shard is None else self._split(data, content, self._shard)
 
     def _stack(self, parts: list[Any], content: Mapping[str, Any]) -> PackedStack:
         shape = [_count(size) for size in content["shape"]]
@@ -176,6 +267,17 @@ class Reader:
         if not isinstance(slots, PackedTensor) or slots.shape != (num_blocks * block_size, num_kv_heads, head_dim):
             raise self._contradiction(content["pool"], f"a pool {list(shape)}", f"slots {list(slots.shape)}")
         return PackedPool(slots, shape, heads_first)
+
+    def _split(self, data: Tensor, content: Mapping[str, Any], shard: ContextShard) -> PackedShard:
+        """The cache of which ``data`` has the blocks of this rank; it gets room for the blocks behind the cache."""
+        if content.get("split") is not True:
+            raise ValueError(f"{content['packed']} is whole, but ranks share the tokens")
+        shape, dim = [_count(size) for size in content["shape"]], content["axes"].index("t")
+        own = list(shape)
+        own[dim] = shard.num_tokens(shape[dim])
+        if missing := max(num_blocks(own[dim]) - data.shape[0], 0):
+            data = torch.cat([data, data.new_zeros((missing, *data.shape[1:]))])
+        return PackedShard(self._packed(data, {**content, "shape": own}), shape, shard)
 
     def _packed(self, data: Tensor, content: Mapping[str, Any]) -> PackedTensor:
         name = content["packed"]

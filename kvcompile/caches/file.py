@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from kvcompile.caches import objects
-from kvcompile.caches.description import Reader, Writer
-from kvcompile.errors import CacheFileError, one_line, shown
+from kvcompile.caches.description import Reader, Writer, places_in_blocks
+from kvcompile.caches.disk import check_replaceable, write_tensors
+from kvcompile.caches.division import share_of
+from kvcompile.caches.ranks import Ranks
+from kvcompile.caches.save_on_ranks import save_on_ranks
+from kvcompile.caches.source import FORMAT, OWN_ENTRIES, VERSION, Source, check_origin
+from kvcompile.errors import CacheFileError, one_line
 from kvcompile.files import digests
-
-FORMAT = "kvcompile.cache"
-VERSION = 4
-"""Version of the description, the digests and the layout of packed bytes. Files of other versions are refused."""
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
 """Errors of code that reads a malformed description, or that makes tensors of the sizes in it."""
-
-_OWN_ENTRIES = ("format", "version", "content", "digests", "digest", "fingerprint", "transformers")
 
 
 def save_cache(
@@ -36,68 +31,61 @@ def save_cache(
     metadata: Mapping[str, str] | None = None,
     *,
     model: nn.Module | None = None,
+    context_parallel: Any = None,
+    tensor_parallel: Any = None,
 ) -> None:
     """Write a cache to a safetensors file. Packed tensors stay packed; growing ones lose their spare room.
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
-    number of tokens. ``digests`` holds the XXH3 digest of each tensor, and ``digest`` covers all metadata. The file
-    is written beside ``path``, flushed to the disk, and then renamed, so that ``path`` never holds half a cache.
+    number of tokens. ``layouts`` gives the places of bytes in a block (docs/cache_files.md). ``digests`` holds the XXH3
+    digest of each tensor, and ``digest`` covers all metadata. The file is written beside ``path``, flushed to the disk,
+    and then renamed, so that ``path`` never holds half a cache.
+
+    With ``context_parallel`` or ``tensor_parallel``, all ranks call it at the same time, and ``path`` is a folder that
+    they share. Each rank writes the tokens and the heads that it holds to its own file. Rank 0 then writes the index,
+    ``index.json``, in the same way. Any number of ranks can load the cache.
 
     Args:
         cache: a tensor, packed or plain; lists, tuples and dicts of tensors; or a cache of Transformers (static,
             dynamic, with sliding windows, encoder-decoder).
-        path: the file; an existing regular file is replaced.
+        path: the file; an existing regular file is replaced. For several ranks the folder; an earlier save in it is
+            replaced.
         metadata: names and values that :func:`load_cache` can check.
         model: the model that computed the cache. The file gets its fingerprint, which :func:`load_cache` can check: the
-            keys of one model are noise to another.
+            keys of one model are noise to another. All ranks of a distributed model must make this call.
+        context_parallel: the ranks that hold the tokens of the cache together, as for :func:`kvcompile.kvquant`.
+        tensor_parallel: the ranks that hold the heads of the cache, a DeviceMesh of one dimension or a process group.
 
     Raises:
         CacheFileError: the cache contains an unsupported object, and the message names its place; ``path`` is a
-            symbolic link or not a regular file; or ``metadata`` has an entry that the file needs itself.
+            symbolic link or not a regular file; ``metadata`` has an entry that the file needs itself; or the ranks hold
+            different caches. If one rank fails, every rank raises its error.
+        OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        kind = "a symbolic link" if path.is_symlink() else "no regular file"
-        raise CacheFileError(f"save_cache: {path} is {kind}, which is not replaced; give the path of a regular file")
-    if taken := sorted(set(_OWN_ENTRIES) & set(metadata or {})):
+    path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "save_cache")
+    if taken := sorted(set(OWN_ENTRIES) & set(metadata or {})):
         raise CacheFileError(f"save_cache: the file writes the metadata {taken[0]!r} itself; choose another name")
+    fingerprint = {"fingerprint": digests.of_model(model)} if model is not None else {}
+    if ranks is not None:
+        save_on_ranks(cache, path, metadata or {}, fingerprint, ranks)
+        return
+    check_replaceable(path)
     writer = Writer()
     content = writer.describe(cache, "")
     header = {
         **dict(metadata or {}),
+        **fingerprint,
         "format": FORMAT,
         "version": str(VERSION),
         "content": json.dumps(content),
+        "layouts": json.dumps(places_in_blocks(content)),
         "digests": json.dumps(digests.of_tensors(writer.tensors)),
         **objects.versions(),
     }
-    if model is not None:
-        header["fingerprint"] = digests.of_model(model)
     header["digest"] = digests.of_header(header)
-    _write(writer.tensors, path, header)
-
-
-def _write(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> None:
-    """Write the file under another name, and rename it when its bytes are on the disk."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        complete, mode = Path(folder, "complete"), Path(folder, "mode")
-        save_file(tensors, complete, header)
-        mode.touch()
-        complete.chmod(stat.S_IMODE(mode.stat().st_mode))  # as the umask says; safetensors writes private files
-        _flush(complete)
-        complete.replace(path)
-        _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_tensors(writer.tensors, path, header)
 
 
 def load_cache(
@@ -107,67 +95,70 @@ def load_cache(
     *,
     model: nn.Module | None = None,
     verify: bool = True,
+    context_parallel: Any = None,
+    tensor_parallel: Any = None,
 ) -> Any:
     """Load a cache that :func:`save_cache` wrote: an equal cache with its own storage, ready to be extended.
 
+    With ``context_parallel`` or ``tensor_parallel``, all ranks call it at the same time. Each rank loads the tokens and
+    heads that it holds, whatever the number of ranks that saved the cache. Without them, one process loads all of it.
+
     Args:
-        path: the file.
+        path: the file, or the folder of several ranks.
         device: device of the loaded tensors.
         metadata: names and values that the file must have, as given to :func:`save_cache`.
-        model: the model that will continue the cache. The file must have its fingerprint.
+        model: the model that will continue the cache. The file must have its fingerprint. All ranks of a distributed
+            model must make this call.
         verify: compare every tensor with its digest. False skips it and saves the time to read each byte once more;
             the description is checked in any case.
+        context_parallel: the ranks that will hold the tokens of the cache together, as for :func:`kvcompile.kvquant`.
+        tensor_parallel: the ranks that will hold its heads, a DeviceMesh of one dimension or a process group.
 
     Raises:
         CacheFileError: the file is not a cache, is damaged, has another format version, comes from another minor
             version of Transformers or from another model, has other ``metadata``, or its bytes contradict its
-            description.
+            description; a file of the folder is missing or of another save; or the ranks cannot divide the cache. If
+            one rank fails, every rank raises its error.
+        OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
         OSError: the file cannot be read.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise CacheFileError(f"{path} is not a regular file; load_cache reads the files of save_cache")
+    path, ranks = Path(path), Ranks.of(context_parallel, tensor_parallel, "load_cache")
+    fingerprint = digests.of_model(model) if model is not None else None
+    device, expected = torch.device(device), dict(metadata or {})
+    if ranks is None:
+        return _load(path, device, expected, fingerprint, verify, None)[0]
+    loaded: list[Any] = []
+
+    def load() -> str:
+        cache, save = _load(path, device, expected, fingerprint, verify, ranks)
+        loaded.append(cache)
+        return save
+
+    if len(set(ranks.together("load_cache", load))) > 1:
+        raise CacheFileError(f"load_cache: {path} was replaced while ranks were reading it; load it again")
+    return loaded[0]
+
+
+def _load(
+    path: Path,
+    device: torch.device,
+    metadata: Mapping[str, str],
+    fingerprint: str | None,
+    verify: bool,
+    ranks: Ranks | None,
+) -> tuple[Any, str]:
+    """The cache of this rank, and what distinguishes this save from others."""
     try:
-        with safe_open(os.fspath(path), "pt", device="cpu") as file:
-            header = file.metadata() or {}
-            _check(header, metadata or {}, model, path)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except SafetensorError as error:
-        raise CacheFileError(f"{path}: {one_line(error)}") from error
-    try:
-        if verify:
-            _check_bytes(tensors, json.loads(header["digests"]), path)
-        return Reader(tensors, header, torch.device(device), path).make(json.loads(header["content"]))
-    except CacheFileError:
+        with Source(path) as source:
+            check_origin(source, metadata, fingerprint)
+            share = share_of(source.content, ranks, {name: one.shape for name, one in source.tensors.items()})
+            tensors = source.read(share.ranges, verify)
+            shard = ranks.shard if ranks is not None else None
+            return Reader(tensors, source.header, device, path, shard).make(share.content), source.save
+    except (CacheFileError, OSError):
         raise
     except _NOT_VALID as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         raise CacheFileError(
             f"{path}: its description is not valid ({reason}); compute it again from its prompt"
         ) from error
-
-
-def _check(header: Mapping[str, str], expected: Mapping[str, str], model: nn.Module | None, path: Any) -> None:
-    if header.get("format") != FORMAT:
-        raise CacheFileError(f"{path} is not a cache: its metadata lack format={FORMAT!r}; use save_cache")
-    if header.get("version") != str(VERSION):
-        raise CacheFileError(
-            f"{path} has version {one_line(header.get('version'))} of the format, and this kvcompile reads {VERSION}; "
-            "compute it again from its prompt"
-        )
-    if header.get("digest") != digests.of_header(header):
-        raise CacheFileError(f"{path} is damaged: its metadata have another digest; compute it again from its prompt")
-    for name, value in expected.items():
-        if header.get(name) != value:
-            raise CacheFileError(f"{path}: {name} is {shown(header.get(name))} in the file, and {value!r} was expected")
-    if model is not None and header.get("fingerprint") != digests.of_model(model):
-        reason = "another model computed it" if "fingerprint" in header else "it was saved without a model"
-        raise CacheFileError(f"{path} does not belong to this model: {reason}; compute it again from its prompt")
-
-
-def _check_bytes(tensors: Mapping[str, Tensor], expected: Mapping[str, str], path: Any) -> None:
-    found = digests.of_tensors(tensors)
-    for name in sorted({*found, *expected}):
-        if found.get(name) != expected.get(name):
-            raise CacheFileError(
-                f"{path} is damaged: {one_line(name)} has another digest; compute it again from its prompt"
-            )

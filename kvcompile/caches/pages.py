@@ -7,8 +7,8 @@ block takes, and the memory planner of Transformers computes from this number ho
 - **Bytes.** :class:`~kvcompile.kernels.layout.pages.PagesLayout` has the layout of an allocator's block: one page,
   which packs all its layers. The allocators made here give its bytes as ``bytes_per_block``. Block tables, prefix
   sharing, forks and offloading count or copy blocks, and stay as Transformers wrote them.
-- **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates one argument, the
-  flat tensor. ``PagedAttentionCache.update`` of Transformers is kept out of graphs. The ``update`` made here does
+- **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates the flat tensor
+  alone. ``PagedAttentionCache.update`` of Transformers is kept out of graphs. The ``update`` made here does
   nothing but note the layer, so that forward passes are compiled in one piece and recorded as CUDA graphs.
 - **Attention.** An attention implementation with a name of its own calls the operator. ``flash`` in its name tells
   Transformers that attention needs no mask and repeats no heads, so that no memory is reserved for either.

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kvcompile.compat.modules import original_module
+from kvcompile.compat.tensors import is_distributed
 
 SAMPLES = 16
 """Number of elements that the fingerprint of a model reads from each parameter."""
@@ -43,6 +44,9 @@ def of_model(model: nn.Module) -> str:
 
     It covers the name, shape and dtype of every parameter, and 16 elements of each. It thus distinguishes most
     fine-tuned models from their base model without reading all weights.
+
+    The fingerprint of a distributed model is the fingerprint of the whole model. All its ranks must call this function
+    at the same time, because they gather one parameter after the other.
     """
     digest, model = hashlib.sha256(), original_module(model)
     config = getattr(model, "config", None)
@@ -51,9 +55,16 @@ def of_model(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         digest.update(_description(name, parameter))
         if not parameter.is_meta:
-            elements = parameter.detach().reshape(-1)
+            elements = _whole(parameter.detach()).reshape(-1)
             _update(digest, elements[:: max(elements.numel() // SAMPLES, 1)][:SAMPLES])
     return digest.hexdigest()
+
+
+def _whole(parameter: Any) -> Tensor:
+    """A parameter, gathered from all ranks if it is distributed. Its own data pointer would be null."""
+    with torch.no_grad():
+        whole: Tensor = parameter.full_tensor() if is_distributed(parameter) else parameter
+    return whole
 
 
 def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,8 +77,11 @@ class PackedShard(PackedSubclass):
     def from_dense(cls, x: Tensor, layout: PackedLayout, shard: ContextShard, axes: str = "bhtd") -> PackedShard:
         """Quantizes the tokens of this rank of a plain cache ``x``. Arguments and errors are as in :meth:`zeros`."""
         result = cls.zeros(x.shape, x.dtype, layout, shard, axes, x.device)
-        own = shard.select(x.detach(), result.local.token_dim)
-        return cls(PackedTensor.from_dense(own, layout, axes), x.shape, shard)
+        dim = result.local.token_dim
+        own = shard.select(x.detach(), dim).narrow(dim, 0, shard.owned_tokens(x.shape[dim]))
+        packed = PackedTensor.from_dense(own, layout, axes).packed
+        result.local.packed[: packed.shape[0]].copy_(packed)  # bytes behind the cache are zero, as without ranks
+        return result
 
     @property
     def data_is_traced(self) -> bool:
@@ -106,8 +109,8 @@ class PackedShard(PackedSubclass):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            "a part of a packed cache cannot be saved, because its process group belongs to this process; save "
-            "cache.local and its rank, or the whole cache.dequantize()"
+            "a part of a packed cache cannot be pickled, because its process group belongs to this process; call "
+            "kvcompile.save_cache(..., context_parallel=...) on all ranks"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from kvcompile.call.adoption import adopt
 from kvcompile.call.packed_call import CallPlan, InputAdoption, PackedCall, adopt_all
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -74,6 +75,7 @@ class Rewrite:
         rewritten = self.packing.rewritten
         assert rewritten is not None, "the same passes have rewritten the same graph before"
         self._adoption = InputAdoption(rewritten.inputs, rewritten.stacks)
+        self._in_growing_buffers = [action for action in rewritten.inputs if action.in_growing_buffer]
         self._call = PackedCall(self._run, CallPlan.of(rewritten, fakes))
         self._at_tap: AtTap = lambda x, site: x
         self._running: Run | None = None
@@ -90,6 +92,7 @@ class Rewrite:
         """
         self._at_tap, self._running = at_tap, None
         try:
+            self._pack_growing(inputs)
             adopt_all(self._adoption.plain_among(inputs))
             return self._call(list(inputs))
         except torch.OutOfMemoryError as error:
@@ -99,6 +102,13 @@ class Rewrite:
             role = role_of(node) if node is not None else None
             sites = self.accepted.intersection(role.sites) if role is not None else frozenset[int]()
             return Mismatch(sites, "the rewritten graph raises", in_one_line(error))
+
+    def _pack_growing(self, inputs: Sequence[Any]) -> None:
+        """Pack the plain caches that the caller has in growing buffers, whose number of blocks the graph expects."""
+        for action in self._in_growing_buffers:
+            is_part = action.index >= len(inputs)  # of a stack that was split
+            if not is_part and not isinstance(inputs[action.index], PackedSubclass):
+                adopt(inputs[action.index], action.layout, action.axes, growing=True)
 
 
 @dataclass

@@ -243,7 +243,7 @@ class CacheRewriter:
     def _input_action(self, cache: Cache, layout: PackedLayout, index: int) -> InputAction:
         if cache.kind not in ("functional", "growing"):
             kind: Literal["static", "read-only"] = "static" if cache.kind == "static" else "read-only"
-            return InputAction(index, kind, layout, cache.input_axes)
+            return InputAction(index, kind, layout, cache.input_axes, in_growing_buffer=cache.in_growing_buffer)
         new_tokens = self._stored_tokens(cache) - shape_of(cache.base)[cache.axes.index("t")]
         num_sequences = cache.size("b") if cache.repeats_sequence else None
         made = None if cache.drops_tokens else cache.returned

@@ -90,6 +90,9 @@ def test_the_shards_of_all_ranks_make_the_cache(size: int, num_tokens: int) -> N
     shards = [ContextShard(rank, size, "") for rank in range(size)]
     parts = torch.stack([shard.select(x, 1) for shard in shards])
     assert torch.equal(shards[0].join(parts, 1, num_tokens), x)
+    assert sum(shard.owned_tokens(num_tokens) for shard in shards) == num_tokens
+    for shard, part in zip(shards, parts, strict=True):
+        assert (part != 0).any(-1).any(0).sum() == shard.owned_tokens(num_tokens)
     assert parts.shape[2] == shards[0].num_tokens(num_tokens)
 
 

@@ -1,0 +1,64 @@
+"""Ranks save a cache together, and any number of ranks loads it bit by bit. Every rank gets every error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_on_ranks
+
+pytest.importorskip("transformers")
+
+FIRST = "context-parallel rank 0, tensor-parallel rank 0"
+
+ERRORS = {
+    "an object of rank 3": "context-parallel rank 1, tensor-parallel rank 1: save_cache: seen is a builtins.set",
+    "another length on rank 1": f"{FIRST} and context-parallel rank 0, tensor-parallel rank 1 have different caches",
+    "another plain tensor on rank 2": "context-parallel ranks hold different values of lengths",
+    "other metadata on rank 1": "have different metadata or models",
+    "a whole cache": "cache is whole on every context-parallel rank",
+    "nothing was saved": "save_cache of several ranks was not completed",
+    "a file of another save": "is damaged, or belongs to another save than",
+    "a missing file": "is missing, which the index of this cache names",
+    "a damaged file": "has another digest",
+    "other metadata": "step is None in the file, and '7' was expected",
+    "a damaged index": "its metadata have another digest",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of four ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    return list(run_on_ranks("saved_by_ranks_program.py", 4, "cpu", folder / "results.pt", folder))
+
+
+@pytest.mark.parametrize("test", ["all_sizes", "other_kinds", "repeated_heads", "transformers_cache"])
+def test_every_rank_gets_the_bytes_of_its_tokens_and_heads(ranks: list[dict[str, Any]], test: str) -> None:
+    assert [{case for case, fits in rank[test].items() if not fits} for rank in ranks] == [set()] * len(ranks)
+    assert ranks[0][test], "rank 0 takes part in every grid"
+
+
+@pytest.mark.parametrize(("case", "message"), ERRORS.items(), ids=ERRORS.keys())
+def test_a_mistake_of_one_rank_is_the_same_error_on_all_of_them(
+    ranks: list[dict[str, Any]], case: str, message: str
+) -> None:
+    found = {rank["errors"][case] for rank in ranks}
+    assert len(found) == 1
+    assert message in found.pop()
+
+
+def test_a_part_is_not_saved_without_the_other_ranks(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"is part {number // 2} of 2 of a cache" in rank["errors"]["no ranks given"]
+
+
+def test_one_process_notices_a_missing_file(ranks: list[dict[str, Any]]) -> None:
+    assert all("is missing" in rank["errors"]["a missing file, one process"] for rank in ranks)
+
+
+def test_a_save_that_fails_leaves_nothing_and_one_that_succeeds_replaces_the_last(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["errors"]["left over"] == ""
+        assert rank["errors"]["replaced"] == "True"
+        assert rank["errors"]["twice the same"] == ""
