@@ -198,7 +198,11 @@ def test_kernels_and_passes_know_nothing_of_the_package_above(folder: str, allow
     [
         ("kvcompile.kernels.", ("torch.fx", "torch._dynamo", "transformers"), ()),
         ("kvcompile.passes.", ("transformers",), ()),
-        ("kvcompile.", ("transformers",), ("kvcompile.evaluation.", "kvcompile.caches.", "kvcompile.generation")),
+        (
+            "kvcompile.",
+            ("transformers",),
+            ("kvcompile.evaluation.", "kvcompile.caches.", "kvcompile.generation", "kvcompile.batching"),
+        ),
     ],
 )
 def test_kernels_know_no_graphs_and_only_rooms_for_its_users_know_transformers(

@@ -38,7 +38,7 @@ def save_cache(
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
-    number of tokens. ``layouts`` gives the places of bytes in a block (docs/cache_files.md). ``digests`` holds the XXH3
+    number of tokens. ``layouts`` gives the places of bytes in a block. ``digests`` holds the XXH3
     digest of each tensor, and ``digest`` covers all metadata. The file is written beside ``path``, flushed to the disk,
     and then renamed, so that ``path`` never holds half a cache.
 

@@ -14,7 +14,7 @@ from kvcompile.caches.disk import TensorFile
 from kvcompile.caches.pieces import Piece, Ranges, StoredTensor, assembled, check_pieces, files_needed
 from kvcompile.errors import CacheFileError, cut, one_line, shown
 from kvcompile.files import digests
-from kvcompile.reading import read_text_file
+from kvcompile.files.reading import read_text_file
 
 FORMAT = "kvcompile.cache"
 VERSION = 4
