@@ -38,7 +38,7 @@ def test_a_change_that_was_found_is_refused_in_a_line(name: str, edits: Edits) -
 
 
 def test_a_cache_that_is_read_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcompile.caches.file._check_bytes", lambda *_: None)
+    monkeypatch.setattr("kvcompile.caches.source.Source._digests", lambda *_: None)
     with pytest.raises(BadFile, match="its content has changed"):
         check("cache", (ByteEdit(-2, 1, b"\xaa"),))
 
