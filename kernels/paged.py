@@ -23,6 +23,7 @@ a GPU on the host, and CUDA graphs can record it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,9 +141,10 @@ def _paged_attention(
         raise ValueError("kvcompile::paged_attention: pass block_table, or write_slots with one slot for each query")
     if read_slots is not None and read_slots.shape[0] == 0:
         read_slots = None
-    seen = (_with_old_tokens if window else _with_stored_tokens)(
-        layer, (key, value), write_slots, read_slots, cu_seq_lens_q, cu_seq_lens_k
-    )
+    if window:
+        seen = _with_old_tokens(layer, (key, value), read_slots, cu_seq_lens_q, cu_seq_lens_k)
+    else:
+        seen = _with_stored_tokens(layer, (key, value), write_slots, read_slots)
     num_tokens = query.shape[2] if read_slots is None else read_slots.shape[0]
     out = _attend_slots(layer, query, seen, num_tokens, cu_seq_lens_q, cu_seq_lens_k, window)
     if window:
@@ -178,12 +180,7 @@ def _check(
 
 
 def _with_stored_tokens(
-    layer: _Layer,
-    new: tuple[Tensor, Tensor],
-    write_slots: Tensor,
-    read_slots: Tensor | None,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
+    layer: _Layer, new: tuple[Tensor, Tensor], write_slots: Tensor, read_slots: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The visible tokens as packed data, after a store of the new ones."""
     layer.store((layer.keys, layer.values), new, write_slots, None)
@@ -193,7 +190,6 @@ def _with_stored_tokens(
 def _with_old_tokens(
     layer: _Layer,
     new: tuple[Tensor, Tensor],
-    write_slots: Tensor,
     read_slots: Tensor | None,
     cu_seq_lens_q: Tensor,
     cu_seq_lens_k: Tensor,
@@ -258,26 +254,7 @@ def _attend_pages(
     return out.squeeze(2).transpose(0, 1)[None].contiguous()
 
 
-def _paged_attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pool: Tensor,
-    write_slots: Tensor | None,
-    read_slots: Tensor | None,
-    block_table: Tensor | None,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    sinks: Tensor | None,
-    block_bytes: int,
-    first_byte: int,
-    page_size: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    k_format: str,
-    v_format: str,
-) -> Tensor:
+def _paged_attention_fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 

@@ -135,24 +135,31 @@ def attend_to_bytes(
     """
     keys = caches[0]
     mask, is_causal = _hiding_earlier_tokens(query, keys, mask, is_causal)
-    kv_len = keys.start + keys.num_tokens
+    arguments = attention_arguments(query, caches, keys.start + keys.num_tokens, mask, is_causal, scale)
+    return torch.ops.kvcompile.attention(**arguments)
+
+
+def attention_arguments(
+    query: Tensor, caches: Caches, kv_len: int, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> dict[str, Any]:
+    """The arguments of ``kvcompile::attention`` on the first ``kv_len`` tokens of ``caches``."""
     (k_data, k_layout), (v_data, v_layout) = (
         (x.packed[: x.packed_layout.blocks(kv_len)], x.packed_layout) for x in caches
     )
-    return torch.ops.kvcompile.attention(
-        query,
-        k_data,
-        v_data,
-        mask=mask,
-        sinks=None,
-        kv_len=kv_len,
-        is_causal=is_causal,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=0.0,
-        k_format=k_layout.spec,
-        v_format=v_layout.spec,
-        v_head_dim=v_layout.head_dim,
-    )
+    return {
+        "query": query,
+        "k_data": k_data,
+        "v_data": v_data,
+        "mask": mask,
+        "sinks": None,
+        "kv_len": kv_len,
+        "is_causal": is_causal,
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "softcap": 0.0,
+        "k_format": k_layout.spec,
+        "v_format": v_layout.spec,
+        "v_head_dim": v_layout.head_dim,
+    }
 
 
 def _hiding_earlier_tokens(

@@ -14,6 +14,9 @@ from torch._dynamo.utils import counters
 
 import kvcompile
 from kvcompile import PackedTensor
+from kvcompile.caches import prompt_kernels
+from kvcompile.kernels.lang import launcher
+from kvcompile.kernels.precompile import _start, precompile
 
 transformers = pytest.importorskip("transformers")
 from tiny_llama import tiny_llama  # noqa: E402
@@ -133,10 +136,6 @@ def test_the_plain_cache_never_exists(fresh_compiler: None) -> None:
 def test_all_kernels_of_the_first_prompt_are_compiled_before_it_runs(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:
-    from kvcompile.caches import prompt_kernels
-    from kvcompile.kernels.lang import launcher
-    from kvcompile.kernels.precompile import _start, precompile
-
     model = tiny_llama(num_layers=2, device="cuda", dtype=torch.bfloat16, max_position_embeddings=4096)
     for kernel in [found for found in gc.get_objects() if type(found) is launcher.Launcher]:
         monkeypatch.setattr(kernel, "compiled", {})

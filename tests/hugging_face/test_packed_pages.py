@@ -48,7 +48,7 @@ def one_by_one(model: Any, prompts: list[list[int]] = PROMPTS, max_new_tokens: i
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "disable_compile": True, "pad_token_id": 0}
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])  # token 0 is no padding, so the mask is given
+        ids = torch.tensor([prompt], device=model.device)  # token 0 is no padding, so the mask is given
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **settings)
         answers.append(tokens[0, len(prompt) :].tolist())
     return answers
@@ -286,3 +286,26 @@ def test_a_model_that_does_not_pass_keywords_on_fails_loudly(monkeypatch: pytest
     )
     with pytest.raises(AssertionError):
         batched(model, PROMPTS[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"max_blocks_per_request": 0}, {"max_batch_tokens": 64}])
+def test_lossless_pages_on_a_gpu_get_the_tokens_of_a_packed_static_cache(
+    settings: Any, caches: list[Any], calls: Any
+) -> None:
+    model = packed(device="cuda")
+    assert batched(model, **settings) == one_by_one(model)
+    assert caches[0].cache_tensor.is_cuda
+    assert calls["pages"] or calls["slots"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["int8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc"])
+def test_quantized_pages_on_a_gpu_get_nearly_all_tokens_of_a_packed_static_cache(
+    policy: str, caches: list[Any]
+) -> None:
+    """Rounding on the way to a cache may exchange two tokens that are almost equally likely."""
+    model = packed(policy, device="cuda")
+    pairs = list(zip(batched(model), one_by_one(model), strict=True))
+    assert caches[0].cache_tensor.is_cuda
+    assert sum(tokens == expected for tokens, expected in pairs) >= 3

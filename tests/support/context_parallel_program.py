@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from node_by_node import running_node_by_node
+from ranks import save_results
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -183,11 +184,7 @@ def main(device: str, output: Path) -> None:
     result["eager"] = eager(device, mesh["cp"])
     result["refused"] = refused(device, mesh["cp"])
     result["disagreement"] = disagreement(device, mesh["cp"])
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, result)
-    if dist.get_rank() == 0:
-        torch.save(gathered, output)
-    dist.destroy_process_group()
+    save_results(result, output)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 SUPPORT = Path(__file__).parent
 
 SECONDS = 300
 """Ranks that wait for each other end after this time."""
+
+
+def save_results(result: Any, output: Path) -> None:
+    """Save the results of all ranks in ``output``, a list, and leave the process group."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, result)
+    if dist.get_rank() == 0:
+        torch.save(gathered, output)
+    dist.destroy_process_group()
 
 
 def run_on_ranks(program: str, world_size: int, device: str, output: Path, *arguments: object) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from packed_caches import HEAD_DIM, values
+from ranks import save_results
 from tiny_llama import tiny_llama
 from torch import Tensor
 
@@ -288,11 +289,7 @@ def main(folder: Path, output: Path) -> None:
         test.__name__: test(folder, grids)
         for test in (all_sizes, other_kinds, repeated_heads, transformers_cache, errors)
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, result)
-    if dist.get_rank() == 0:
-        torch.save(gathered, output)
-    dist.destroy_process_group()
+    save_results(result, output)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
+from ranks import save_results
 from sweep_case import without_code_generation
 from tiny_llama import fresh_cache
 from torch import Tensor
@@ -57,11 +57,7 @@ def main(checkpoint: str, output: Path) -> None:
     config = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, distributed_config=config).eval()
     result = run(model)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, result)
-    if dist.get_rank() == 0:
-        torch.save(gathered, output)
-    dist.destroy_process_group()
+    save_results(result, output)
 
 
 if __name__ == "__main__":
