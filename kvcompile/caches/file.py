@@ -38,9 +38,9 @@ def save_cache(
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
-    number of tokens. ``layouts`` gives the places of bytes in a block. ``digests`` holds the XXH3
-    digest of each tensor, and ``digest`` covers all metadata. The file is written beside ``path``, flushed to the disk,
-    and then renamed, so that ``path`` never holds half a cache.
+    number of tokens. ``layouts`` gives the places of bytes in a block. ``digests`` holds the XXH3 digest of each
+    tensor, and ``digest`` covers all metadata. The file is written beside ``path``, flushed to the disk, and then
+    renamed, so that ``path`` never holds half a cache.
 
     With ``context_parallel`` or ``tensor_parallel``, all ranks call it at the same time, and ``path`` is a folder that
     they share. Each rank writes the tokens and the heads that it holds to its own file. Rank 0 then writes the index,
