@@ -5,8 +5,8 @@ mutates ``pool``, and nothing else. Its schema says so: a graph that calls it fo
 Inductor updates it in place. :mod:`kvcompile.kernels.layout.pages` has the bytes of the pool, and
 :mod:`kvcompile.kernels.spec.pages` the form of a continuous batch.
 
-Attention reads what the pool holds, also of the new tokens. A token is therefore seen in the same form by all queries,
-whether it was computed in this batch, in an earlier one, or by another sequence with the same prefix.
+Attention also reads the packed bytes of the new tokens. All queries therefore see a token in the same form, whether it
+was computed in this batch, in an earlier one, or by another sequence with the same prefix.
 
 There are two kinds of batches:
 

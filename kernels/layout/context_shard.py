@@ -43,7 +43,7 @@ class ContextShard:
         return (num_tokens + period - 1) // period * BLOCK_TOKENS
 
     def owned_tokens(self, num_tokens: int) -> int:
-        """Tokens of this rank that lie in a cache of ``num_tokens`` tokens: the first of those it has room for."""
+        """Tokens of this rank that lie in a cache of ``num_tokens`` tokens: the first tokens that it has room for."""
         rounds, rest = divmod(num_tokens, BLOCK_TOKENS * self.size)
         return rounds * BLOCK_TOKENS + min(max(rest - self.rank * BLOCK_TOKENS, 0), BLOCK_TOKENS)
 

@@ -88,10 +88,10 @@ def with_heads(content: dict[str, Any], heads: Callable[[str, int], int]) -> dic
 
 @dataclass
 class Share:
-    """What one rank takes from a saved cache.
+    """The part of a saved cache that one rank takes.
 
     Attributes:
-        content: the description with the heads of this rank. The tokens are those of the whole cache, and ``split``
+        content: the description with the heads of this rank. It counts the tokens of the whole cache, and ``split``
             marks the tensors whose tokens the ranks divide.
         ranges: the indices of each stored tensor that the rank needs, by name.
     """

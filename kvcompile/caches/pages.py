@@ -156,7 +156,7 @@ def _packed_class(plain: type) -> type:
 
 
 class _Pages:
-    """What :func:`_pages_class` adds to a PagedAttentionCache.
+    """The methods that :func:`_pages_class` adds to a PagedAttentionCache.
 
     Attributes:
         unread: the layer whose ``update`` was called and whose attention was not; None between layers.

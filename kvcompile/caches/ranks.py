@@ -23,7 +23,7 @@ _ALONE = Member(0, 1, "")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A grid of ranks: those of a row hold other heads, those of a column hold other tokens.
+    """A grid of ranks: ranks of a row hold other heads, and ranks of a column hold other tokens.
 
     Attributes:
         context: this rank among the ranks that divide the tokens.

@@ -31,7 +31,7 @@ _FUNCTION = "save_cache"
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds of a tensor.
+    """The part of a tensor that one rank holds.
 
     Attributes:
         digest: of its bytes, with name, dtype and shape; the shape of the first rank for tensors whose tokens are
@@ -53,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Described:
-    """What one rank says before anything is written: a description of its cache, its tensors, and what it was told."""
+    """The statement of one rank before anything is written: its cache, its tensors, and the arguments it was given."""
 
     save: str
     content: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvcompile.caches.disk import TensorFile
 from kvcompile.caches.pieces import Piece, Ranges, StoredTensor, assembled, check_pieces, files_needed
-from kvcompile.errors import CacheFileError, cut, one_line, shown
+from kvcompile.errors import CacheFileError, one_line, shown
 from kvcompile.files import digests
 from kvcompile.files.reading import read_text_file
 
@@ -26,6 +27,7 @@ INDEX_VERSION = 1
 """Version of the index: of its own entries, and of the pieces. :data:`VERSION` counts for its description."""
 
 PART_FORMAT = "kvcompile.cache.part"
+PART_NAME = re.compile(r"[0-9a-z]+-rank-[0-9]+-of-[0-9]+\.safetensors")
 
 OWN_ENTRIES = ("format", "version", "content", "layouts", "digests", "digest", "fingerprint", "transformers")
 """Names of entries that users cannot give to their own metadata."""
@@ -129,7 +131,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a folder, checked against its own digest.
 
     Raises:
-        CacheFileError: there is none, or it is damaged.
+        CacheFileError: the folder has no index, or a damaged one.
         OSError: it cannot be read.
     """
     path = folder / INDEX
@@ -178,5 +180,6 @@ def check_origin(source: Source, expected: Mapping[str, str], fingerprint: str |
 
 
 def names_of_parts(index: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the files of an index, cut to names within the folder."""
-    return [cut(Path(entry["name"]).name, 255) for entry in index["files"]]
+    """The names of the ranks' files in an index. An index from elsewhere may name any file of the folder."""
+    names = [str(entry["name"]) for entry in index["files"]]
+    return [name for name in names if PART_NAME.fullmatch(name)]

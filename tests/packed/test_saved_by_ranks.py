@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from ranks import run_on_ranks
 
+from kvcompile.caches.source import names_of_parts
+
 pytest.importorskip("transformers")
 
 FIRST = "context-parallel rank 0, tensor-parallel rank 0"
@@ -62,3 +64,14 @@ def test_a_save_that_fails_leaves_nothing_and_one_that_succeeds_replaces_the_las
         assert rank["errors"]["left over"] == ""
         assert rank["errors"]["replaced"] == "True"
         assert rank["errors"]["twice the same"] == ""
+
+
+def test_a_save_deletes_only_files_that_ranks_have_written() -> None:
+    names = [
+        "0a1b-rank-0-of-2.safetensors",
+        "notes.txt",
+        "index.json",
+        "../0a1b-rank-1-of-2.safetensors",
+        "model.safetensors",
+    ]
+    assert names_of_parts({"files": [{"name": name} for name in names]}) == names[:1]
