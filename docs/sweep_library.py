@@ -8,11 +8,14 @@ The list is the library's own: every type with a class for causal language model
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sweep_models
 import torch
 from sweep_models import ARCHITECTURES, VOCAB_SIZE, Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MAX_PARAMETERS = 2 * 10**7
 """More parameters show that the sizes did not reach a part of the model."""
@@ -102,8 +105,13 @@ def architecture_of(model_type: str) -> Architecture:
 def _sizes(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type)
+    return _sizes_of(AutoConfig.for_model(model_type))
+
+
+def _sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Small sizes for the fields of ``config``, and for the fields of its parts, such as ``text_config``."""
     computed = {name for name, kind in vars(type(config)).items() if isinstance(kind, property) and kind.fset is None}
+    computed |= {name for name, field in config.attribute_map.items() if field in computed}
     names = {*vars(config), *config.attribute_map} - computed
     sizes = {name: size for name, size in STANDARD.items() if name in names}
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
@@ -114,4 +122,13 @@ def _sizes(model_type: str) -> dict[str, Any]:
     if kinds := list(dict.fromkeys(kinds)):
         sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         sizes |= {name: len(sizes["layer_types"]) for name in ("num_hidden_layers", "num_layers") if name in sizes}
-    return sizes
+    return sizes | _sizes_of_parts(config)
+
+
+def _sizes_of_parts(config: PreTrainedConfig) -> dict[str, Any]:
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {
+        name: {**_sizes_of(part), **({"model_type": part.model_type} if part.model_type else {})}
+        for name, part in parts.items()
+        if hasattr(part, "sub_configs")
+    }

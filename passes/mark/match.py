@@ -45,6 +45,7 @@ from kvcompile.passes.mark.values import (
     NotUnderstood,
     Operand,
     Scores,
+    SinkScale,
     Source,
     Unknown,
     Value,
@@ -80,6 +81,8 @@ class _Matcher:
                 self._match(contraction)
             value: Value | None = _scores_of(call, contraction, self._context(node))
         else:
+            if call is not None and call.name == "mul":
+                self._scale_by_sinks(call)
             value = self._value(node, call)
         if value is not None:
             self.values[node] = value
@@ -173,6 +176,31 @@ class _Matcher:
         query, key = (Source(operand, position) for operand in product.operands)
         value = Operand(contraction.operands[1 - side], (), position)
         return WrittenAttention(contraction.node, (), product, 1, query, key, value, None, weights.reason)
+
+    def _scale_by_sinks(self, call: Call) -> None:
+        """Let attention that has been found end in ``call``, if this multiplies its output with the scale of sinks."""
+        operands = call.get("input"), call.get("other")
+        for output, factor in (operands, operands[::-1]):
+            scale = self.values.get(factor)
+            for place, attention in enumerate(self.found):
+                if attention.output is output and isinstance(scale, SinkScale):
+                    self.found[place] = self._with_sinks(attention, scale, call.node) or attention
+
+    def _with_sinks(self, attention: WrittenAttention, scale: SinkScale, node: Node) -> WrittenAttention | None:
+        """Attention with sinks that ends in ``node``; None if ``scale`` is not of its scores, row by row."""
+        weights, output = attention.weights, attention.output
+        if weights is None or weights.scores is not scale.scores or weights.scores.sink is not None:
+            return None
+        rows = tuple(() if [axis.name for axis in dim] == [CHANNELS] else dim for dim in attention.output_layout)
+        before, after = value_of(output), value_of(node)
+        is_alone = all(user is node or asks_for_shape(user, output) for user in output.users)
+        if scale.layout != rows or scale.axis != weights.key_axis or not is_alone or before.dtype != after.dtype:
+            return None
+        scores = replace(weights.scores, sink=scale.sink)
+        nodes = weights.nodes | scale.nodes | {output}
+        weights = replace(weights, scores=scores, nodes=nodes, is_scaled=True)
+        attention = replace(attention, output=node, weights=weights, unsupported=None)
+        return replace(attention, unsupported=self._obstacle(attention, weights))
 
     def _query(self, weights: Weights, output: Node) -> Source:
         """The query, before a cast that only makes its product more precise than the output."""

@@ -37,6 +37,8 @@ from kvcompile.passes.mark.values import (
     NotUnderstood,
     RowValue,
     Scores,
+    SinkOdds,
+    SinkScale,
     Tensors,
     Unknown,
     Value,
@@ -77,7 +79,7 @@ def _subject(call: Call, context: Context) -> Value | None:
 
 def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
     if isinstance(subject, RowValue):
-        return _read_row_value(call, subject)
+        return _read_row_value(call, subject, context)
     if call.name in CASTS or call.name in SAME_VALUE:
         return _cast(call, subject)
     if call.name in VIEWS or call.name in PERMUTATIONS:
@@ -126,7 +128,7 @@ def has_room_for_scores(node: Node, unknown: Unknown) -> bool:
     return statically_known_true(after.numel() >= scores.numel())
 
 
-def _read_row_value(call: Call, subject: RowValue) -> Known:
+def _read_row_value(call: Call, subject: RowValue, context: Context) -> Known:
     if isinstance(subject, Maximum) and subject.is_pair:
         if call.name == "getitem" and call.get("index") == 0:
             return replace(subject, is_pair=False)
@@ -138,13 +140,34 @@ def _read_row_value(call: Call, subject: RowValue) -> Known:
         return _get_item(call, subject)
     elif call.name == "log" and isinstance(subject, ExponentialSum):
         return LogSumExp(subject.scores, subject.nodes, subject.axis, subject.layout)
+    elif isinstance(subject, (LogSumExp, SinkOdds, SinkScale)):
+        return _read_sink_scale(call, subject, context)
     what = {Maximum: "maximum", LogSumExp: "logsumexp"}.get(type(subject), "sum of the exponentials")
     raise NotUnderstood(f"{call.name} is applied to the {what} of its scores")
 
 
+def _read_sink_scale(call: Call, subject: LogSumExp | SinkOdds | SinkScale, context: Context) -> Known:
+    """``sigmoid(logsumexp(scores) - sinks)``, by which a model scales attention without sinks."""
+    result, other = value_of(call.node), value_of(call.get("other"))
+    if call.name in CASTS and _is_floats(result):
+        return subject
+    if call.name == "sigmoid" and isinstance(subject, SinkOdds):
+        return SinkScale(subject.scores, subject.nodes, subject.axis, subject.layout, subject.sink)
+    is_difference = call.name == "sub" and call.get("alpha", 1) == 1 and isinstance(subject, LogSumExp)
+    if is_difference and _is_floats(other) and result.dim() == len(subject.layout):
+        if context.values.get(call.get("input")) is subject:
+            sink = context.operand(call.get("other"), subject.layout)
+            return SinkOdds(subject.scores, subject.nodes, subject.axis, subject.layout, sink)
+    raise NotUnderstood(f"{call.name} is applied to the logsumexp of its scores")
+
+
+def _is_floats(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _cast(call: Call, subject: Tensors) -> Tensors:
     after, before = value_of(call.node), value_of(product_of(subject).node)
-    if not isinstance(after, Tensor) or not after.is_floating_point():
+    if not _is_floats(after):
         raise NotUnderstood(f"{call.name} casts its scores or weights to something other than floats")
     if after.device != before.device:
         raise NotUnderstood("its scores or weights move to another device")

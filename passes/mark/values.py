@@ -139,6 +139,20 @@ class LogSumExp(RowValue):
 
 
 @dataclass(frozen=True)
+class SinkOdds(RowValue):
+    """The logsumexp of scores minus ``sink``: the log-odds of the keys against a sink beside them."""
+
+    sink: Operand
+
+
+@dataclass(frozen=True)
+class SinkScale(RowValue):
+    """The sigmoid of :class:`SinkOdds`. Times it, attention without ``sink`` is attention with it."""
+
+    sink: Operand
+
+
+@dataclass(frozen=True)
 class Exponentials:
     """The exponentials of scores."""
 
@@ -167,6 +181,8 @@ class Weights:
         has_sink: whether the weights of the sinks have not been dropped yet.
         dropout_p: probability of dropout.
         hidden_rows_are_zero: whether rows without a visible key are zero; they are NaN otherwise.
+        is_scaled: whether the sinks scale the output of attention without sinks, whose rows without a visible key
+            are NaN.
     """
 
     scores: Scores
@@ -177,6 +193,7 @@ class Weights:
     has_sink: bool = False
     dropout_p: float = 0.0
     hidden_rows_are_zero: bool = False
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -13,7 +14,8 @@ from kvcompile.passes.mark.calls import value_of
 from kvcompile.passes.mark.hidden_rows import may_hide_rows
 from kvcompile.passes.mark.products import CONTRACTED
 from kvcompile.passes.mark.read_attention import CHANNELS
-from kvcompile.passes.mark.values import Multiply, NotUnderstood, Operand, Scores, WrittenAttention
+from kvcompile.passes.mark.read_scores import NEVER_SEEN
+from kvcompile.passes.mark.values import Add, Multiply, NotUnderstood, Operand, Scores, WrittenAttention
 from kvcompile.passes.mark.write_mask import write_mask
 from kvcompile.passes.mark.writer import GraphWriter
 from kvcompile.passes.marker import Marker
@@ -53,6 +55,9 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
     if weights is None:
         raise NotUnderstood("its scores or weights are not understood")
     scores, (batch, heads, rows, _) = weights.scores, attention.dims
+    may_be_nan = (scores.sink is None or weights.is_scaled) and not weights.hidden_rows_are_zero
+    hidden_rows_are_nan = may_be_nan and may_hide_rows(scores.bias)
+    scores, sinks = _sinks(writer, scores, attention)
     output = _rearrangement(attention.output_layout, (batch, heads, rows, (CHANNELS,)))
     marker = Marker(
         original=_view(writer, attention.output, output.steps),
@@ -65,7 +70,7 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
             place=lambda operand: _beside_scores(writer, operand, attention),
             multiply=lambda x, factor: _apply(writer, x, factor, attention),
         ),
-        sinks=_sinks(writer, scores.sink, attention),
+        sinks=sinks,
         dropout_p=weights.dropout_p,
         scale=scores.scale * attention.key.factor * (scores.cap or 1.0),
         softcap=scores.cap,
@@ -73,7 +78,7 @@ def _understood(writer: GraphWriter, attention: WrittenAttention, module: str) -
         module=module,
         form=FORM,
         unsupported=attention.unsupported,
-        hidden_rows_are_nan=scores.sink is None and not weights.hidden_rows_are_zero and may_hide_rows(scores.bias),
+        hidden_rows_are_nan=hidden_rows_are_nan,
     )
     return _view(writer, writer.insert(marker), output.back)
 
@@ -153,23 +158,36 @@ def _beside_scores(writer: GraphWriter, operand: Operand, attention: WrittenAtte
     return _arrange(writer, operand.node, operand.layout, attention.dims)
 
 
-def _sinks(writer: GraphWriter, sink: Operand | None, attention: WrittenAttention) -> Node | None:
-    """The sink logits [num_heads], which must be the same for all rows and sequences.
+def _sinks(writer: GraphWriter, scores: Scores, attention: WrittenAttention) -> tuple[Scores, Node | None]:
+    """The scores beside the sinks that a marker takes, and these sinks: [num_heads] logits.
 
-    None if there are no sinks, or if they have no elements: the scores then have no rows, and the output is empty.
+    A softmax does not change if one number is subtracted from a row of scores and from its sink. Sinks of rows or
+    sequences are subtracted so, and zeros remain. No sinks remain if they have no elements: the scores then have no
+    rows, and the output is empty.
     """
+    sink = scores.sink
     if sink is None or statically_known_true(value_of(sink.node).numel() == 0):
-        return None
+        return scores, None
     batch, heads, rows, _ = attention.dims
+    num_heads = math.prod(axis.size for dim in attention.product.out for axis in dim if axis.name in heads)
+    if not isinstance(num_heads, int):
+        raise NotUnderstood("its sinks are for an unknown number of heads")
     for axes, stride in zip(sink.layout, value_of(sink.node).stride(), strict=True):
         if any(axis.name in (*batch, *rows) for axis in axes) and not statically_known_true(stride == 0):
-            raise NotUnderstood("its sinks are not one logit for every head")
+            return _without_sinks_of_rows(writer, scores, sink), _no_logits(writer, num_heads)
     node = _beside_scores(writer, sink, attention)
     for dim in (3, 2, 0):
         node = writer.call("select", node, dim, 0)
-    num_heads = math.prod(axis.size for dim in attention.product.out for axis in dim if axis.name in heads)
     if statically_known_true(value_of(node).shape[0] == num_heads):
-        return node
-    if not isinstance(num_heads, int):
-        raise NotUnderstood("its sinks are broadcast to an unknown number of heads")
-    return writer.call("expand", node, num_heads)
+        return scores, node
+    return scores, writer.call("expand", node, num_heads)
+
+
+def _without_sinks_of_rows(writer: GraphWriter, scores: Scores, sink: Operand) -> Scores:
+    """The scores minus their sinks. A sink below every score has no weight; it is not subtracted in full."""
+    lowest = writer.call("clamp", sink.node, min=NEVER_SEEN)
+    return replace(scores, bias=(*scores.bias, Add(replace(sink, node=lowest), -1.0)))
+
+
+def _no_logits(writer: GraphWriter, num_heads: int) -> Node:
+    return writer.call(torch.zeros, (num_heads,), dtype=torch.float32, device=value_of(writer.like).device)

@@ -22,6 +22,8 @@ DISTINCT = (
     "plain",
     "softcap",
     "sinks_behind_the_keys",
+    "sinks_of_every_row",
+    "sinks_that_scale_the_output",
     "alibi_by_baddbmm",
     "einsum_over_tokens_first",
     "einsum_of_grouped_heads",
@@ -158,6 +160,32 @@ def test_rows_without_a_visible_key_keep_their_meaning(form: Form) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 
+def hidden_rows_with_a_scale_of_sinks(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -torch.inf)
+    share = (scores.logsumexp(-1) - o.sinks.view(1, -1, 1)).sigmoid()
+    return scores.softmax(-1) @ repeat_kv(v) * share[..., None]
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_row_without_a_visible_key_stays_nan_if_sinks_only_scale_the_output() -> None:
+    given = arguments(3)
+    given[6].allowed[:, :, 1] = False
+    out, expected = on_packed_caches(hidden_rows_with_a_scale_of_sinks, given)
+    assert expected[:, :, 1].isnan().all()
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.parametrize("factor", [-torch.inf, -1e6, 30.0])
+def test_sinks_of_rows_may_be_far_from_the_scores(factor: float) -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+        sinks = factor * (1 + q.mean(-1, keepdim=True).abs())
+        return torch.cat([scores_of(q, k), sinks], dim=-1).softmax(-1)[..., :-1] @ repeat_kv(v)
+
+    out, expected = on_packed_caches(form, arguments(3))
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
+
+
 def channels_first(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     """Its last view has strides that attention on packed caches does not give."""
     weights = (repeat_kv(k) @ q.mT).softmax(-2)
@@ -218,6 +246,23 @@ def test_autocast_gives_the_dtype_that_it_gives_in_eager_mode(form: Form, ambien
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
 
 
+def logsumexp_returned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+    scores = scores_of(q, k)
+    lse = scores.logsumexp(-1)
+    return scores.softmax(-1) @ repeat_kv(v) * (lse - o.sinks.view(1, -1, 1)).sigmoid()[..., None], lse
+
+
+def sinks_of_other_scores_scale_the_output(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    share = ((scores_of(q, k) + o.bias).logsumexp(-1) - o.sinks.view(1, -1, 1)).sigmoid()
+    return scores_of(q, k).softmax(-1) @ repeat_kv(v) * share[..., None]
+
+
+def sinks_that_scale_another_output_too(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    out = scores.softmax(-1) @ repeat_kv(v)
+    return out * (scores.logsumexp(-1) - o.sinks.view(1, -1, 1)).sigmoid()[..., None] + out
+
+
 def weights_returned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
     weights = (q @ repeat_kv(k).mT).softmax(-1)
     return weights @ repeat_kv(v), weights
@@ -276,6 +321,9 @@ def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) ->
 
 
 REFUSED: dict[Form, tuple[str, str]] = {
+    logsumexp_returned: ("unrecognised", "also used by the caller"),
+    sinks_of_other_scores_scale_the_output: ("used_elsewhere", "its key cache kc is also used by"),
+    sinks_that_scale_another_output_too: ("unrecognised", "also used by logsumexp"),
     weights_returned: ("unrecognised", "also used by the caller"),
     heads_weighted: ("unrecognised", "mul is applied to its weights"),
     everything_dropped_out: ("dropout", "p=1.0"),

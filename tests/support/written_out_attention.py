@@ -96,6 +96,22 @@ def sinks_behind_the_keys(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tenso
 
 
 @form
+def sinks_of_every_row(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * D**-0.5 + o.additive
+    sinks = 3 * q.mean(-1, keepdim=True)
+    logits = torch.cat([scores, sinks], dim=-1).float()
+    return F.softmax(logits, dim=-1)[..., :-1].to(v.dtype) @ repeat_kv(v)
+
+
+@form
+def sinks_that_scale_the_output(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * D**-0.5 + o.additive
+    share = (torch.logsumexp(scores, dim=-1) - o.sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ repeat_kv(v)
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+@form
 def sinks_before_the_keys(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     scores = torch.where(o.allowed, q @ repeat_kv(k).mT, -torch.inf)
     sinks = o.sinks[None, :, None, None].expand(B, H, q.shape[2], 1)
