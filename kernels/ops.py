@@ -70,7 +70,13 @@ def _layout_of(op: str, name: str, x: Tensor, format: str, role: str) -> PackedL
 
 @functools.lru_cache(maxsize=4096)
 def _check_data(
-    op: str, name: str, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], layout: PackedLayout
+    op: str,
+    name: str,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    device: torch.device,
+    layout: PackedLayout,
 ) -> None:
     """Raise ValueError unless a tensor can be packed data of ``layout``; kernels do not check it again."""
     if dtype != torch.uint8 or len(shape) != 4:
@@ -83,6 +89,8 @@ def _check_data(
             f"kvcompile::{op}: {name} has blocks of {shape[3]} bytes, but {layout.spec} with head_dim "
             f"{layout.head_dim} has {layout.block_bytes}; pass the format and head_dim with which it was written"
         )
+    if (reason := layout.unsupported_on(device)) is not None:
+        raise ValueError(f"kvcompile::{op}: {name} in {layout.spec}: {reason}; keep this cache plain on a GPU")
     if layout.format.num_basis_heads not in (None, shape[2]):
         raise ValueError(
             f"kvcompile::{op}: {name} has {shape[2]} KV heads, but {layout.spec} was calibrated for "
@@ -96,7 +104,7 @@ def _check_data(
 
 
 def _check_store(data: Tensor, x: Tensor, positions: Tensor, valid: Tensor | None, layout: PackedLayout) -> None:
-    _check_data("store", "data", data.dtype, data.shape, data.stride(), layout)
+    _check_data("store", "data", data.dtype, data.shape, data.stride(), data.device, layout)
     batch, num_kv_heads, num_tokens, _ = x.shape
     if not x.is_floating_point():
         raise ValueError(f"kvcompile::store: x must be floating point, but is {x.dtype}")
@@ -178,7 +186,7 @@ def _check_attention(
     value: PackedLayout,
 ) -> None:
     for name, data, layout in (("k_data", k_data, key), ("v_data", v_data, value)):
-        _check_data("attention", name, data.dtype, data.shape, data.stride(), layout)
+        _check_data("attention", name, data.dtype, data.shape, data.stride(), data.device, layout)
     batch, num_heads = query.shape[:2]
     same_size = key.token_blocks(k_data) == value.token_blocks(v_data) and k_data.shape[1:3] == v_data.shape[1:3]
     if not same_size or k_data.shape[1] != batch or num_heads % k_data.shape[2]:
@@ -338,7 +346,7 @@ def _attention_part_fake(
 
 def _dequantize(data: Tensor, num_tokens: int, dtype: torch.dtype, format: str, role: str, head_dim: int) -> Tensor:
     layout = PackedLayout.parse(format, cast(Role, role), head_dim)
-    _check_data("dequantize", "data", data.dtype, data.shape, data.stride(), layout)
+    _check_data("dequantize", "data", data.dtype, data.shape, data.stride(), data.device, layout)
     capacity = layout.token_blocks(data) * BLOCK_TOKENS
     if not 0 <= num_tokens <= capacity:
         raise ValueError(f"kvcompile::dequantize: num_tokens {num_tokens} is not within the {capacity} of the cache")

@@ -35,6 +35,10 @@ from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.rotation import rotate, unrotate
 
 HEAD_DIM = sympy.Symbol("head_dim", integer=True, positive=True)
+MAX_HEAD_DIM = 512
+"""The most channels of a head."""
+ROTATED_HEAD_DIM = 256
+"""The most channels of a head in a rotated or calibrated format, whose matrices are tested up to this size."""
 BLOCK_TOKENS = 64
 """Tokens of a block. A packed cache is divided into blocks, and scales per channel are shared within a block."""
 
@@ -156,8 +160,9 @@ class Format(abc.ABC):
         """The reason why this format cannot hold keys or values (``role``) of ``head_dim``; None if it can."""
         if self.fixed_head_dim is not None:
             return None if head_dim == self.fixed_head_dim else f"head_dim {head_dim} is not {self.fixed_head_dim}"
-        if head_dim % 16 or not 16 <= head_dim <= 256:
-            return f"head_dim {head_dim} is not a multiple of 16 between 16 and 256"
+        most = ROTATED_HEAD_DIM if self.rotated or self.is_calibrated else MAX_HEAD_DIM
+        if head_dim % 16 or not 16 <= head_dim <= most:
+            return f"head_dim {head_dim} is not a multiple of 16 between 16 and {most}"
         if self.group_size and head_dim % self.group_size:
             return f"head_dim {head_dim} is not a multiple of the group size {self.group_size}"
         if self.granularity == "channel" and role == "value":

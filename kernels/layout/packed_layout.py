@@ -33,6 +33,8 @@ from kvcompile.kernels.formats import get_format, of_heads
 from kvcompile.kernels.formats.base import BLOCK_TOKENS, HEAD_DIM, Format
 from kvcompile.kernels.formats.bit_planes import Section
 
+GPU_HEAD_DIM = 256
+"""The most channels of a head for which the Triton kernels are tuned and tested."""
 TAG_BYTES = torch.int32.itemsize
 
 MIN_GROWING_BLOCKS = 2
@@ -166,6 +168,12 @@ class PackedLayout:
             most = self.row_bytes // TAG_BYTES * BLOCK_TOKENS
             return f"at head_dim {self.head_dim} a residual can have at most {most} first and recent tokens"
         return None
+
+    def unsupported_on(self, device: torch.device) -> str | None:
+        """The reason why kernels cannot read this layout on ``device``; None if they can."""
+        if device.type != "cuda" or self.format.fixed_head_dim is not None or self.head_dim <= GPU_HEAD_DIM:
+            return None
+        return f"head_dim {self.head_dim} is for CPUs; kernels for GPUs take up to {GPU_HEAD_DIM}"
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:

@@ -200,7 +200,8 @@ class PackedTensor(PackedSubclass):
             raise ValueError(
                 f"shape {tuple(shape)} does not fit a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
             )
-        if (reason := layout.unsupported(dtype)) is not None:
+        on = torch.get_default_device() if device is None else torch.device(device)
+        if (reason := layout.unsupported(dtype) or layout.unsupported_on(on)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
         batch, heads, tokens = (size_along(shape, axes, axis) for axis in "bht")
         blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))

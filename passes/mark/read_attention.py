@@ -154,10 +154,10 @@ def _read_sink_scale(call: Call, subject: LogSumExp | SinkOdds | SinkScale, cont
     if call.name == "sigmoid" and isinstance(subject, SinkOdds):
         return SinkScale(subject.scores, subject.nodes, subject.axis, subject.layout, subject.sink)
     is_difference = call.name == "sub" and call.get("alpha", 1) == 1 and isinstance(subject, LogSumExp)
-    if is_difference and _is_floats(other) and result.dim() == len(subject.layout):
-        if context.values.get(call.get("input")) is subject:
-            sink = context.operand(call.get("other"), subject.layout)
-            return SinkOdds(subject.scores, subject.nodes, subject.axis, subject.layout, sink)
+    is_first = context.values.get(call.get("input")) is subject
+    if is_difference and is_first and _is_floats(other) and result.dim() == len(subject.layout):
+        sink = context.operand(call.get("other"), subject.layout)
+        return SinkOdds(subject.scores, subject.nodes, subject.axis, subject.layout, sink)
     raise NotUnderstood(f"{call.name} is applied to the logsumexp of its scores")
 
 

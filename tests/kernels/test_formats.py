@@ -251,8 +251,25 @@ def test_only_multiples_of_16_and_of_the_group_up_to_256_are_accepted_as_head_di
             assert f"the group size {fmt.group_size}" in reason
         elif fmt.granularity != "channel":
             assert reason is None
-    for head_dim in (8, 72, 100, 272, 512):
+    for head_dim in (8, 72, 100, 528, 1024):
         assert str(head_dim) in fmt.unsupported(head_dim, "key")
+
+
+@every_format
+def test_plain_formats_hold_heads_of_512_channels_and_others_say_that_they_do_not(fmt):
+    reason = fmt.unsupported(512, "key")
+    if reason is not None:
+        assert "256" in reason
+    elif fmt.granularity != "channel":
+        x = vectors(20, 512)
+        narrow = relative_error(roundtrip(fmt, x[:, :256]), x[:, :256])
+        assert relative_error(roundtrip(fmt, x), x) < 1.3 * narrow + 1e-6
+
+
+def test_most_plain_formats_hold_heads_of_512_channels():
+    assert {"int8_per_token_head", "int4_unrotated", "fp8_e4m3", "float32"} <= {
+        name for name, fmt in FORMATS.items() if fmt.unsupported(512, "value") is None
+    }
 
 
 def test_only_keys_can_have_scales_per_channel():
