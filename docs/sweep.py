@@ -18,7 +18,9 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
@@ -76,7 +78,7 @@ class Run:
                     self._run(file, "eager", cache)
 
     def _run(self, file: TextIO, attention: Implementation, cache: CacheKind) -> CaseResult:
-        result = run_case(self.architecture, attention, cache)
+        result = replace(run_case(self.architecture, attention, cache), transformers=transformers.__version__)
         file.write(json.dumps(result.to_dict()) + "\n")
         return result
 
@@ -104,6 +106,15 @@ def has_cache(cases: Iterable[CaseResult]) -> bool:
     return any(case.failure or case.cached for case in cases)
 
 
+def outcome(cases: Sequence[CaseResult]) -> str:
+    """The result of a model type in a word or two."""
+    if not is_built(cases):
+        return "no small model"
+    if not has_cache(cases):
+        return "no cached layer"
+    return "covered" if is_covered(cases) else "not covered"
+
+
 def is_covered(cases: Iterable[CaseResult]) -> bool:
     """Whether every layer with a cache and without a window is rewritten, in every case that exists."""
     return all(
@@ -126,8 +137,8 @@ def problems(cases: Iterable[CaseResult]) -> list[str]:
     return found
 
 
-def page(results: Results, versions: Mapping[str, str]) -> str:
-    """``coverage.md``."""
+def page(results: Results, versions: Mapping[str, str], not_run: Sequence[str] = ()) -> str:
+    """``coverage.md``. ``not_run``: types that have no results yet."""
     reasons: dict[str, int] = {}
     cached = {name: cases for name, cases in sorted(results.items()) if has_cache(cases)}
     rows = [_row(name, cases, reasons) for name, cases in cached.items()]
@@ -147,6 +158,7 @@ def page(results: Results, versions: Mapping[str, str]) -> str:
         f"({100 * covered / max(len(cached), 1):.0f} %) are covered: every cached layer without",
         "a sliding window is rewritten, in each of their cases. "
         f"{len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
+        *_releases(cached),
         "",
         "| architecture | attention | static | error | dynamic | error |",
         "|---|---|---:|---:|---:|---:|",
@@ -158,6 +170,7 @@ def page(results: Results, versions: Mapping[str, str]) -> str:
         "",
         "No small model, because its sizes are fields of other names, or of parts for images and sound (the text part "
         "often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
+        *(["", "Not run yet (`python docs/sweep.py --missing`): " + _listed(not_run)] if not_run else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -183,6 +196,14 @@ reasons and notes below the table. `-` stands for a case that the model does not
 ```sh
 python docs/sweep.py
 ```"""
+
+
+def _releases(results: Results) -> list[str]:
+    """How many of the types ran on which release of Transformers, if it was not one release."""
+    ran_on = Counter(max(case.transformers for case in cases) for cases in results.values())
+    if len(ran_on) < 2:
+        return []
+    return ["", *(f"{ran_on[release]} of them ran on Transformers {release}." for release in sorted(ran_on))]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -246,10 +267,11 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = {name: cases for name, cases in wanted.items() if cases}
     for name, cases in run_all(wanted, options.jobs):
         results[name] = cases = [*(results.get(name, []) if options.missing else []), *cases]
-        print(f"{name}: {'covered' if is_covered(cases) else 'not covered'}", *problems(cases), sep="\n  ", flush=True)
+        print(f"{name}: {outcome(cases)}", *problems(cases), sep="\n  ", flush=True)
         data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
         store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")
-        (options.folder / "coverage.md").write_text(page(results, versions()), encoding="utf-8")
+        not_run = [name for name in sorted(model_types()) if name not in results]
+        (options.folder / "coverage.md").write_text(page(results, versions(), not_run), encoding="utf-8")
     if any(problems(cases) for cases in results.values()):
         sys.exit(1)
 

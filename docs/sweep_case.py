@@ -71,6 +71,7 @@ class CaseResult:
         error: relative L2 error of the logits.
         failure: why the case has no result; None if it has one.
         skipped: why the case does not exist; None if it exists.
+        transformers: the release of Transformers that the case ran on.
     """
 
     architecture: str
@@ -86,6 +87,7 @@ class CaseResult:
     error: float = 0.0
     failure: str | None = None
     skipped: str | None = None
+    transformers: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

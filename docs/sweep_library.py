@@ -63,12 +63,23 @@ STANDARD: dict[str, Any] = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 8,
     "state_size": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
 }
 """Sizes by the names that configurations of Transformers give them."""
 
 
 class NotBuiltError(Exception):
     """A type has no small model; the message says why."""
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Fields by model type that the rule cannot know."""
 
 
 @functools.cache
@@ -105,7 +116,7 @@ def architecture_of(model_type: str) -> Architecture:
 def _sizes(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    return _sizes_of(AutoConfig.for_model(model_type))
+    return _sizes_of(AutoConfig.for_model(model_type)) | CHOICES.get(model_type, {})
 
 
 def _sizes_of(config: PreTrainedConfig) -> dict[str, Any]:

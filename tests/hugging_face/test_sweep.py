@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sweep
+import torch
 from sweep_case import MAX_ERROR, CaseResult, run_case
 from sweep_library import MAX_PARAMETERS, NotBuiltError, architecture_of, model_types
 from sweep_models import ARCHITECTURES
@@ -67,7 +69,7 @@ def test_the_library_says_which_types_there_are_and_most_get_a_small_model_by_on
     assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
     assert model.config.num_hidden_layers == 2
     with pytest.raises(NotBuiltError, match="parts for images and sound"):
-        architecture_of("git")
+        architecture_of("vibevoice_asr")
 
 
 def test_a_type_without_a_small_model_is_listed_with_the_others_apart() -> None:
@@ -84,6 +86,35 @@ def test_a_type_without_a_small_model_is_listed_with_the_others_apart() -> None:
     assert "1 of the 1 (100 %) are covered" in text
     assert "in a cache of Transformers: `mamba`." in text
     assert text.endswith("such as `gemma3_text`): `git`.\n")
+
+
+def test_the_page_says_which_types_ran_on_which_release_and_which_did_not_run() -> None:
+    cases = {
+        name: [CaseResult(name, "sdpa", cache, cached=2, full=2, packed=2, packed_full=2, rewritten=2,
+                          transformers=release) for cache in ("static", "dynamic")]
+        for name, release in (("llama", "5.23.0"), ("gpt2", "5.24.0"), ("opt", "5.24.0"))
+    }  # fmt: skip
+    text = sweep.page(cases, sweep.versions(), ["gemma3"])
+    assert "1 of them ran on Transformers 5.23.0.\n2 of them ran on Transformers 5.24.0." in text
+    assert text.endswith("Not run yet (`python docs/sweep.py --missing`): `gemma3`.\n")
+
+
+def test_a_type_without_a_case_that_runs_is_not_called_covered() -> None:
+    skipped = CaseResult("mamba", "sdpa", "static", skipped="it does not run")
+    packed = CaseResult("llama", "sdpa", "static", cached=2, full=2, packed=2, packed_full=2, rewritten=2)
+    refused = replace(packed, packed=0, packed_full=0, rewritten=0)
+    not_built = replace(skipped, skipped=f"{sweep.NOT_BUILT}large")
+    outcomes = [sweep.outcome([case]) for case in (skipped, packed, refused, not_built)]
+    assert outcomes == ["no cached layer", "covered", "not covered", "no small model"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "voxtral", "recurrent_gemma", "zaya"])
+def test_the_rule_reaches_parts_for_images_and_sound_and_computed_fields(model_type: str) -> None:
+    architecture = architecture_of(model_type)
+    with torch.device("meta"):
+        model = architecture.make(model_type, None)
+    assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
+    assert model.config.get_text_config(decoder=True).hidden_size == 64
 
 
 def test_there_are_enough_architectures_for_the_sweep_to_mean_something() -> None:
