@@ -36,7 +36,7 @@ from kvcompile.passes.mark.calls import (
 )
 from kvcompile.passes.mark.products import Contraction, read_contraction, read_product
 from kvcompile.passes.mark.read_attention import CHANNELS, are_weights, has_room_for_scores, product_of, read
-from kvcompile.passes.mark.read_scores import Context
+from kvcompile.passes.mark.read_scores import Context, size_one_axis
 from kvcompile.passes.mark.values import (
     Add,
     Exponentials,
@@ -194,7 +194,8 @@ class _Matcher:
         rows = tuple(() if [axis.name for axis in dim] == [CHANNELS] else dim for dim in attention.output_layout)
         before, after = value_of(output), value_of(node)
         is_alone = all(user is node or asks_for_shape(user, output) for user in output.users)
-        if scale.layout != rows or scale.axis != weights.key_axis or not is_alone or before.dtype != after.dtype:
+        axis = scale.axis or size_one_axis(weights.scores)
+        if scale.layout != rows or axis != weights.key_axis or not is_alone or before.dtype != after.dtype:
             return None
         scores = replace(weights.scores, sink=scale.sink)
         nodes = weights.nodes | scale.nodes | {output}

@@ -361,11 +361,6 @@ def sinks_kept(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return scores.softmax(-1) @ F.pad(repeat_kv(v), (0, 0, 0, 1))
 
 
-def sinks_of_every_row(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
-    scores = torch.cat([scores_of(q, k), o.bias[..., :1].expand(B, H, Q, 1)], -1)
-    return scores.softmax(-1)[..., :-1] @ repeat_kv(v)
-
-
 def another_key_dropped(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     scores = torch.cat([scores_of(q, k), o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
     return scores.softmax(-1)[..., 1:] @ repeat_kv(v)
@@ -493,7 +488,6 @@ UNSUPPORTED: dict[Form, str] = {
     scaled_by_a_negative_number: "scaled by -1.0",
     softcap_after_a_mask: "tanh is applied to its scores after a mask",
     sinks_kept: "not dropped",
-    sinks_of_every_row: "not one logit for every head",
     another_key_dropped: "some of its scores or weights are taken out",
     sinks_beside_shifted_scores: "concatenated to something other than one column of sinks",
     maximum_of_columns_subtracted: "maximum along another dimension",
