@@ -55,6 +55,7 @@ files
 packed
 policy
 report
+agreement
 context_parallel
 call
 caches
