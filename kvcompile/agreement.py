@@ -74,6 +74,11 @@ class Agreement:
                 self._channel.write({"error": text_of(error)})
 
 
+def take_part(shard: ContextShard) -> None:
+    """Tell the other ranks from now on if an error ends the program of this rank."""
+    _channel_of(shard)
+
+
 def together(shard: ContextShard, work: Callable[[], T]) -> T:
     """The result of ``work``, or an error on every rank if one of them fails.
 

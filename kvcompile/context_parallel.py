@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from kvcompile.agreement import Agreement
+from kvcompile.agreement import Agreement, take_part
 from kvcompile.compat.distributed import group_name
 from kvcompile.errors import OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
@@ -27,7 +27,11 @@ def shard_of(ranks: Any) -> ContextShard | None:
         OptionsError: ``ranks`` is something else, has several dimensions, or does not contain this process.
     """
     member = member_of(ranks, "option context_parallel")
-    return ContextShard(*member) if member is not None and member.size > 1 else None
+    if member is None or member.size == 1:
+        return None
+    shard = ContextShard(*member)
+    take_part(shard)
+    return shard
 
 
 class Member(NamedTuple):

@@ -70,21 +70,21 @@ def test_every_rank_gets_the_error_of_the_rank_that_fails(size: int, tmp_path: P
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_rank_waits_longer_than_the_process_group_for_a_rank_whose_model_fails(size: int, tmp_path: Path) -> None:
-    results = run("model code", size, tmp_path / "results.pt")
+def test_no_rank_waits_longer_for_another_than_the_process_group_allows(size: int, tmp_path: Path) -> None:
+    results = run("late", size, tmp_path / "results.pt")
     assert all(isinstance(rank, dict) for rank in results), results
-    messages = [rank["model code"][0] for rank in results]  # type: ignore[index]
+    messages = [rank["late"][0] for rank in results]  # type: ignore[index]
     waited = f"waited {program.SECONDS} s (the timeout of the process group) for rank {size - 1}"
-    assert all(waited in message for message in messages)
-    assert "which failed elsewhere or runs other code" in messages[0]
-    assert "context_parallel: rank " in messages[-1], "the rank that comes late learns that the others have given up"
+    assert all(waited in message for message in messages), messages
+    assert any("which failed elsewhere or runs other code" in message for message in messages)
+    assert "rank 0 waited" in messages[-1] or "rank 1 waited" in messages[-1], "who comes late learns who gave up"
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_rank_gets_the_error_that_ends_the_program_of_a_rank(size: int, tmp_path: Path) -> None:
-    *others, faulty = run("in packing,program", size, tmp_path / "results.pt")
+def test_every_rank_gets_the_error_of_a_model_that_ends_the_program_of_a_rank(size: int, tmp_path: Path) -> None:
+    *others, faulty = run("model code", size, tmp_path / "results.pt")
     assert isinstance(faulty, str)
     assert ERROR in faulty
     for rank in others:
         assert isinstance(rank, dict), rank
-        assert f"rank {size - 1} ended: {ERROR}" in rank["program"][0]
+        assert f"rank {size - 1} ended: {ERROR}" in rank["model code"][0]

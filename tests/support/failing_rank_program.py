@@ -1,7 +1,7 @@
 """One rank of tests/call/test_failing_ranks.py: a rank fails at each place, and all ranks note the error they get.
 
 ``failing_rank_program.py CASES OUTPUT.pt`` runs the cases whose names stand in CASES, with commas. In the case
-``program`` the last rank ends with an error. Each rank writes its own results.
+``model code`` the last rank ends with an error. Each rank writes its own results.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from kvcompile import backend
+from kvcompile.agreement import together
+from kvcompile.context_parallel import shard_of
 
 SECONDS = 10
 """The timeout of the process group."""
@@ -89,20 +91,18 @@ def training(ranks: Any) -> None:
         step(q.requires_grad_(is_faulty()), k, v, torch.tensor([0]))
 
 
-def model_code(ranks: Any) -> None:
-    """The model itself fails on one rank, which catches the error and calls the compiled model again."""
-    model = OwnError("cpu")
-    try:
-        steps(ranks, model)
-    except ValueError:
-        time.sleep(SECONDS + 1)
-        steps(ranks)
-
-
-def program(ranks: Any) -> None:
+def late(ranks: Any) -> None:
+    """One rank takes part only when the others have given up."""
+    shard = shard_of(ranks)
+    assert shard is not None
     if is_faulty():
-        fail()
-    steps(ranks)
+        time.sleep(SECONDS + 5)
+    together(shard, lambda: None)
+
+
+def model_code(ranks: Any) -> None:
+    """The model itself fails on one rank, while Dynamo traces it, and the program of that rank ends."""
+    steps(ranks, OwnError("cpu"))
 
 
 CASES: dict[str, Callable[[Any], None]] = {
@@ -112,8 +112,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     "adoption": adoption,
     "decisions": decisions,
     "training": training,
+    "late": late,
     "model code": model_code,
-    "program": program,
 }
 
 
@@ -129,7 +129,7 @@ def main(names: str, output: Path) -> None:
             CASES[name](mesh["cp"])
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            if name == "program" and is_faulty():
+            if name == "model code" and is_faulty():
                 raise
         results[name] = message, time.monotonic() - begin
     torch.save(results, output.with_suffix(f".{dist.get_rank()}"))
