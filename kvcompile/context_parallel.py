@@ -76,14 +76,15 @@ def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
     mine = [[site.module, site.reason] for site in sites]
     for rank, theirs in enumerate(agreement.exchange(mine)):
         if theirs != mine:
-            ours, other = (_first_difference(*pair) for pair in ((mine, theirs), (theirs, mine)))
+            ours, other = (first_difference(*pair) for pair in ((mine, theirs), (theirs, mine)))
             raise agreement.differs(
                 f"context_parallel: rank {agreement.rank} and rank {rank} disagree: {ours} here, {other} there; give "
                 "all ranks the same model, policy, inputs and versions"
             )
 
 
-def _first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
+def first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
+    """Where the decisions of a rank, module and reason of each site, first differ from the decisions of another."""
     for index, (module, reason) in enumerate(sites):
         if index >= len(others) or others[index] != [module, reason]:
             return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"

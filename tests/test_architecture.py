@@ -59,6 +59,7 @@ agreement
 context_parallel
 call
 caches
+rank_reports
 debugging
 options
 launch_hint

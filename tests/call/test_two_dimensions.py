@@ -58,3 +58,26 @@ def test_a_llama_of_transformers_divides_heads_and_tokens(ranks: list[dict[str, 
 
 def test_every_rank_packs_every_attention(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["refusals"] == [] for rank in ranks)
+
+
+def test_the_report_of_all_ranks_sums_sites_and_bytes(ranks: list[dict[str, Any]]) -> None:
+    """Three graphs of each model have a site in each; float32 packs 4 bytes of an element as 4 bytes."""
+    elements = [program.KV_HEADS * program.CAPACITY * width for width in (program.WIDTH, 64)]
+    both = 2 * 4 * sum(elements)
+    for rank in ranks:
+        whole, heads, tokens = (
+            rank[f"report{of}"] for of in ("", " of tensor-parallel ranks", " of context-parallel ranks")
+        )
+        assert (whole.ranks, heads.ranks, tokens.ranks) == (4, 2, 2)
+        assert whole.sites == whole.rewritten == 2 * heads.sites == 2 * tokens.sites > 0
+        assert whole.refusals == {}
+        assert whole.bytes_before == whole.bytes_after == heads.bytes_before == both
+        assert tokens.bytes_before == both // 2, "the caches of these ranks have half of the heads"
+        assert f"4 ranks (2 context parallel, 2 tensor parallel)\n{whole.sites} attention sites" in str(whole)
+
+
+def test_refusals_that_differ_are_the_same_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    (message,) = {rank["differs"] for rank in ranks}
+    first, other = (f"context-parallel rank {i}, tensor-parallel rank {i}" for i in (0, 1))
+    assert f"report_of_ranks: {first} and {other} differ: attention in no module is packed on the first" in message
+    assert "is refused (" in message

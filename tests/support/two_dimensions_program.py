@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import kvcompile
+from kvcompile.passes.refusal import Reason, Refusal
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, CAPACITY = 4, 2, 16, 32, 150
 STEPS = (130, 1, 1)
@@ -45,6 +46,8 @@ class HandWritten(nn.Module):
         out = F.scaled_dot_product_attention(q, self.keys, self.values, visible, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
+
+RANK_THAT_REFUSES = 3
 
 PLAN = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "o": RowwiseParallel}
 
@@ -79,6 +82,16 @@ def main(checkpoint: str, output: Path) -> None:
         result["Llama"] = llama(torch.compile(model, backend=backend, dynamic=False), cache)
         result["Llama cache"] = type(cache.layers[0].keys).__name__, cache.layers[0].keys.local.shape
     result["refusals"] = [site.reason for site in report.sites if site.reason]
+    ranks = {"context_parallel": mesh["cp"], "tensor_parallel": mesh["tp"]}
+    result["report"] = kvcompile.report_of_ranks(report, **ranks)
+    result["report of tensor-parallel ranks"] = kvcompile.report_of_ranks(report, tensor_parallel=mesh["tp"])
+    result["report of context-parallel ranks"] = kvcompile.report_of_ranks(report, context_parallel=mesh["cp"])
+    if dist.get_rank() == RANK_THAT_REFUSES:
+        report.sites[0].refuse(Refusal(Reason.training))
+    try:
+        kvcompile.report_of_ranks(report, **ranks)
+    except kvcompile.KVCompileError as error:
+        result["differs"] = str(error)
     save_results(result, output)
 
 
