@@ -17,7 +17,7 @@ from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
-from kvcompile.call.shards import LocalShards
+from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.graphs import copied_graph
@@ -137,8 +137,11 @@ def compile_graph(
         with compiler.stages.compiling():
             return compiler.compile()
     except Exception as error:
+        explained = explained_error(error, compiler.original_inputs)
         if compiler.agreement is not None:
-            compiler.agreement.fail(error)
+            compiler.agreement.fail(explained or error)
+        if explained is not None:
+            raise explained from error
         raise
     finally:
         compiler.release()
