@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvcompile.packed.tensor import PackedTensor as PackedTensor
     from kvcompile.policy.policy import Policy as Policy
     from kvcompile.policy.presets import preset_names as preset_names
+    from kvcompile.rank_reports import report_of_ranks as report_of_ranks
     from kvcompile.report.report import Report as Report
     from kvcompile.report.report import collect_reports as collect_reports
     from kvcompile.report.report import last_report as last_report
@@ -78,6 +79,7 @@ _HOME = {
     "load_package": "packaging.load",
     "package": "packaging.package",
     "preset_names": "policy.presets",
+    "report_of_ranks": "rank_reports",
     "save_cache": "caches.file",
     "static_cache": "caches.static",
     "tune": "evaluation.tune",

@@ -11,12 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
+from kvcompile.agreement import Agreement
 from kvcompile.call.digest import digest_of
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
-from kvcompile.call.shards import LocalShards
+from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.graphs import copied_graph
@@ -135,6 +136,13 @@ def compile_graph(
     try:
         with compiler.stages.compiling():
             return compiler.compile()
+    except Exception as error:
+        explained = explained_error(error, compiler.original_inputs)
+        if compiler.agreement is not None:
+            compiler.agreement.fail(explained or error)
+        if explained is not None:
+            raise explained from error
+        raise
     finally:
         compiler.release()
 
@@ -204,6 +212,7 @@ class _GraphCompiler:
         self.shards = LocalShards(self.marked, example_inputs, sources)
         self.example_inputs = self.shards.example_inputs
         self.inputs = graph_inputs(self.marked, self.example_inputs, sources)
+        self.agreement = Agreement(options.shard) if options.shard is not None else None
         self.packing: Packing | None = None
         self.outcome: Outcome | None = None
         self.graph: report.GraphReport | None = None
@@ -219,10 +228,17 @@ class _GraphCompiler:
             return self._compile_plain()
         self.origin = Origin.of(self.marked, self.options.policy)
         self.stages.show(Stage.marked, self.marked)
+        compiled = self._compile_marked()
+        if self.agreement is not None:
+            self.agreement.exchange(None)  # a rank without code would leave the others in the first collective
+        return compiled
+
+    def _compile_marked(self) -> Callable[..., Any]:
         if self._records_gradients():
             sites = sites_of(self.marked)
             for site in sites:
                 site.refuse(Refusal(Reason.training))
+            self._agree(sites)
             self._report(sites)
             return self._compile_plain()
         try:
@@ -292,8 +308,7 @@ class _GraphCompiler:
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
-        if self.options.shard is not None:
-            check_agreement(self.options.shard, packing.sites)
+        self._agree(packing.sites)
         self.graph = self._report(packing.sites, packing.surroundings)
         rewritten = packing.rewritten
         if rewritten is None:
@@ -314,6 +329,10 @@ class _GraphCompiler:
             with storing_by_key():
                 compiled = compile_fx_inner(gm, rewritten.example_inputs, **kwargs)
         return PackedCode(compiled, plan, self.outcome, packing.cudagraphs)
+
+    def _agree(self, sites: Sequence[Site]) -> None:
+        if self.agreement is not None:
+            check_agreement(self.agreement, sites)
 
     def _outcome_of(self, packing: Packing, rewritten: Rewritten) -> Outcome:
         caches, stacks = in_dynamo_order(packing.inputs, len(self.inputs), len(self.example_inputs), rewritten)

@@ -1,4 +1,4 @@
-"""Context parallelism: the option ``context_parallel``, and the agreement of all ranks on what they compile."""
+"""Context parallelism: the option ``context_parallel``, and the agreement of all ranks on what they pack."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from kvcompile.compat.distributed import group_name, group_of
-from kvcompile.compat.tensors import without_modes, without_python_dispatcher
-from kvcompile.errors import KVCompileError, OptionsError, shown
+from kvcompile.agreement import Agreement, take_part
+from kvcompile.compat.distributed import group_name
+from kvcompile.errors import OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.passes.site import Site
 
@@ -27,7 +27,11 @@ def shard_of(ranks: Any) -> ContextShard | None:
         OptionsError: ``ranks`` is something else, has several dimensions, or does not contain this process.
     """
     member = member_of(ranks, "option context_parallel")
-    return ContextShard(*member) if member is not None and member.size > 1 else None
+    if member is None or member.size == 1:
+        return None
+    shard = ContextShard(*member)
+    take_part(shard)
+    return shard
 
 
 class Member(NamedTuple):
@@ -61,29 +65,27 @@ def member_of(ranks: Any, option: str) -> Member | None:
     return Member(rank, size, group_name(group))
 
 
-def check_agreement(shard: ContextShard, sites: Sequence[Site]) -> None:
+def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
     """Make sure that all ranks pack the same attention; otherwise their collectives would deadlock.
 
     Every rank of the group must call it for the same graph.
 
     Raises:
-        KVCompileError: another rank decided otherwise.
+        RankError: another rank has decided otherwise, has failed, or has not answered in time.
     """
-    mine = [(site.module, site.reason) for site in sites]
-    decisions: list[Any] = [None] * shard.size
-    with without_modes(), without_python_dispatcher():  # graphs are traced here, and the ranks exchange real bytes
-        dist.all_gather_object(decisions, mine, group=group_of(shard.group))
-    for rank, theirs in enumerate(decisions):
+    mine = [[site.module, site.reason] for site in sites]
+    for rank, theirs in enumerate(agreement.exchange(mine)):
         if theirs != mine:
-            ours, other = (_first_difference(*pair) for pair in ((mine, theirs), (theirs, mine)))
-            raise KVCompileError(
-                f"context_parallel: rank {shard.rank} and rank {rank} disagree: {ours} here, {other} there; give all "
-                f"ranks the same model, policy, inputs and versions"
+            ours, other = (first_difference(*pair) for pair in ((mine, theirs), (theirs, mine)))
+            raise agreement.differs(
+                f"context_parallel: rank {agreement.rank} and rank {rank} disagree: {ours} here, {other} there; give "
+                "all ranks the same model, policy, inputs and versions"
             )
 
 
-def _first_difference(sites: Sequence[tuple[str, str | None]], others: Sequence[tuple[str, str | None]]) -> str:
+def first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
+    """Where the decisions of a rank, module and reason of each site, first differ from the decisions of another."""
     for index, (module, reason) in enumerate(sites):
-        if index >= len(others) or others[index] != (module, reason):
+        if index >= len(others) or others[index] != [module, reason]:
             return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"
     return f"there are {len(sites)} sites"

@@ -55,9 +55,11 @@ files
 packed
 policy
 report
+agreement
 context_parallel
 call
 caches
+rank_reports
 debugging
 options
 launch_hint

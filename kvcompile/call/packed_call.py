@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.agreement import together
 from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_adoptable
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
@@ -300,7 +301,7 @@ class AdoptingCall:
                 self._adopt(plain)
             except AdoptionError as error:
                 if self._shard is not None or self._fallback is None:
-                    raise  # with shards, the other ranks would wait for this one
+                    raise
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
         report.ran(self._graph)
@@ -325,6 +326,12 @@ class AdoptingCall:
         return [owners.get(id(result), result) for result in self._run(args)]
 
     def _adopt(self, plain: Sequence[Adoption]) -> None:
+        if self._shard is None:
+            self._adopt_alone(plain)
+        else:  # the other ranks would wait for a rank that fails
+            together(self._shard, lambda: self._adopt_alone(plain))
+
+    def _adopt_alone(self, plain: Sequence[Adoption]) -> None:
         try:
             adopt_all(plain, self._shard)
         except AdoptionError:

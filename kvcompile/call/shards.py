@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.compat.tensors import is_distributed, is_traceable_wrapper_subclass
 from kvcompile.compat.tracing import detect_fake_mode
+from kvcompile.errors import OptionsError
 
 
 class Distributed:
@@ -73,6 +74,20 @@ class LocalShards:
             for place in self._places:
                 result[place] = args[place].to_local()
         return result
+
+
+def explained_error(error: Exception, example_inputs: Sequence[Any]) -> OptionsError | None:
+    """What to do about an error of a graph with distributed inputs: DTensor plans no symbolic sizes. Else None.
+
+    DTensor looks up plans by the sizes of its arguments, and a symbolic size has no hash.
+    """
+    has_no_hash = isinstance(error, TypeError) and "unhashable" in str(error) and "SymInt" in str(error)
+    if not has_no_hash or not any(is_distributed(value) for value in example_inputs):
+        return None
+    return OptionsError(
+        "DTensor cannot plan the symbolic sizes of this graph, whose parameters are distributed; pass dynamic=False to "
+        "torch.compile, and pad inputs to few lengths"
+    )
 
 
 def _is_distributed_parameter(value: Any, source: str) -> bool:

@@ -23,3 +23,8 @@ def group_name(group: Any) -> str:
 def group_of(name: str) -> Any:
     """The process group with this name."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+
+
+def store_of(group: Any) -> Any:
+    """The ``torch.distributed.Store`` that the ranks of a process group share, with a namespace for this group."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)

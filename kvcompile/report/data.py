@@ -255,7 +255,7 @@ class ReportData:
     def totals(self) -> Totals:
         outcomes = Counter(outcome(site) for site in self.sites)
         layers = self._outcomes_of_layers()
-        caches, unpacked = self._caches(), self._unpacked()
+        caches, unpacked = self.caches, self._unpacked()
         dtypes = [cache.dtype for cache in caches] + [plain.dtype for plain in unpacked]
         weights = {weight.identity: weight for graph in self.graphs for weight in graph.weights}.values()
         return Totals(
@@ -305,7 +305,8 @@ class ReportData:
                         plain[layer] = cache
         return [cache for layer, cache in plain.items() if layer not in packed]
 
-    def _caches(self) -> list[CacheSummary]:
+    @property
+    def caches(self) -> list[CacheSummary]:
         """Every packed cache once, although each graph that uses it reports it.
 
         Caches are skipped in graphs whose calls all ran as plain Inductor would. Within a graph, a cache is identified

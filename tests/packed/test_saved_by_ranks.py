@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_commands import ROOT, blocks
 from ranks import run_on_ranks
 
+import kvcompile
 from kvcompile.caches.source import names_of_parts
 
 pytest.importorskip("transformers")
@@ -29,9 +33,14 @@ ERRORS = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which four ranks save their caches."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
     """The results of four ranks."""
-    folder = tmp_path_factory.mktemp("saved")
     return list(run_on_ranks("saved_by_ranks_program.py", 4, "cpu", folder / "results.pt", folder))
 
 
@@ -53,6 +62,24 @@ def test_a_mistake_of_one_rank_is_the_same_error_on_all_of_them(
 def test_a_part_is_not_saved_without_the_other_ranks(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         assert f"is part {number // 2} of 2 of a cache" in rank["errors"]["no ranks given"]
+
+
+def test_the_reader_of_the_page_finds_every_block_in_the_files_of_the_ranks(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    """The reader of docs/cache_files.md uses nothing but numpy and safetensors."""
+    assert ranks
+    reader: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs" / "cache_files.md", "python")[0].partition("\nkeys = ")[0], reader)
+    whole = kvcompile.load_cache(folder / "2x2")["layers"][0]
+    content, _, pieces = reader["open_cache"](folder / "2x2")
+    layer = dict(content["dict"])["layers"]["list"][0]["tuple"]
+    for name, cache in zip((one["packed"] for one in layer), whole, strict=True):
+        num_blocks, batch, heads, _ = cache.packed.shape
+        for place in itertools.product(range(num_blocks), range(batch), range(heads)):
+            assert reader["read_block"](pieces, name, *place).tolist() == cache.packed[place].tolist()
+        with pytest.raises(IndexError, match="has no block"):
+            reader["read_block"](pieces, name, num_blocks, 0, 0)
 
 
 def test_one_process_notices_a_missing_file(ranks: list[dict[str, Any]]) -> None:

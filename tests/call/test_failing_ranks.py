@@ -1,0 +1,90 @@
+"""A rank that fails or decides otherwise gives every rank an error that names it, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import failing_rank_program as program
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import SUPPORT
+
+SECONDS = 240
+"""The programs of a test end within this time."""
+
+SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
+
+ERROR = "ValueError: no more paper"
+
+
+def run(cases: str, size: int, output: Path) -> list[dict[str, Any] | str]:
+    """The results of each rank, or the error output of a program that has ended with an error.
+
+    This process holds the store of the ranks, as torchrun does. Unlike torchrun, it stops no rank if another one ends.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, str(SUPPORT)])), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    command = [sys.executable, str(SUPPORT / "failing_rank_program.py"), cases, str(output)]
+    ranks = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    files = [output.with_suffix(f".{rank}") for rank in range(size)]
+    return [
+        torch.load(file) if rank.returncode == 0 else error
+        for rank, file, error in zip(ranks, files, errors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_gets_the_error_of_the_rank_that_fails(size: int, tmp_path: Path) -> None:
+    """The steps of a case fail together, and the ranks go on with the next case together."""
+    cases = ["before packing", "in packing", "in code", "adoption", "decisions", "training"]
+    results = run(",".join(cases), size, tmp_path / "results.pt")
+    assert all(isinstance(rank, dict) for rank in results), results
+    of = {case: [rank[case][0] for rank in results] for case in cases}  # type: ignore[index]
+    for case in ("before packing", "in packing", "in code"):
+        assert ERROR.split(": ")[1] in of[case][-1]
+        for message in of[case][:-1]:
+            assert f"rank {size - 1} failed: {ERROR}" in message, (case, message)
+    for message in of["adoption"][:-1]:
+        assert f"rank {size - 1} failed: AdoptionError: " in message
+    assert "AdoptionError: " in of["adoption"][-1]
+    assert "RankError" not in of["adoption"][-1]
+    assert all("disagree: attention in no module is" in message for message in of["decisions"] + of["training"])
+    assert all("refused" in message for message in of["training"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_rank_waits_longer_for_another_than_the_process_group_allows(size: int, tmp_path: Path) -> None:
+    results = run("late", size, tmp_path / "results.pt")
+    assert all(isinstance(rank, dict) for rank in results), results
+    messages = [rank["late"][0] for rank in results]  # type: ignore[index]
+    waited = f"waited {program.SECONDS} s (the timeout of the process group) for rank {size - 1}"
+    assert all(waited in message for message in messages), messages
+    assert any("which failed elsewhere or runs other code" in message for message in messages)
+    assert "rank 0 waited" in messages[-1] or "rank 1 waited" in messages[-1], "who comes late learns who gave up"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_gets_the_error_of_a_model_that_ends_the_program_of_a_rank(size: int, tmp_path: Path) -> None:
+    *others, faulty = run("model code", size, tmp_path / "results.pt")
+    assert isinstance(faulty, str)
+    assert ERROR in faulty
+    for rank in others:
+        assert isinstance(rank, dict), rank
+        assert f"rank {size - 1} ended: {ERROR}" in rank["model code"][0]

@@ -1,0 +1,84 @@
+"""One rank of tests/call/test_repeated_heads_on_ranks.py: more ranks than KV heads, so every rank has the same ones.
+
+torchrun runs ``repeated_heads_program.py OUTPUT.pt``; rank 0 writes the results of all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from node_by_node import running_node_by_node
+from ranks import save_results
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import kvcompile
+
+HEADS, WIDTH, HIDDEN, CAPACITY = 4, 16, 32, 80
+STEPS = (66, 1, 1)
+LENGTHS = (3, 4, 5, 1)
+"""New tokens of each step with symbolic sizes."""
+
+
+class OneKeyHead(nn.Module):
+    """Several query heads and one KV head: a plan divides the query heads, and every rank computes the KV head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.o = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False), nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
+        self.k, self.v = (nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(2))
+        self.keys, self.values = (torch.zeros(1, 1, CAPACITY, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        self.keys.index_copy_(2, positions, k)
+        self.values.index_copy_(2, positions, v)
+        visible = torch.arange(CAPACITY) <= positions[:, None]
+        out = F.scaled_dot_product_attention(q, self.keys, self.values, visible, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+PLAN = {"q": ColwiseParallel, "o": RowwiseParallel}
+
+
+@torch.no_grad()
+def outputs(step: Any, lengths: tuple[int, ...]) -> list[Tensor]:
+    x = torch.randn(1, sum(lengths), HIDDEN, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(sum(lengths))
+    return [step(*new) for new in zip(x.split(lengths, 1), positions.split(lengths), strict=True)]
+
+
+def run(mesh: Any, lengths: tuple[int, ...], dynamic: bool) -> dict[str, Any]:
+    """The outputs of a distributed model, or its error; its cache, and the refusals."""
+    torch._dynamo.reset()
+    model = parallelize_module(OneKeyHead(), mesh, {name: kind() for name, kind in PLAN.items()})
+    step = torch.compile(model, backend=kvcompile.kvquant(policy="float32"), dynamic=dynamic)
+    result: dict[str, Any] = {"error": None}
+    with running_node_by_node(), kvcompile.collect_reports() as report:
+        try:
+            result["outputs"] = outputs(step, lengths)
+        except Exception as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+    result["cache"] = type(model.keys).__name__, tuple(model.keys.shape)
+    result["keys"] = model.keys.dequantize() if isinstance(model.keys, kvcompile.PackedTensor) else model.keys
+    result["refusals"] = [site.reason for site in report.sites if site.reason]
+    return result
+
+
+def main(output: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    result = {"fixed sizes": run(mesh, STEPS, dynamic=False), "symbolic sizes": run(mesh, LENGTHS, dynamic=True)}
+    save_results(result, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
