@@ -15,6 +15,8 @@ from typing import Any
 
 from recording import RESULTS, Results, Row, in_words
 
+from kvcompile.benching.workloads import Shape
+
 MODE = "reduce-overhead"
 SOURCE = RESULTS / "llama_step-nvidia-h200.json"
 PICTURE = RESULTS.parents[1] / "docs" / "speed_and_memory.svg"
@@ -32,7 +34,7 @@ FORMATS = {
 def by_shape(results: Results) -> dict[str, dict[str, Row]]:
     """Maps each shape, the shortest context first, to the rows that the picture shows, by format."""
     found: dict[str, dict[str, Row]] = {}
-    for row in sorted(results.rows, key=lambda row: int(row["shape"].strip("()").rsplit(",", 1)[1])):
+    for row in sorted(results.rows, key=lambda row: Shape.parse(row["shape"]).context):
         if row.get("mode") == MODE and row["format"] in FORMATS and "error" not in row:
             found.setdefault(row["shape"], {})[row["format"]] = row
     return found

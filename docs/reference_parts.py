@@ -21,6 +21,7 @@ from kvcompile.compat import versions
 from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, bases, bit_planes, get_format
 from kvcompile.kernels.formats.base import HEAD_DIM, Format
 from kvcompile.kernels.layout import packed_layout as layout
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.pipeline import PIPELINE
 from kvcompile.passes.refusal import Reason
@@ -162,7 +163,7 @@ def section_table() -> str:
         packed = PackedLayout(name, "key", 128)
         for section in packed.sections:
             offset = packed.section_offsets[section.name]
-            dtype = str(section.dtype).removeprefix("torch.")
+            dtype = dtype_name(section.dtype)
             rows.append([f"`{name}`", f"`{section.name}`", dtype, str(section.width), str(section.nbytes), str(offset)])
         rows.append([f"`{name}`", "in all", "", "", str(packed.bytes_per_token), f"{packed.block_bytes} (next block)"])
     return table(["format", "section", "dtype", "elements a token", "bytes a token", "byte offset in a block"], rows)

@@ -13,6 +13,8 @@ from typing import Any
 
 from reference_parts import table
 
+from kvcompile.benching.workloads import Shape
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DECODE_STEP = "llama_step-nvidia-h200.json"
 REQUESTS = "generate-nvidia-h200.json"
@@ -36,7 +38,7 @@ def decode_step() -> str:
     results = read(RESULTS / DECODE_STEP)
     rows = [row for row in results["rows"] if row["mode"] == GRAPHS]
     by_shape: dict[str, dict[str, Row]] = {}
-    for row in sorted(rows, key=lambda row: _context(row["shape"])):
+    for row in sorted(rows, key=lambda row: Shape.parse(row["shape"]).context):
         by_shape.setdefault(row["shape"], {})[row["format"]] = row
     header = ["ms a token", *map(_in_words, by_shape)]
     lines = []
@@ -54,7 +56,7 @@ def decode_step() -> str:
 def requests() -> str:
     """The cost of a call of ``generate()``: first token, further tokens, memory. The static cache is the baseline."""
     results = read(RESULTS / REQUESTS)
-    rows = [row for row in results["rows"] if "error" not in row]
+    rows = [row for row in results["rows"] if "token_milliseconds" in row]
     lines = []
     for row in rows:
         same = {_label(other): other for other in rows if other["shape"] == row["shape"]}
@@ -101,13 +103,8 @@ def _source(results: dict[str, Any]) -> str:
 
 def _in_words(shape: str) -> str:
     """The sequences and tokens of a shape such as ``(8, 32/8, 128, 32768)``."""
-    batch, context = re.match(r"\((\d+), .* (\d+)\)", shape).groups()  # type: ignore[union-attr]
-    return f"{batch} x {int(context):,} tokens"
-
-
-def _context(shape: str) -> int:
-    """The tokens of a sequence in a shape such as ``(8, 32/8, 128, 32768)``."""
-    return int(shape.strip("()").rsplit(",", 1)[1])
+    parsed = Shape.parse(shape)
+    return f"{parsed.batch} x {parsed.context:,} tokens"
 
 
 def _step_label(name: str) -> str:

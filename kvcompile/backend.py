@@ -38,6 +38,7 @@ from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.mark.mark_attention import mark_attention
 from kvcompile.passes.marker import add_digest
+from kvcompile.passes.notes.calls import call_of
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pipeline import run
@@ -296,7 +297,8 @@ class _GraphCompiler:
         alone = self.options.shard is None  # stored code would have to name its rank and its group
         generates = self.generate_code is None
         if CAN_STORE and generates and not self.stages.are_wanted and not self.options.verify and alone:
-            digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals)
+            calls = [call_of(node) for node in self.marked.graph.nodes]
+            digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals, calls)
         if digest is None:
             return without_autograd_cache()
         add_digest(self.marked.graph, digest)

@@ -19,7 +19,7 @@ from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
 from kvcompile.passes.graph.names import name_inputs
 from kvcompile.passes.marker import Marker, expand_markers
 from kvcompile.passes.notes.sites import SiteNotes
-from kvcompile.passes.notes.surroundings import SiteSurroundings, surroundings_of_sites
+from kvcompile.passes.notes.surroundings import SiteSurroundings, calls_of_sites, surroundings_of_sites
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
 from kvcompile.passes.prove.cache import ComputedAttention
@@ -102,9 +102,7 @@ def _check_shards(packing: Packing) -> None:
 def _note_sites(packing: Packing) -> None:
     packing.notes = SiteNotes(packing.sites, [candidate.attention for candidate in packing.candidates])
     packing.notes.note_logical(packing.gm)
-    packing.surroundings = [
-        SiteSurroundings(before) for before in surroundings_of_sites(packing.gm.graph, len(packing.sites))
-    ]
+    packing.surroundings = [SiteSurroundings(before) for before in calls_of_sites(packing.gm.graph, len(packing.sites))]
 
 
 # The rewrite

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +110,15 @@ def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
     return graphs
+
+
+@pytest.fixture
+def dumps_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` writes the folder of a mismatch below ``tmp_path``, which pytest deletes after some runs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # keeps the cache of all tests where it is: Inductor looks for a place once
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from torch import Tensor
 from kvcompile.kernels.formats import get_format, of_heads
 from kvcompile.kernels.formats.base import BLOCK_TOKENS, HEAD_DIM, Format
 from kvcompile.kernels.formats.bit_planes import Section
+from kvcompile.kernels.layout.dtypes import dtype_name
 
 GPU_HEAD_DIM = 256
 """The most channels of a head for which the Triton kernels are tuned and tested."""
@@ -42,7 +43,7 @@ MIN_GROWING_BLOCKS = 2
 
 Role = Literal["key", "value"]
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 _SPEC = re.compile(r"(?P<format>[^\[\]]+)(\[recent=(?P<recent>\d+),sinks=(?P<sinks>\d+),(?P<dtype>\w+)\])?")
 
 
@@ -83,7 +84,7 @@ class Residual:
         return ", ".join(f"{blocks * BLOCK_TOKENS} {word}" for word, blocks in counts.items() if blocks)
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"[recent={self.recent_blocks},sinks={self.sink_blocks},{dtype}]"
 
 

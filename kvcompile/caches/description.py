@@ -16,6 +16,7 @@ from kvcompile.errors import CacheFileError, cut, shown
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
 from kvcompile.kernels.layout.context_shard import ContextShard
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
 from kvcompile.packed.pool import PackedPool, exchanged
 from kvcompile.packed.shard import PackedShard
@@ -24,7 +25,7 @@ from kvcompile.packed.tensor import CacheMeta, PackedTensor
 
 _PLAIN = (type(None), bool, int, float, str)
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 _CACHE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -57,7 +58,7 @@ class Writer:
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, torch.dtype):
-            return {"dtype": _name_of(value)}
+            return {"dtype": dtype_name(value)}
         if isinstance(value, torch.device):
             return {"device": None}
         if isinstance(value, (list, tuple)):
@@ -127,7 +128,7 @@ def _packed(cache: PackedTensor, name: str) -> dict[str, Any]:
     return {
         "packed": name,
         "layout": [meta.layout.spec, meta.layout.role, meta.layout.head_dim],
-        "dtype": _name_of(meta.dtype),
+        "dtype": dtype_name(meta.dtype),
         "axes": meta.axes,
         "start": meta.start,
         "growing": meta.growing,
@@ -164,7 +165,7 @@ def _places(layout: PackedLayout) -> dict[str, Any]:
                 "name": section.name,
                 "offset": layout.section_offsets[section.name],
                 "nbytes": rows * section.nbytes,
-                "dtype": _name_of(section.dtype),
+                "dtype": dtype_name(section.dtype),
                 "shape": [section.width, rows] if layout.column_major(section) else [rows, section.width],
             }
         )
@@ -317,10 +318,6 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{shown(value)} is not a number of tokens, heads or channels")
     return value
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _join(place: str, name: Any) -> str:

@@ -32,6 +32,7 @@ from kvcompile.caches.static import attention_modules
 from kvcompile.compat.continuous_batching import allocator_classes, register_pages, size_pages
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels import paged  # noqa: F401 - defines the operator
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.layout.pages import PagesLayout
 from kvcompile.passes.site import FormatPair
@@ -62,7 +63,7 @@ def layer_formats(model: nn.Module, policy: Policy) -> LayerFormats:
     config, dtype = whole.config.get_text_config(), whole.dtype
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     modules, count = attention_modules(model), config.num_hidden_layers
-    plain = FormatPair(*2 * (str(dtype).removeprefix("torch."),))
+    plain = FormatPair(*2 * (dtype_name(dtype),))
     pairs = {index: policy.formats_for(modules.get(index, ""), index, count) for index in range(count)}
     if not any(pairs.values()):
         return {}

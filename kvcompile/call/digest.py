@@ -2,7 +2,8 @@
 
 AOTAutograd's key covers the graph, its inputs, the settings of PyTorch, and PyTorch's own code. The first marker of the
 graph has this digest as an argument, so that the key covers the rest: the policy and its choice for each layer,
-the packed caches among the inputs, the names of the inputs, and the code of kvcompile.
+the packed caches among the inputs, the names of the inputs, the lines of the user's code that reports show, and
+the code of kvcompile.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from pathlib import Path
 from kvcompile.errors import PolicyError
 from kvcompile.kernels.formats import FORMATS, LATENT_FORMATS
 from kvcompile.passes.calling import GraphInput
+from kvcompile.passes.notes.calls import Call
 from kvcompile.passes.site import Site, num_layers
 from kvcompile.policy.policy import Policy
 
 
-def digest_of(policy: Policy, sites: Sequence[Site], inputs: Sequence[GraphInput], conceals: bool) -> str | None:
+def digest_of(
+    policy: Policy,
+    sites: Sequence[Site],
+    inputs: Sequence[GraphInput],
+    conceals: bool,
+    calls: Sequence[Call | None] = (),
+) -> str | None:
     """32 hex digits, the same in every process; None if the compiled graph must not be stored.
 
     Args:
@@ -27,6 +35,7 @@ def digest_of(policy: Policy, sites: Sequence[Site], inputs: Sequence[GraphInput
         sites: the undecided sites of the marked graph.
         inputs: the record of the inputs of the ATen graph.
         conceals: whether packed caches are concealed from AOTAutograd.
+        calls: the user's calls, in the order of the marked graph.
     """
     if not _has_only_own_formats():
         return None  # the code of another format is not in the digest
@@ -34,7 +43,7 @@ def digest_of(policy: Policy, sites: Sequence[Site], inputs: Sequence[GraphInput
         formats = [policy.formats_for(site.module, site.layer, num_layers(sites)) for site in sites]
     except PolicyError:
         return None  # the passes raise it where the report names the site
-    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals)
+    parts = (code_of(Path(__file__).parent.parent), policy.fingerprint(), sites, formats, inputs, conceals, calls)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

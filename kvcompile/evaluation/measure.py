@@ -23,6 +23,7 @@ from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.text_distance import text_distance
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.policy.policy import Policy
 from kvcompile.report.data import enumerate_modules, modules_by_reason
 from kvcompile.report.report import Report, collect_reports
@@ -110,7 +111,7 @@ def _describe(model: Any, text: Text, name: str, nats: float, bits: float) -> Ev
         chunk=text.schedule.chunk,
         num_windows=len(text.windows),
         tokens=len(text.windows) * text.schedule.num_tokens,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         device=device_name(model.device),
         reference=text.quality(nats),
         reference_bits=bits,

@@ -30,15 +30,12 @@ import torch
 from torch import Tensor
 
 from kvcompile.errors import PackageError
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.version import VERSION
 
 InputKind = Literal["argument", "cache", "state"]
 
 _VERSION = "kvcompile.version"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

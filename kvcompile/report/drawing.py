@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from kvcompile.passes.notes.surroundings import Box, Surroundings
@@ -14,7 +15,9 @@ _LINE = 16.0
 _CHARACTER = 6.9
 """Width of a character of the style sheet's monospaced 11.5 px; labels are bold."""
 
-_MAX_CHARACTERS = 34
+_MAX_CHARACTERS = 46
+_MAX_LINES = 4
+"""The most lines of one text of a box. Texts with spaces, such as calls, are broken."""
 
 
 def draw(surroundings: Surroundings) -> tuple[Markup, float, float]:
@@ -38,7 +41,14 @@ def describe(surroundings: Surroundings) -> str:
 
 
 def _lines(box: Box) -> list[str]:
-    return [_shortened(line) for line in (box.label, *box.detail)]
+    return [*_broken(box.label), *(line for text in box.detail for line in _broken(text))]
+
+
+def _broken(text: str) -> list[str]:
+    lines = textwrap.wrap(text, _MAX_CHARACTERS, break_long_words=False, break_on_hyphens=False) or [text]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 1], f"{lines[_MAX_LINES - 1]} …"]
+    return [_shortened(line) for line in lines]
 
 
 def _shortened(text: str) -> str:
@@ -51,10 +61,12 @@ def _size(box: Box) -> tuple[float, float]:
 
 
 def _draw_box(box: Box, cell: Cell) -> Markup:
-    label, *details = _lines(box)
-    middle, y = cell.width / 2, _PADDING / 2 + _LINE * 0.75
-    texts = [element("text", label, x=middle, y=y, class_="label")]
-    texts += [element("text", line, x=middle, y=y + _LINE * number) for number, line in enumerate(details, start=1)]
+    num_labels = len(_broken(box.label))
+    middle, top = cell.width / 2, _PADDING / 2 + _LINE * 0.75
+    texts = [
+        element("text", line, x=middle, y=top + _LINE * number, class_="label" if number < num_labels else None)
+        for number, line in enumerate(_lines(box))
+    ]
     whole = element("title", "\n".join((box.label, *box.detail)))
     frame = element("rect", width=cell.width, height=cell.height, rx=6)
     return element("g", whole, frame, *texts, class_=f"box {box.kind}", transform=f"translate({cell.x:g} {cell.y:g})")

@@ -287,9 +287,9 @@ def _details(site: Site, around: SiteSurroundings, drawings: _Drawings) -> Itera
 
 
 def _as_called(before: Surroundings, site: Site) -> Surroundings:
-    """The drawing with the attention that the model calls, in place of the marker."""
+    """The drawing with the kind of attention in place of the marker, where the model's code is not known."""
     boxes = [
-        replace(box, detail=(site.attention, *box.detail[1:])) if box.kind == "attention" else box
+        replace(box, detail=(site.attention, *box.detail[1:])) if "kvcompile.sdpa" in box.detail else box
         for box in before.boxes
     ]
     return replace(before, boxes=tuple(boxes))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.compat.tensors import without_modes
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import GraphInput
 from kvcompile.passes.rewrite.caches import is_mutated
@@ -183,7 +184,7 @@ class _Check:
             if not isinstance(value, Tensor):
                 yield f"{place}: {source}: {value}"
                 continue
-            kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, strides {list(value.stride())}"
+            kind = f"{dtype_name(value.dtype)} {list(value.shape)}, strides {list(value.stride())}"
             is_short = not value.is_floating_point() and not value.is_complex() and value.numel() <= 4096
             role = "cache" if place in self.caches else "weight" if self.known[place].is_weight else "input"
             yield f"{place}: {source}: {role}, {kind}" + (f": {value.tolist()}" if is_short else "")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.layout.axes import BLOCK_AXES
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.packed.pool import PackedPool, packed_of, slots_of
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.tensor import PackedTensor
@@ -87,7 +88,7 @@ def _real(x: Tensor) -> Tensor:
 
 
 def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    return f"{dtype_name(x.dtype)} {list(x.shape)}"
 
 
 def _first(wrong: Tensor, value: Tensor, expected: Tensor) -> str | None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from kvcompile.call.adoption import adopt
 from kvcompile.call.packed_call import CallPlan, InputAdoption, PackedCall, adopt_all
 from kvcompile.compat.graphs import copied_graph
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.marker import expand_markers
@@ -270,7 +271,7 @@ def _store_without_loss(packing: Packing) -> set[int]:
 
 def without_loss(layout: PackedLayout, dtype: torch.dtype) -> PackedLayout:
     """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` exactly."""
-    return replace(layout, format_name=str(dtype).removeprefix("torch."))
+    return replace(layout, format_name=dtype_name(dtype))
 
 
 def in_one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.observing import graph_break_reasons
@@ -19,6 +20,7 @@ from kvcompile.compat.observing import graph_break_reasons
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S*)(?:\n\s*(?P<code>.*))?')
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)$")
 _READS_A_NUMBER = re.compile(r"\.(item|tolist)\(")
+_TORCH = str(Path(torch.__file__).parent)
 _CAPTURES_NUMBERS = "capture_scalar_outputs = True"
 
 
@@ -48,6 +50,12 @@ class Place:
 def innermost_place(node: Node) -> Place | None:
     """The line of the model's innermost function that calls ``node``."""
     frames = list(_frames(node))
+    return Place(frames[-1]["file"], int(frames[-1]["line"]), frames[-1]["code"] or "") if frames else None
+
+
+def place_outside_of_torch(node: Node) -> Place | None:
+    """The innermost line that leads to ``node`` and does not stand in PyTorch's own files; None without such a line."""
+    frames = [frame for frame in _frames(node) if not frame["file"].startswith(_TORCH)]
     return Place(frames[-1]["file"], int(frames[-1]["line"]), frames[-1]["code"] or "") if frames else None
 
 

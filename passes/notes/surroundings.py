@@ -1,13 +1,15 @@
 """The surroundings of an attention site in a graph, small enough to keep and to draw.
 
-All nodes with the same role for the site (:mod:`kvcompile.passes.notes.roles`) become one box. Each other node that
-they use, or that uses them, becomes a box of its own. Boxes hold text only, so that they do not keep the graph alive.
+In the rewritten graph, all nodes with the same role for the site (:mod:`kvcompile.passes.notes.roles`) become one box,
+and each other node that they use, or that uses them, becomes a box of its own. Before the rewrite, a box is a call in
+the user's code (:mod:`kvcompile.passes.notes.calls`): nodes of one call with the same role are together. Boxes hold
+text only, so that they do not keep the graph alive.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +17,9 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.operators import OpOverload
+from kvcompile.kernels.layout.dtypes import dtype_name
+from kvcompile.passes.marker import is_marker, markers_of, owners_of_originals
+from kvcompile.passes.notes.calls import Call, call_of
 from kvcompile.passes.notes.roles import role_of
 
 BoxKind = Literal["attention", "cache", "write", "read", "input", "output", "operation"]
@@ -30,8 +35,9 @@ class Box:
     """One box of a drawing.
 
     Attributes:
-        label: the name of a role, or of an operation.
-        detail: the operations of the nodes, or their number; then dtype and shape of the result.
+        label: the name of a role, or of an operation, or the text of a call without a role.
+        detail: the text of the user's call and its place, or the operations of the nodes, or their number; then dtype
+            and shape of the result.
         kind: its kind, which decides how it is drawn.
     """
 
@@ -56,30 +62,108 @@ class SiteSurroundings:
     after: Surroundings | None = None
 
 
+@dataclass(frozen=True)
+class _Group:
+    """What the nodes of one box have in common.
+
+    Attributes:
+        role: the name of their role; empty for nodes without a role.
+        call: the user's call that they come from; None if calls are not told apart, or not known.
+        node: a node that is alone in its box.
+    """
+
+    role: str = ""
+    call: Call | None = None
+    node: Node | None = None
+
+
+_GroupOf = Callable[[Node, str], _Group]
+"""Takes a node and the name of its role, which is empty without a role; returns the group of its box."""
+
+
 def surroundings_of_sites(graph: Graph, num_sites: int) -> list[Surroundings | None]:
     """The surroundings of every site; None for a site without any node that has a role for it."""
+    return _of_sites(graph, _members(graph, num_sites), _by_role)
+
+
+def calls_of_sites(graph: Graph, num_sites: int) -> list[Surroundings | None]:
+    """The surroundings of every site before the rewrite, as the user's code has them."""
+    members = _members(graph, num_sites)
+    places = {marker: site for site, marker in enumerate(markers_of(graph))}
+    for node, markers in owners_of_originals(graph).items():
+        for marker in markers:
+            members[places[marker]].setdefault(node, "attention")
+    calls = {node: call_of(node) for node in graph.nodes}
+    for names in members:
+        _complete_calls(names, calls)
+    return _of_sites(graph, members, _ByCall(graph, calls))
+
+
+def _complete_calls(names: dict[Node, str], calls: dict[Node, Call | None]) -> None:
+    """Give the role of a node to the nodes beside it that the same call makes, such as a view of the written tokens."""
+    waiting = [node for node in names if calls[node] is not None]
+    while waiting:
+        node = waiting.pop()
+        for other in (*node.all_input_nodes, *node.users):
+            if other not in names and calls[other] == calls[node]:
+                names[other] = names[node]
+                waiting.append(other)
+
+
+def _members(graph: Graph, num_sites: int) -> list[dict[Node, str]]:
+    """For every site its nodes with a role, and the names of these roles."""
     members: list[dict[Node, str]] = [{} for _ in range(num_sites)]
-    order: dict[Node, int] = {}
-    for position, node in enumerate(graph.nodes):
-        order[node] = position
+    for node in graph.nodes:
         role = role_of(node)
         for site in role.sites if role is not None else ():
             members[site][node] = role.name if role is not None else ""
-    return [_surroundings(names, order) if names else None for names in members]
+    return members
 
 
-def _surroundings(names: dict[Node, str], order: dict[Node, int]) -> Surroundings:
-    groups: dict[Hashable, list[Node]] = {}
+def _of_sites(graph: Graph, members: list[dict[Node, str]], group_of: _GroupOf) -> list[Surroundings | None]:
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    return [_surroundings(names, order, group_of) if names else None for names in members]
+
+
+def _by_role(node: Node, role: str) -> _Group:
+    return _Group(role) if role else _Group(node=node)
+
+
+class _ByCall:
+    """Groups nodes by the user's calls. The copy back into a cache belongs to the last call that writes it."""
+
+    def __init__(self, graph: Graph, calls: dict[Node, Call | None]) -> None:
+        self._calls = calls
+        self._writes = self._last_writes(graph)
+
+    def __call__(self, node: Node, role: str) -> _Group:
+        if role.endswith(" write back"):
+            return _Group(role.removesuffix(" back"), self._writes.get(node, self._calls[node]))
+        if node.op in ("placeholder", "output"):
+            return _by_role(node, role)
+        call = self._calls[node]
+        return _Group(role, call) if role or call is not None else _Group(node=node)
+
+    def _last_writes(self, graph: Graph) -> dict[Node, Call | None]:
+        """For every copy into an input, the call of the value that is copied."""
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        return {copy: self._calls[copy.args[1]] for copy in copies if isinstance(copy.args[1], Node)}
+
+
+def _surroundings(names: dict[Node, str], order: dict[Node, int], group_of: _GroupOf) -> Surroundings:
+    groups: dict[_Group, list[Node]] = {}
     for node, name in names.items():
-        groups.setdefault(name, []).append(node)
-    for node in list(names):
-        for other in node.all_input_nodes:
-            if other not in names:
-                groups.setdefault(other, [other])
-    for group in list(groups.values()):
-        users = dict.fromkeys(user for node in group if node in names for user in node.users if user not in names)
-        for user in list(users)[:MAX_CONSUMERS]:
-            groups.setdefault(user, [user])
+        groups.setdefault(group_of(node, name), []).append(node)
+    near: dict[Node, None] = {}
+    for node in names:
+        near |= dict.fromkeys(other for other in node.all_input_nodes if other not in names)
+    for group in groups.values():
+        users = dict.fromkeys(user for node in group for user in node.users if user not in names and user not in near)
+        near |= dict.fromkeys(list(users)[:MAX_CONSUMERS])
+    for node in near:
+        groups.setdefault(group_of(node, ""), []).append(node)
+    for group in groups.values():
+        group.sort(key=order.__getitem__)
     ordered = sorted(groups.items(), key=lambda item: order[item[1][0]])
     places = {node: place for place, (_, nodes) in enumerate(ordered) for node in nodes}
     edges = {
@@ -89,12 +173,23 @@ def _surroundings(names: dict[Node, str], order: dict[Node, int]) -> Surrounding
         for source in node.all_input_nodes
         if source in places and places[source] != place and (source in names or node in names)
     }
-    boxes = (_role_box(key, nodes) if isinstance(key, str) else _node_box(nodes[0]) for key, nodes in ordered)
-    return Surroundings(tuple(boxes), tuple(sorted(edges)))
+    return Surroundings(tuple(_box(group, nodes) for group, nodes in ordered), tuple(sorted(edges)))
 
 
-def _role_box(name: str, nodes: list[Node]) -> Box:
-    return Box(name, (*_operations(nodes), *_value(nodes[-1])), _kind_of_role(name))
+def _box(group: _Group, nodes: list[Node]) -> Box:
+    if group.call is not None:
+        return _call_box(group.role, group.call, nodes)
+    if group.role:
+        nodes = [*filter(is_marker, nodes)] or nodes  # the marker stands for the operations of its original
+        return Box(group.role, (*_operations(nodes), *_value(nodes[-1])), _kind_of_role(group.role))
+    return _node_box(nodes[0])
+
+
+def _call_box(role: str, call: Call, nodes: list[Node]) -> Box:
+    result = next(filter(is_marker, nodes), nodes[-1])
+    if role:
+        return Box(role, (call.code, call.where, *_value(result)), _kind_of_role(role))
+    return Box(call.code, (call.where, *_value(result)), "operation")
 
 
 def _node_box(node: Node) -> Box:
@@ -137,4 +232,4 @@ def _value(node: Node) -> tuple[str, ...]:
     value: Any = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ()
-    return (f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(str, value.shape))}]",)
+    return (f"{dtype_name(value.dtype)} [{', '.join(map(str, value.shape))}]",)

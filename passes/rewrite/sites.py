@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Node
 
+from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.prove.cache import Cache
 from kvcompile.passes.prove.candidate import Candidate
@@ -37,7 +38,7 @@ def _summary(cache: Cache, layout: PackedLayout, sources: Mapping[Node, str]) ->
         write_form=cache.write_form,
         source=sources.get(cache.base, cache.root.name),
         shape=tuple(size if isinstance(size, int) else str(size) for size in cache.input_shape),
-        dtype=str(cache.dtype).removeprefix("torch."),
+        dtype=dtype_name(cache.dtype),
         format=layout.description,
         bytes_per_token_before=cache.head_dim * cache.dtype.itemsize,
         bytes_per_token_after=layout.bytes_per_token,

@@ -12,7 +12,7 @@ from fuzz.probes import PROBES, Probe
 from fuzz.program import GROWING, STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import run
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "dumps_in_tmp_path")
 
 WRITE = Write("index_copy_")
 LAYER = Layer(STATIC, "bthd", WRITE, WRITE, False, Attention())

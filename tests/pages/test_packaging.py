@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -58,6 +60,18 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def index(sdist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local index of packages with both archives, in the form that ``pip --index-url`` reads."""
+    folder = tmp_path_factory.mktemp("index") / "simple" / "kvcompile"
+    folder.mkdir(parents=True)
+    for archive in (sdist, wheel):
+        shutil.copy(archive, folder)
+    links = "".join(f'<a href="{archive.name}">{archive.name}</a>' for archive in (sdist, wheel))
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a plain installation of the wheel."""
     folder = tmp_path_factory.mktemp("installed")
@@ -97,6 +111,35 @@ from importlib.metadata import distribution
 print(entry.name, entry.value)
 """
     assert run_python(program, str(installed), cwd=tmp_path).split() == ["kvquant", "kvcompile.backend:kvquant"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_a_clean_environment_installs_it_by_name_from_a_local_index(kind: str, index: Path, tmp_path: Path) -> None:
+    """The environment is empty but for what kvcompile depends on, which a path file takes from this interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "clean")], check=True)
+    python = str(tmp_path / "clean" / "bin" / "python")
+    only = ["--only-binary", "kvcompile"] if kind == "wheel" else ["--no-binary", "kvcompile", "--no-build-isolation"]
+    site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip()
+    (Path(site) / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-cache-dir"]
+    run([*pip, "--ignore-installed", "--index-url", index.as_uri(), *only, "kvcompile"], tmp_path)
+    where = run([python, "-c", "import kvcompile.passes.site as site; print(site.__file__)"], tmp_path).strip()
+    assert where == f"{site}/kvcompile/passes/site.py"
+    shown = run([str(tmp_path / "clean" / "bin" / "kvcompile"), "policy", "show", "int8_per_token_head"], tmp_path)
+    assert "int8_per_token_head" in shown
+    backends = run([python, "-c", "import torch; print(torch._dynamo.list_backends())"], tmp_path)
+    assert "kvquant" in backends
+
+
+def run(command: list[str], cwd: Path) -> str:
+    """The output of a command that uses no settings and no paths of this process."""
+    removed = ("PYTHONPATH", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_INDEX_URL")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_pytorch_lists_the_backend_without_an_import_and_the_backend_imports_no_transformers(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_drawing_is_well_formed_whatever_the_names() -> None:
     boxes = (Box("<script>", ("a & b", 'x"y' * 30), "cache"), Box("]]>", (), "output"))
     drawing, width, height = draw(Surroundings(boxes, ((0, 1),)))
     root = ElementTree.fromstring(str(drawing))
-    assert [text.text for text in root.iter("text")] == ["<script>", "a & b", 'x"y' * 11 + "…", "]]>"]
+    assert [text.text for text in root.iter("text")] == ["<script>", "a & b", 'x"y' * 15 + "…", "]]>"]
     assert next(title.text for title in root.iter("title")) == f"<script>\na & b\n{boxes[0].detail[1]}"
     assert width > 0
     assert height > 0

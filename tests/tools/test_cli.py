@@ -124,7 +124,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.usefixtures("without_code_generation")
+@pytest.mark.usefixtures("without_code_generation", "dumps_in_tmp_path")
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if not runs_elsewhere(example)])
 def test_the_examples_of_the_help_run(example: str) -> None:
     command, _, _ = example.partition(" > ")

@@ -21,7 +21,7 @@ from kvcompile.report.report import Report
 from kvcompile.tables import WIDTH
 from kvcompile.verification import dump
 
-pytestmark = pytest.mark.usefixtures("without_code_generation")
+pytestmark = pytest.mark.usefixtures("without_code_generation", "dumps_in_tmp_path")
 
 
 @pytest.fixture(autouse=True)

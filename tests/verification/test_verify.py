@@ -19,7 +19,7 @@ from kvcompile.passes.rewrite import caches
 from kvcompile.verification import dump
 from kvcompile.verification.pair import without_loss
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "without_code_generation", "dumps_in_tmp_path")
 
 B, H, S, D = 2, 2, 70, 64
 
