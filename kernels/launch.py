@@ -6,6 +6,7 @@ is therefore computed once and cached.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
+from kvcompile.kernels.lang.triton import tl
 from kvcompile.kernels.latent.launch import attend_latents, config_of, operand_of, store_latents
 from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
@@ -200,7 +202,7 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     splits = num_splits(config, batch * num_kv_heads * row_tiles, call.kv_len, launcher.num_sms_of(device))
     num_entries = max(call.key.num_entries, call.value.num_entries)
     items = num_items(num_entries, call.key.block_tokens, config.num_warps)
-    exact_key, exact_value = _exact_operands(call) if items else (None, None)
+    exact_key, exact_value = _exact_operands(call.key, call.value, call.query.dtype) if items else (None, None)
     exact_splits = min(splits, items)
     is_partial = splits > 1 or call.value.rotated or with_lse or items > 0
     partial = lse = out
@@ -229,11 +231,21 @@ def _attend_decode(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     return partial, lse, Splits(splits, config.tokens, exact_splits, items)
 
 
-def _exact_operands(call: AttentionCall) -> tuple[PackedOperand, PackedOperand]:
-    """The descriptions of the vectors of exact blocks, as float32."""
+@functools.cache
+def _exact_operands(
+    key: PackedOperand, value: PackedOperand, dtype: torch.dtype
+) -> tuple[PackedOperand, PackedOperand]:
+    """The descriptions of the vectors of exact blocks, for queries of ``dtype``.
+
+    They are bfloat16 if queries and exact blocks are. Such products take fewer instructions than products of float32,
+    and round softmax weights as attention on bfloat16 caches does.
+    """
+    exact = {operand.residual.dtype for operand in (key, value) if operand.residual is not None}
+    is_bfloat16 = dtype == torch.bfloat16 and exact == {tl.bfloat16}
+    spec = "bfloat16" if is_bfloat16 else "float32"
     return (
-        packed_operand("float32", "key", call.key.head_dim, True, 0),
-        packed_operand("float32", "value", call.value.head_dim, True, 0),
+        packed_operand(spec, "key", key.head_dim, not is_bfloat16, 0),
+        packed_operand(spec, "value", value.head_dim, not is_bfloat16, 0),
     )
 
 

@@ -38,6 +38,7 @@ from kvcompile.kernels.attention.exact_blocks import (
     attend_to_exact_blocks,
     is_packed,
     packed_range,
+    prefetch_item,
     recent_tags,
 )
 from kvcompile.kernels.attention.query import first_columns, load_query
@@ -109,6 +110,8 @@ def attention_kernel(
     mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
     mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # the same for all rows, without MASK_PER_ROW
 
+    if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
+        prefetch_item(key_ptr, value_ptr, key_strides[0], value_strides[0], split, KEY, VALUE, NUM_WARPS)
     tokens, ranges = visible_tokens(
         first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
         ROWS,

@@ -5,7 +5,8 @@ their own: the kernel that merges the splits adds its result. Exact rows are in 
 and the output here. They need no rotation.
 
 Work is shared out in *items*, which are runs of rows of one entry. An item has about as many bytes as a tile of packed
-tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work.
+tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work. A program
+prefetches the rows of its first item when it starts, before it knows which block the entry holds.
 
 A block may be exact for keys only, or for values only. The rows of the other operand are then decoded.
 """
@@ -22,7 +23,7 @@ from kvcompile.kernels.attention.softmax_tile import (
     weigh,
 )
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
-from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, tag_ptrs
+from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, prefetch_rows, tag_ptrs
 from kvcompile.kernels.tiles.packed import decode_rows
 
 NO_BLOCK = constant(1 << 24)
@@ -78,6 +79,19 @@ def is_packed(key_ptr, value_ptr, token, tile, KEY: tl.constexpr, VALUE: tl.cons
 
 
 @jit
+def prefetch_item(
+    key_ptr, value_ptr, stride_key_block, stride_value_block, item,
+    KEY: tl.constexpr, VALUE: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the rows of an item, whose addresses do not depend on the tag of its entry."""
+    TOKENS: tl.constexpr = 16 * NUM_WARPS
+    RUNS: tl.constexpr = KEY.block_tokens // TOKENS
+    entry, first_row = item // RUNS, item % RUNS * TOKENS
+    prefetch_rows(key_ptr, stride_key_block, entry, first_row, KEY, TOKENS)
+    prefetch_rows(value_ptr, stride_value_block, entry, first_row, VALUE, TOKENS)
+
+
+@jit
 def attend_to_exact_blocks(
     query_ptrs, in_query, stride_channel, score_scale, key_ptr, value_ptr, stride_key_block, stride_value_block,
     visible_len, softcap, visibility, split, num_splits, key_scale, value_scale,
@@ -90,19 +104,19 @@ def attend_to_exact_blocks(
     An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
     entry holds that block for keys, the item has its rows, too.
 
-    EXACT_KEY and EXACT_VALUE describe vectors as float32; the state is that of EXACT_VALUE. Products of tf32 are exact
-    for the rows and queries of a half-precision model, and round softmax weights as fp16 does.
+    EXACT_KEY and EXACT_VALUE describe the vectors as bfloat16 or float32; the state is that of EXACT_VALUE. Products of
+    tf32 are exact for the rows and queries of a half-precision model, and round softmax weights as fp16 does.
     """
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS
     query = load_query(query_ptrs, in_query, stride_channel, score_scale, EXACT_KEY)
     state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
     for item in range(split, ITEMS, num_splits):
-        entry = item // RUNS
+        entry, first_row = item // RUNS, item % RUNS * TOKENS
+        key_tag, value_tag = _tag(key_ptr, entry, KEY), _tag(value_ptr, entry, VALUE)
         for holder in range(2):
-            block, key_exact, value_exact = _block_of(entry, holder, key_ptr, value_ptr, KEY, VALUE)
+            block, key_exact, value_exact = _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY, VALUE)
             if (block >= 0) & (block * KEY.block_tokens < visible_len):
-                first_row = item % RUNS * TOKENS
                 keys = _rows(key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS)
                 values = _rows(
                     value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
@@ -126,26 +140,42 @@ def attend_to_exact_blocks(
 
 
 @jit
-def _block_of(entry, holder, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """The block that ``entry`` holds for keys (``holder`` 0) or for values only (1), or -1 if there is no such block.
+def _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """The block that an entry holds for keys (``holder`` 0) or for values only (1), or -1 if there is no such block.
+
+    Args:
+        key_tag, value_tag: the tags of the entry.
 
     Returns:
         The block, and whether it is exact for keys and for values.
     """
-    block = tl.where(holder == 0, _held(key_ptr, entry, KEY), _held(value_ptr, entry, VALUE))
-    key_exact = is_exact(key_ptr, tl.maximum(block, 0), KEY)
-    value_exact = is_exact(value_ptr, tl.maximum(block, 0), VALUE)
+    tag = tl.where(holder == 0, key_tag, value_tag)
+    if _share_entries(KEY, VALUE):
+        key_exact, value_exact = key_tag == tag, value_tag == tag
+    else:
+        block = tl.maximum(tag - 1, 0)
+        key_exact, value_exact = is_exact(key_ptr, block, KEY), is_exact(value_ptr, block, VALUE)
     is_own = tl.where(holder == 0, key_exact, value_exact & (key_exact == 0))
-    return tl.where(is_own, block, -1), key_exact, value_exact
+    return tl.where(is_own, tag - 1, -1), key_exact, value_exact
+
+
+@constexpr_function
+def _share_entries(key, value):
+    """Whether each block has the same entry for keys and for values."""
+    return (
+        min(key.num_entries, value.num_entries) > 0
+        and key.residual.sink_blocks == value.residual.sink_blocks
+        and key.residual.recent_blocks == value.residual.recent_blocks
+    )
 
 
 @jit
-def _held(header_ptr, entry, OPERAND: tl.constexpr):
-    """The block that ``entry`` holds, or -1."""
-    block = entry * 0 - 1
+def _tag(header_ptr, entry, OPERAND: tl.constexpr):
+    """The tag of ``entry``, 0 if the cache has no such entry."""
+    tag = entry * 0
     if OPERAND.num_entries > 0:
-        block += tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
-    return block
+        tag += tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
+    return tag
 
 
 @jit

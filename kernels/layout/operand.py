@@ -31,6 +31,7 @@ class ExactBlocks:
         header_blocks: blocks of the header, which lie before the blocks of tokens.
         rows_per_block: rows of the header in a block; a row holds one token.
         row_bytes: bytes of a row.
+        lines_per_row: cache lines of 128 bytes that a row takes, rounded up to a power of two.
     """
 
     dtype: Any
@@ -41,6 +42,7 @@ class ExactBlocks:
     header_blocks: int
     rows_per_block: int
     row_bytes: int
+    lines_per_row: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -317,6 +319,7 @@ def _exact_blocks(layout: PackedLayout) -> ExactBlocks | None:
         header_blocks=layout.header_blocks,
         rows_per_block=layout.rows_per_block,
         row_bytes=layout.row_bytes,
+        lines_per_row=triton.next_power_of_2(-(-layout.row_bytes // 128)),
     )
 
 

@@ -7,6 +7,7 @@ head of one sequence.
 
 from __future__ import annotations
 
+from kvcompile.kernels.lang.tiles import prefetch_lines
 from kvcompile.kernels.lang.triton import jit, tl
 
 
@@ -64,3 +65,14 @@ def load_rows(header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr,
     channel = tl.arange(0, OPERAND.padded_head_dim)[None, :]
     ptrs = row_ptrs(header_ptr, stride_block, entry, first_row, OPERAND, TOKENS)[:, None] + channel
     return tl.load(ptrs, mask=channel < OPERAND.head_dim, other=0.0)
+
+
+@jit
+def prefetch_rows(header_ptr, stride_block, entry, first_row, OPERAND: tl.constexpr, TOKENS: tl.constexpr):
+    """Prefetch the tokens of :func:`row_ptrs` to the L2 cache, if the cache has ``entry``."""
+    if OPERAND.num_entries > 0 and OPERAND.ptx > 0:
+        LINES: tl.constexpr = OPERAND.residual.lines_per_row
+        entry = tl.minimum(entry, OPERAND.num_entries - 1)
+        ptrs = row_ptrs(header_ptr, stride_block, entry, first_row, OPERAND, TOKENS).to(tl.pointer_type(tl.uint8))
+        byte = tl.minimum(tl.arange(0, LINES) * 128, OPERAND.residual.row_bytes - 1)
+        prefetch_lines(ptrs[:, None] + byte[None, :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.kernels.formats.lloyd_max import scales_of_bytes
+from kvcompile.kernels.lang.tiles import prefetch_lines
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import unrotate
 
@@ -149,10 +150,7 @@ def prefetch(ptr, stride_block, tokens_left, OPERAND: tl.constexpr, TOKENS: tl.c
         last_block = tl.maximum((tokens_left - 1) // OPERAND.block_tokens, 0)
         block = tl.minimum(tl.arange(0, BLOCKS), last_block).to(tl.int64)
         byte = tl.minimum(tl.arange(0, LINES) * 128, OPERAND.block_bytes - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr + block[:, None] * stride_block + byte[None, :]],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        prefetch_lines(ptr + block[:, None] * stride_block + byte[None, :])
 
 
 @jit
