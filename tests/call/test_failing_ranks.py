@@ -18,6 +18,7 @@ SECONDS = 240
 """The programs of a test end within this time."""
 
 SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
+SLOW_SIZES = [pytest.param(size, id=f"{size} ranks", marks=pytest.mark.slow) for size in (2, 3)]
 
 ERROR = "ValueError: no more paper"
 
@@ -69,7 +70,7 @@ def test_every_rank_gets_the_error_of_the_rank_that_fails(size: int, tmp_path: P
     assert all("refused" in message for message in of["training"])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SLOW_SIZES)
 def test_no_rank_waits_longer_for_another_than_the_process_group_allows(size: int, tmp_path: Path) -> None:
     results = run("late", size, tmp_path / "results.pt")
     assert all(isinstance(rank, dict) for rank in results), results
@@ -80,7 +81,7 @@ def test_no_rank_waits_longer_for_another_than_the_process_group_allows(size: in
     assert "rank 0 waited" in messages[-1] or "rank 1 waited" in messages[-1], "who comes late learns who gave up"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SLOW_SIZES)
 def test_every_rank_gets_the_error_of_a_model_that_ends_the_program_of_a_rank(size: int, tmp_path: Path) -> None:
     *others, faulty = run("model code", size, tmp_path / "results.pt")
     assert isinstance(faulty, str)

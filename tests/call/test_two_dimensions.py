@@ -12,6 +12,8 @@ from ranks import run_on_ranks
 from tiny_llama import tiny_llama
 from torch import Tensor
 
+pytestmark = pytest.mark.slow  # each of the two ways of splitting has faster tests
+
 RANKS = 4
 TOLERANCE = 1e-5
 """The largest relative error from another order of summation; the format loses nothing."""

@@ -26,6 +26,7 @@ from kvcompile.kernels.formats.int8 import Int8
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, PackedInput
+from kvcompile.passes.notes.calls import Call
 from kvcompile.passes.site import Site
 from kvcompile.policy.policy import Policy
 
@@ -161,8 +162,12 @@ SITE = Site("model.layers.0.self_attn", 0, "sdpa")
 INPUT = GraphInput("L['cache'].layers[0].keys", 0)
 
 
-def digest(policy: Any = INT8, site: Site = SITE, known: GraphInput = INPUT, conceals: bool = False) -> str | None:
-    return digest_of(Policy.load(policy), [site], [known], conceals)
+def digest(
+    policy: Any = INT8, site: Site = SITE, known: GraphInput = INPUT, conceals: bool = False, line: int = 12
+) -> str | None:
+    return digest_of(
+        Policy.load(policy), [site], [known], conceals, [Call("F.sdpa(q, k, v)", f"model.py:{line}"), None]
+    )
 
 
 def packed_input(format_name: str = "int8_per_token_head", axes: str = "bhtd", growing: bool = False) -> GraphInput:
@@ -189,6 +194,7 @@ def test_the_digest_covers_all_that_decides_about_a_graph(tmp_path: Path) -> Non
         digest(known=packed_input(axes="bthd")),
         digest(known=packed_input(growing=True)),
         digest(conceals=True),
+        digest(line=13),
     ]
     assert None not in variants
     assert len(set(variants)) == len(variants)
