@@ -1,4 +1,6 @@
-"""The registry of cache formats, by the names that policies and op arguments use."""
+"""The registry of cache formats, by the names that policies and op arguments use.
+
+This room holds one module for each family of formats, and imports lang."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Measurements of time, shared by ``python -m kvcompile bench`` and the programs in ``benchmarks/``."""
+"""Measurements of time, shared by ``python -m kvcompile bench`` and the programs in ``benchmarks/``.
+
+This room imports kernels, and policy for the names of presets."""

@@ -16,5 +16,6 @@ The modules do arithmetic only; each builds on those above it:
     plan              the answer to one request, as data
     make_plan         the whole calculation for one request
 
-``kvcompile.cli.plan`` reads the request and prints the result.
+``kvcompile.cli.plan`` reads the request and prints the result. This room imports files, policy, and the formats and
+layouts of kernels.
 """
