@@ -1,6 +1,7 @@
 """The registry of cache formats, by the names that policies and op arguments use.
 
-This room holds one module for each family of formats, and imports lang."""
+This room holds one module for each family of formats, and imports lang.
+"""
 
 from __future__ import annotations
 
