@@ -39,7 +39,7 @@ BETWEEN = {
     "add": ("{x}.add_(1.0)",),
     "view": ("seen_{name} = {x}.narrow({t}, 0, 2)",),
     "hold": ("seen_{name} = {x}",),
-    "heads_view": ("seen_{name} = {x}.flatten(0, 1)",),
+    "unsqueezed": ("seen_{name} = {x}.unsqueeze(0)",),
     "read": ("yield {x}.sum(-1), {x}[{first_tokens}], {x}.float().amax({t}), {x}.transpose(0, 1).contiguous()",),
     "truncate": ("{x} = {x}.narrow({t}, 0, {x}.shape[{t}] - 1)",),
     "clone": ("{x} = {x}.clone()",),
@@ -55,14 +55,14 @@ OF_ANY = ("nothing", "snapshot", "zero", "clone", "deepcopy", "fresh")
 """The code that also applies to pools and stacks."""
 
 KEEPS_SIZE = (*OF_ANY, "reorder", "select", "restore", "assign", "write", "copy_sequence", "masked", "add", "view",
-              "hold", "heads_view", "read", "fewer", "more", "swap")  # fmt: skip
+              "hold", "unsqueezed", "read", "fewer", "more", "swap")  # fmt: skip
 CHANGES_SIZE = (
     *OF_ANY,
     "select",
     "take_back",
     "view",
     "hold",
-    "heads_view",
+    "unsqueezed",
     "read",
     "truncate",
     "fewer",
@@ -226,7 +226,7 @@ class _Drive:
             self.batch *= 2
         if step.before == "snapshot":
             self.saved = list(self._names)
-        if step.before in ("view", "hold", "heads_view"):
+        if step.before in ("view", "hold", "unsqueezed"):
             self.kept += [f"seen_{name}" for name in self._names if f"seen_{name}" not in self.kept]
         if step.before == "truncate":
             self.start -= 1
