@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvcompile.caches.ranks import Ranks
 from kvcompile.context_parallel import first_difference
 from kvcompile.errors import KVCompileError, OptionsError
 from kvcompile.passes.site import CacheSummary
 from kvcompile.report.data import ReportData, Totals, modules_by_reason
-
-_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _bytes_of(caches: Iterable[CacheSummary]) -> tuple[int, int] | None:
     for cache in caches:
         if not all(isinstance(size, int) for size in cache.shape):
             return None
-        plain = math.prod(int(size) for size in cache.shape) * _ITEMSIZE[cache.dtype]
+        plain = math.prod(int(size) for size in cache.shape) * getattr(torch, cache.dtype).itemsize
         before += plain
         after += plain // cache.bytes_per_token_before * cache.bytes_per_token_after
     return before, after

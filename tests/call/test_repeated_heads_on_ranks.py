@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import repeated_heads_program as program
 import torch
+from cached_attention import WIDTH, outputs
 from ranks import run_on_ranks
 
 TOLERANCE = 1e-5
@@ -21,11 +22,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_rank_packs_the_kv_head_that_it_computes(ranks: list[dict[str, Any]]) -> None:
-    expected = program.outputs(program.OneKeyHead(), program.STEPS)
+    expected = outputs(program.one_key_head(), program.STEPS)
     for result in (rank["fixed sizes"] for rank in ranks):
         assert result["error"] is None
         assert result["refusals"] == []
-        assert result["cache"] == ("PackedTensor", (1, 1, program.CAPACITY, program.WIDTH))
+        assert result["cache"] == ("PackedTensor", (1, 1, program.CAPACITY, WIDTH))
         assert torch.equal(result["keys"], ranks[0]["fixed sizes"]["keys"])
         for actual, plain in zip(result["outputs"], expected, strict=True):
             assert (actual - plain).norm() <= TOLERANCE * plain.norm()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 import two_dimensions_program as program
+from cached_attention import WIDTH, outputs
 from ranks import run_on_ranks
 from tiny_llama import tiny_llama
 from torch import Tensor
@@ -40,12 +41,11 @@ def check(ranks: list[dict[str, Any]], name: str, expected: list[Tensor]) -> Non
 
 
 def test_a_hand_written_model_divides_heads_and_tokens(ranks: list[dict[str, Any]]) -> None:
-    model = program.HandWritten(program.KV_HEADS)
-    check(ranks, "hand-written", program.hand_written(model))
+    check(ranks, "hand-written", outputs(program.hand_written(program.KV_HEADS), program.STEPS))
     for rank in ranks:
         kind, shape = rank["hand-written cache"]
         assert kind == "PackedShard"
-        assert shape == (1, program.KV_HEADS // 2, 128, program.WIDTH), "half of the heads, and two of three blocks"
+        assert shape == (1, program.KV_HEADS // 2, 128, WIDTH), "half of the heads, and two of three blocks"
 
 
 def test_a_llama_of_transformers_divides_heads_and_tokens(ranks: list[dict[str, Any]], checkpoint: Path) -> None:
@@ -64,7 +64,7 @@ def test_every_rank_packs_every_attention(ranks: list[dict[str, Any]]) -> None:
 
 def test_the_report_of_all_ranks_sums_sites_and_bytes(ranks: list[dict[str, Any]]) -> None:
     """Three graphs of each model have a site in each; float32 packs 4 bytes of an element as 4 bytes."""
-    elements = [program.KV_HEADS * program.CAPACITY * width for width in (program.WIDTH, 64)]
+    elements = [program.KV_HEADS * program.CAPACITY * width for width in (WIDTH, 64)]
     both = 2 * 4 * sum(elements)
     for rank in ranks:
         whole, heads, tokens = (

@@ -56,9 +56,10 @@ class OwnError(Model):
 
 
 def steps(ranks: Any, model: Model | None = None, policy: str = "int8_per_token_head") -> None:
+    model = model or Model("cpu")
     step = backend.kvquant(policy=policy, context_parallel=ranks, on_unsupported="ignore")
     with running_node_by_node():
-        outputs(model or Model("cpu"), torch.compile(model or Model("cpu"), backend=step, dynamic=False))
+        outputs(model, torch.compile(model, backend=step, dynamic=False))
 
 
 def in_backend(name: str) -> Callable[[Any], None]:

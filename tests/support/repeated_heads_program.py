@@ -11,54 +11,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from cached_attention import CachedAttention, outputs
 from node_by_node import running_node_by_node
 from ranks import save_results
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import kvcompile
 
-HEADS, WIDTH, HIDDEN, CAPACITY = 4, 16, 32, 80
+CAPACITY = 80
 STEPS = (66, 1, 1)
 LENGTHS = (3, 4, 5, 1)
 """New tokens of each step with symbolic sizes."""
 
 
-class OneKeyHead(nn.Module):
+def one_key_head() -> CachedAttention:
     """Several query heads and one KV head: a plan divides the query heads, and every rank computes the KV head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.o = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False), nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
-        self.k, self.v = (nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(2))
-        self.keys, self.values = (torch.zeros(1, 1, CAPACITY, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        self.keys.index_copy_(2, positions, k)
-        self.values.index_copy_(2, positions, v)
-        visible = torch.arange(CAPACITY) <= positions[:, None]
-        out = F.scaled_dot_product_attention(q, self.keys, self.values, visible, enable_gqa=True)
-        return self.o(out.transpose(1, 2).flatten(2))
+    return CachedAttention(kv_heads=1, own_heads=1, capacity=CAPACITY)
 
 
 PLAN = {"q": ColwiseParallel, "o": RowwiseParallel}
 
 
-@torch.no_grad()
-def outputs(step: Any, lengths: tuple[int, ...]) -> list[Tensor]:
-    x = torch.randn(1, sum(lengths), HIDDEN, generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(sum(lengths))
-    return [step(*new) for new in zip(x.split(lengths, 1), positions.split(lengths), strict=True)]
-
-
 def run(mesh: Any, lengths: tuple[int, ...], dynamic: bool) -> dict[str, Any]:
     """The outputs of a distributed model, or its error; its cache, and the refusals."""
     torch._dynamo.reset()
-    model = parallelize_module(OneKeyHead(), mesh, {name: kind() for name, kind in PLAN.items()})
+    model = parallelize_module(one_key_head(), mesh, {name: kind() for name, kind in PLAN.items()})
     step = torch.compile(model, backend=kvcompile.kvquant(policy="float32"), dynamic=dynamic)
     result: dict[str, Any] = {"error": None}
     with running_node_by_node(), kvcompile.collect_reports() as report:
