@@ -328,16 +328,31 @@ def test_graphs_that_only_resemble_latents_are_refused_with_a_reason(fn: Callabl
     assert [site.reason_code for site in last_report().sites] == [REFUSED[fn]]
 
 
-@interpreted
-def test_latents_too_wide_for_a_format_are_skipped_and_the_reason_says_how_wide() -> None:
-    weight = torch.randn(64, 512)
-    q, x = torch.randn(1, 1, 1, 32), torch.randn(1, 1, 1, 512)
+def step_of_latents(width: int) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]:
+    """A step whose latents have ``width`` channels, an empty cache of them, and positions."""
+    weight = torch.randn(64, width) / width**0.5
+    q, x = torch.randn(1, 1, 1, 32), torch.randn(1, 1, 1, width)
 
     def step(latents: Tensor, positions: Tensor) -> Tensor:
         latents.index_copy_(2, positions, x)
         return F.scaled_dot_product_attention(q, *F.linear(latents, weight).split(32, -1))
 
-    compiled(step, on_unsupported="ignore")(torch.zeros(1, 1, 64, 512), torch.tensor([5]))
+    return step, torch.zeros(1, 1, 64, width), torch.tensor([5])
+
+
+@interpreted
+def test_latents_too_wide_for_a_format_are_skipped_and_the_reason_says_how_wide() -> None:
+    step, latents, positions = step_of_latents(528)
+    compiled(step, on_unsupported="ignore")(latents, positions)
     (site,) = last_report().sites
     assert site.reason_code == "unsupported_format"
-    assert "head_dim 512" in str(site.reason)
+    assert "head_dim 528" in str(site.reason)
+
+
+@interpreted
+def test_latents_of_512_channels_are_packed_on_a_cpu() -> None:
+    step, latents, positions = step_of_latents(512)
+    packed = PackedTensor.from_dense(latents.clone(), PackedLayout("int8_per_token_head", "key", 512))
+    torch.testing.assert_close(compiled(step)(latents, positions), step(packed, positions))
+    assert isinstance(latents, PackedTensor)
+    assert torch.equal(latents.dequantize(), packed.dequantize())
