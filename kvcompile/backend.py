@@ -21,7 +21,7 @@ from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import ensure_registered
 from kvcompile.compat.graphs import copied_graph
-from kvcompile.compat.inductor import BoxedBool, compile_fx, compile_fx_inner
+from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
 from kvcompile.compat.tracing import detect_fake_mode
 from kvcompile.compat.versions import warn_if_untested
@@ -36,6 +36,7 @@ from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import Rewritten, in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
+from kvcompile.passes.graph.regions import expand_regions
 from kvcompile.passes.mark.mark_attention import mark_attention
 from kvcompile.passes.marker import add_digest
 from kvcompile.passes.notes.calls import call_of
@@ -324,6 +325,8 @@ class _GraphCompiler:
         if kwargs["cudagraphs"] and not packing.cudagraphs:
             kwargs["cudagraphs"] = BoxedBool(False)
         plan = CallPlan.of(rewritten, example_inputs, _dequantized_inputs(packing), self.conceals)
+        if self.generate_code is not None or not can_call_subgraphs():
+            expand_regions(gm)
         compiled: Any
         if self.generate_code is not None:
             compiled = self.generate_code(packing)

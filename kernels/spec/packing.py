@@ -48,21 +48,79 @@ def write_tokens(
         IndexError, RuntimeError: a position is outside of the cache.
     """
 
-    def written(data: Tensor) -> Tensor:
-        return data if first_sequence is None else data.narrow(1, first_sequence, x.shape[0])
-
     if layout.residual is None:
-        index, values = _byte_update(written(data), layout, x, positions, valid)
-    elif is_few(x) and x.shape[2]:
-        index, values = token_update(written(data), layout, x, positions, valid).scatter(layout)
-    else:
-        data = data.clone()
-        write_tokens_(written(data), layout, x, positions, valid)
-        return data
-    if first_sequence is not None:
-        block, sequence, head, byte = index
-        index = block, sequence + first_sequence, head, byte
-    return data.index_put(index, values)
+        return put_tokens(data, layout, encoded_tokens(layout, x), positions, valid, first_sequence)
+    if is_few(x) and x.shape[2]:
+        *index, values = few_tokens(data, layout, x, positions, valid, first_sequence)
+        return data.index_put(tuple(index), values)
+    data = data.clone()
+    write_tokens_(_written(data, x, first_sequence), layout, x, positions, valid)
+    return data
+
+
+def _written(data: Tensor, x: Tensor, first_sequence: int | None) -> Tensor:
+    """The sequences of ``data`` to which ``x`` is written."""
+    return data if first_sequence is None else data.narrow(1, first_sequence, x.shape[0])
+
+
+def encoded_tokens(layout: PackedLayout, x: Tensor) -> Tensor:
+    """The first half of :func:`write_tokens` without a residual: tokens as bytes.
+
+    Args:
+        layout: a layout without a residual.
+        x: [batch, num_kv_heads, n, head_dim], any float dtype.
+
+    Returns:
+        uint8 [batch, num_kv_heads, n, bytes_per_token].
+
+    Raises:
+        ValueError: the format has scales per channel.
+    """
+    if layout.format.granularity == "channel":
+        raise ValueError(f"{layout.spec}: tokens that share scales can only be written through a residual: use one")
+    return layout.token_bytes(layout.format.encode(x))
+
+
+def put_tokens(
+    data: Tensor,
+    layout: PackedLayout,
+    encoded: Tensor,
+    positions: Tensor,
+    valid: Tensor | None = None,
+    first_sequence: int | None = None,
+) -> Tensor:
+    """The second half of :func:`write_tokens` without a residual: a copy of ``data`` with the tokens ``encoded``.
+
+    Its other arguments are those of :func:`write_tokens`.
+    """
+    index, values = _byte_update(_written(data, encoded, first_sequence), layout, encoded, positions, valid)
+    return data.index_put(_from_sequence(index, first_sequence), values)
+
+
+def few_tokens(
+    data: Tensor,
+    layout: PackedLayout,
+    x: Tensor,
+    positions: Tensor,
+    valid: Tensor | None = None,
+    first_sequence: int | None = None,
+) -> tuple[Tensor, ...]:
+    """The bytes that :func:`write_tokens` changes with a residual, for few tokens; arguments as there.
+
+    Returns:
+        int64 indices of blocks, sequences, heads and bytes; and the new bytes, uint8. All broadcast together.
+    """
+    update = token_update(_written(data, x, first_sequence), layout, x, positions, valid)
+    index, values = update.scatter(layout)
+    return *_from_sequence(index, first_sequence), values
+
+
+def _from_sequence(index: tuple[Tensor, ...], first_sequence: int | None) -> tuple[Tensor, ...]:
+    """An index into some sequences as an index into all of them."""
+    if first_sequence is None:
+        return index
+    block, sequence, head, byte = index
+    return block, sequence + first_sequence, head, byte
 
 
 def write_tokens_(
@@ -79,7 +137,7 @@ def write_tokens_(
     positions lie may pass them as ``blocks``, int64 [k], distinct; then only these are encoded.
     """
     if layout.residual is None:
-        data.index_put_(*_byte_update(data, layout, x, positions, valid))
+        data.index_put_(*_byte_update(data, layout, encoded_tokens(layout, x), positions, valid))
     elif is_few(x):
         if x.shape[2]:
             data.index_put_(*token_update(data, layout, x, positions, valid).scatter(layout))
@@ -207,20 +265,17 @@ def pack_blocks(layout: PackedLayout, x: Tensor) -> Tensor:
 
 
 def _byte_update(
-    data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None
+    data: Tensor, layout: PackedLayout, encoded: Tensor, positions: Tensor, valid: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Indices and values, [batch, heads, n, bytes_per_token], of the one ``index_put`` that writes tokens."""
-    if layout.format.granularity == "channel":
-        raise ValueError(f"{layout.spec}: tokens that share scales can only be written through a residual: use one")
-    batch, heads = x.shape[:2]
-    values = layout.token_bytes(layout.format.encode(x))
+    """Indices and values, [batch, heads, n, bytes_per_token], of the one ``index_put`` that writes encoded tokens."""
+    batch, heads = encoded.shape[:2]
     positions = positions[..., None, :]
-    sequence = torch.arange(batch, device=x.device)[:, None, None]
-    head = torch.arange(heads, device=x.device)[None, :, None]
+    sequence = torch.arange(batch, device=data.device)[:, None, None]
+    head = torch.arange(heads, device=data.device)[None, :, None]
     index = byte_index(layout, sequence, head, positions)
     if valid is not None:
-        values = torch.where(valid[..., None, :, None], values, data[index])
-    return index, values
+        encoded = torch.where(valid[..., None, :, None], encoded, data[index])
+    return index, encoded
 
 
 def byte_index(layout: PackedLayout, sequence: Tensor, head: Tensor, position: Tensor) -> tuple[Tensor, ...]:

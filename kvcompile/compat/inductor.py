@@ -17,6 +17,11 @@ from torch._inductor.utils import BoxedBool as BoxedBool
 from torch.export import ExportedProgram
 
 
+def can_call_subgraphs() -> bool:
+    """Whether the code that Inductor generates now may call a subgraph: Python may, a C++ wrapper may not."""
+    return not (torch._inductor.config.cpp_wrapper or getattr(torch._inductor.config, "fx_wrapper", False))
+
+
 def aoti_compile_and_package(exported: ExportedProgram, path: str, metadata: Mapping[str, str]) -> None:
     """Write AOTInductor's package of ``exported`` to ``path``, which ends in ``.pt2``, with strings as metadata."""
     configs = {"aot_inductor.metadata": dict(metadata)}

@@ -6,6 +6,7 @@ There is no fallback: passes recognise operators by their types.
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2 as auto_functionalized_v2
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as invoke_subgraph
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket

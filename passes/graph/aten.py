@@ -153,6 +153,8 @@ def same_sizes(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
 
 def replace_views_by_reshapes(gm: GraphModule) -> None:
     """Let a graph that was made for Inductor run without it. Inductor copies where strides do not allow a view."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
-    gm.recompile()
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+                node.target = aten.reshape.default
+            module.recompile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,7 +51,7 @@ def _compute_value(node: Node) -> None:
 
 
 _TRACES: WeakKeyDictionary[Graph, dict[Any, Graph]] = WeakKeyDictionary()
-"""For each graph, the traces of functions that were inlined into it. Its layers mostly inline the same operations."""
+"""For each graph, the traces of functions that were inserted. Its layers mostly insert the same operations."""
 
 
 def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
@@ -68,26 +68,49 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     Returns:
         The result of ``fn``, with nodes in place of tensors.
     """
-    # All symbols of the graph are inputs of the trace, so that it can express any size that ``fn`` uses.
-    symbols = symbol_nodes(graph)
-    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols.values()]
-    key = None if symbols else _key_of(fn, args)
-    known = _TRACES.setdefault(graph, {})
-    traced = known.get(key) if key is not None else None
-    is_copy = traced is not None
-    if traced is None:
-        traced = _traced(graph, fn, args, nodes)
-        if key is not None:
-            known[key] = traced
+    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbol_nodes(graph).values()]
+    traced, is_copy = traced_once(graph, fn, args)
+    return insert_operations(graph, traced, nodes, new_values=is_copy)
+
+
+def insert_operations(graph: Graph, traced: Graph, nodes: Sequence[Node], *, new_values: bool) -> Any:
+    """Insert a copy of the operations of ``traced`` at the graph's insertion point.
+
+    Args:
+        graph: the graph that gets the operations.
+        traced: a graph of tensor operations.
+        nodes: nodes of ``graph`` that take the place of the placeholders of ``traced``.
+        new_values: whether to compute new fake values. Operations that are copied twice need it.
+
+    Returns:
+        The output of ``traced``, with nodes of ``graph``.
+    """
     env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
     for node in traced.nodes:
         if node.op == "output":
             return tree_map_only(Node, env.__getitem__, node.args[0])
         if node.op != "placeholder":
             env[node] = _copied(graph, node, env)
-            if is_copy:
+            if new_values:
                 _compute_value(env[node])
     raise AssertionError("a traced graph ends with an output")
+
+
+def traced_once(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, bool]:
+    """The graph of ``fn(*args)``, and whether an earlier call for ``graph`` has traced it.
+
+    Its placeholders stand for the nodes in ``args``. The symbols of ``graph`` follow, so that any size that ``fn`` uses
+    can be expressed.
+    """
+    symbols = symbol_nodes(graph)
+    key = None if symbols else _key_of(fn, args)
+    known = _TRACES.setdefault(graph, {})
+    if key in known:
+        return known[key], True
+    traced = _traced(graph, fn, args, [*(arg for arg in args if isinstance(arg, Node)), *symbols.values()])
+    if key is not None:
+        known[key] = traced
+    return traced, False
 
 
 def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: list[Node]) -> Graph:

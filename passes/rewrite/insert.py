@@ -1,9 +1,10 @@
 """Insert store, gather and attention on packed caches into a graph, in the form that suits the device.
 
 On CUDA they are the ops ``kvcompile::store``, ``gather`` and ``attention``, which run Triton kernels. Elsewhere their
-plain-PyTorch meaning is traced into the graph, and Inductor generates the code. The exception is a store of many tokens
-to a cache with a residual, which is the op everywhere. It changes whole blocks that are known only at run time, and
-traced code would have to go through the whole cache.
+plain-PyTorch meaning is traced into the graph, and Inductor generates the code. Layers share the parts that take long
+to compile, attention and the encoding of tokens, as regions (:mod:`kvcompile.passes.graph.regions`). The exception is a
+store of many tokens to a cache with a residual, which is the op everywhere. It changes whole blocks that are known only
+at run time, and traced code would have to go through the whole cache.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
-from kvcompile.kernels.spec.packing import write_tokens
+from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, put_tokens, write_tokens
 from kvcompile.kernels.spec.residual import is_few
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.inline import inline, insert_call, size_node
+from kvcompile.passes.graph.regions import insert_region
 from kvcompile.passes.marker import Marker
 
 
@@ -52,7 +54,7 @@ def insert_store(
         first_sequence: the first of the neighbouring sequences; None if ``x`` is of all sequences.
     """
     if not _uses_kernels(data) and (layout.residual is None or is_few(x.meta["val"])):
-        return inline(graph, write_tokens, data, layout, x, positions, valid, first_sequence)
+        return _insert_traced_store(graph, data, layout, x, positions, valid, first_sequence)
     # auto_functionalized_v2 returns (op result, new value of every base): one base here, the packed data.
     call = graph.call_function(
         auto_functionalized_v2,
@@ -72,6 +74,28 @@ def insert_store(
     result = graph.call_function(operator.getitem, (call, 1))
     result.meta["val"] = data.meta["val"]
     return result
+
+
+def _insert_traced_store(
+    graph: Graph,
+    data: Node,
+    layout: PackedLayout,
+    x: Node,
+    positions: Node,
+    valid: Node | None,
+    first_sequence: Node | int | None,
+) -> Node:
+    """The operations of ``write_tokens``. A region computes the bytes, so that layers share its code.
+
+    The scatter stays outside of the region: Inductor then stores in place.
+    """
+    if layout.residual is None:
+        encoded = insert_region(graph, "encoded", encoded_tokens, layout, x)
+        return inline(graph, put_tokens, data, layout, encoded, positions, valid, first_sequence)
+    if not shape_of(x)[2]:
+        return inline(graph, write_tokens, data, layout, x, positions, valid, first_sequence)
+    *index, values = insert_region(graph, "changes", few_tokens, data, layout, x, positions, valid, first_sequence)
+    return insert_call(graph, torch.ops.aten.index_put.default, data, index, values)
 
 
 def _view_of(graph: Graph, x: Node, first_sequence: Node | int | None) -> dict[str, Any]:
@@ -127,8 +151,8 @@ def _insert_attention(
     """Insert the operator ``op`` on a GPU, and the operations of ``spec`` elsewhere."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
-        return inline(
-            graph, _computed, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
+        return insert_region(
+            graph, "attention", _computed, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
             marker.is_causal, scale, marker.softcap,
         )  # fmt: skip
     ranges = None
