@@ -152,8 +152,9 @@ def _insert_attention(
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
     if not _uses_kernels(k_data):
         return insert_region(
-            graph, "attention", _computed, spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len,
-            marker.is_causal, scale, marker.softcap,
+            graph, "attention", _computed,
+            spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len, marker.is_causal, scale,
+            marker.softcap,
         )  # fmt: skip
     ranges = None
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:

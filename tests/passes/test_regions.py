@@ -1,4 +1,4 @@
-"""Layers share the operations of a region: a graph holds them once, and they compute the same when they are expanded."""
+"""Layers share the operations of a region: a graph holds them once. Expanded, they compute the same."""
 
 from __future__ import annotations
 
