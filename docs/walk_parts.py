@@ -184,19 +184,18 @@ def rewritten_on_cuda() -> str:
 
 
 def rewritten_on_cpu() -> str:
-    """The operations that quantize the keys: operations of the store that return a tensor of floats or bytes."""
-    lines = [
-        line
-        for line in _statements(walk().texts[Stage.rewritten])
-        if line.endswith("# layers.0: key store") and re.match(r'\w+: "(f32|u8)\[\d', line)
-    ]
+    """The operations of the region that encodes the keys, and then those of the store: floats and bytes only."""
+    text = walk().texts[Stage.rewritten]
+    region = text.partition("class kvquant_encoded_0(")[2].partition("class ")[0]
+    store = [line for line in _statements(text) if line.endswith("# layers.0: key store")]
+    lines = [line for line in (*_statements(region), *store) if re.match(r'\w+: "(f32|u8)\[\d', line)]
     return _block("python", _wrapped(lines))
 
 
 def output_calls() -> str:
-    """The calls of the generated wrapper, in order."""
+    """The calls of the generated wrapper, in order: regions, operators and kernels."""
     body = walk().output_code.partition("def call(self, args):")[2].partition("return ")[0]
-    return _block("python", _wrapped(re.findall(r"^ +((?:\w+ = torch\.ops|cpp_).*)$", body, re.MULTILINE)))
+    return _block("python", _wrapped(re.findall(r"^ +((?:\w+ = (?:torch\.ops|kvquant_)|cpp_).*)$", body, re.MULTILINE)))
 
 
 def output_store() -> str:
