@@ -99,7 +99,7 @@ def test_the_search_meets_its_budget_predicts_its_divergence_and_writes_a_policy
     assert f"measured {found.result.effective_bits:.4f}" in file.read_text()
 
     presets = {preset.preset: preset for preset in found.presets}
-    assert set(presets) == {"int8_per_token_head", "int4", "int4_per_token_head"}
+    assert set(presets) == {"int8_per_token_head", "int4", "int4_per_token_head", "turboquant_3bit"}
     assert presets["int8_per_token_head"].bits == 8 * (HEAD_DIM + 4) / HEAD_DIM
     assert presets["int8_per_token_head"].divergence < found.predicted_divergence
     assert found.predicted_divergence < presets["int4_per_token_head"].divergence, "the budget allows more bits"
