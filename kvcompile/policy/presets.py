@@ -31,7 +31,6 @@ PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_r128": FormatPair("turboquant_4bit", "turboquant_4bit", residual_length=128),
     "turboquant_3bit_r128": FormatPair("turboquant_3bit", "turboquant_3bit", residual_length=128),
     "turboquant_k3v2_r128": FormatPair("turboquant_3bit", "turboquant_2bit", residual_length=128),
-    "turboquant_2bit_r128": FormatPair("turboquant_2bit", "turboquant_2bit", residual_length=128),
 }
 """Presets without a calibration.
 
@@ -40,9 +39,10 @@ names and the meaning of vLLM's formats. ``int4`` is our own name for the format
 four bits with scales per channel, whose newest block of tokens keeps the dtype of the cache, and values with scales per
 token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves the increase of bits per byte.
 
-The other presets are the best that is known here for their sizes (docs/quality.md): each has a smaller divergence than
-the TurboQuant presets of vLLM of its size and of the next larger one. ``r128`` keeps the 128 most recent tokens
-in the dtype of the cache, KIVI's residual length."""
+The other presets are the best that is known here for their sizes without a calibration: each has a smaller divergence
+than the smallest TurboQuant preset of vLLM that takes at least as many bytes (docs/quality.md). A name of two formats
+has the format of keys first. ``r128`` keeps the 128 most recent tokens in the dtype of the cache, KIVI's residual
+length."""
 
 CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),

@@ -91,17 +91,17 @@ def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_p
 
 
 def test_tokens_in_full_precision_count_as_a_share_of_the_context() -> None:
-    out, _ = run(f"eval --model . --policies turboquant_2bit,turboquant_2bit_r128 {READING}")
+    out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128 {READING}")
     assert max(map(len, out.splitlines())) <= WIDTH
     rows = cells(out)
     share = f"{100 * 128 / (PREFILL + DECODE):.1f}%"
-    packed = 8 * (HEAD_DIM / 4 + 2) / HEAD_DIM * 128 / (PREFILL + DECODE)  # 72 tokens take two blocks of 64
-    plain, exact = rows["turboquant_2bit"], rows["turboquant_2bit_r128"]
+    packed = 8 * (3 * HEAD_DIM / 8 + 2) / HEAD_DIM * 128 / (PREFILL + DECODE)  # 72 tokens take two blocks of 64
+    plain, exact = rows["turboquant_3bit"], rows["turboquant_3bit_r128"]
     assert (plain[:3], exact[:3]) == (["0", "0.0%", f"{packed:.2f}"], ["128", share, f"{packed:.2f}"])
     assert exact[3:5] == [f"{packed + 16 * 128 / tokens:.2f}" for tokens in (8192, 32768)]
     assert plain[3:5] == 2 * [f"{packed:.2f}"]
     assert float(exact[6]) < float(plain[6]) / 100, "all tokens that a later step reads are exact"
-    out, _ = run(f"eval --model . --policies turboquant_2bit {READING}")
+    out, _ = run(f"eval --model . --policies turboquant_3bit {READING}")
     assert "exact" not in out
 
 
