@@ -140,14 +140,15 @@ def calibrated_bases() -> str:
 
 
 def preset_table() -> str:
-    """The formats of every preset, their bytes, and the share of bfloat16."""
+    """The formats and the exact tokens of every preset, the bytes of its packed tokens, and their share of bfloat16."""
     rows = []
     for name, pair in (presets.PRESETS | presets.CALIBRATED_PRESETS).items():
         nbytes = get_format(pair.key).bytes_per_token() + get_format(pair.value).bytes_per_token()
         sizes = [int(nbytes.subs(HEAD_DIM, head_dim)) for head_dim in HEAD_DIMS]
         of_bf16 = [f"{size} ({100 * size / (4 * dim):.0f} %)" for size, dim in zip(sizes, HEAD_DIMS, strict=True)]
-        rows.append([f"`{name}`", f"`{pair.key}`", f"`{pair.value}`", f"`{nbytes}`", *of_bf16])
-    return table(["preset", "keys", "values", "bytes of K + V", *map(str, HEAD_DIMS)], rows)
+        exact = str(pair.residual_length or "")
+        rows.append([f"`{name}`", f"`{pair.key}`", f"`{pair.value}`", exact, f"`{nbytes}`", *of_bf16])
+    return table(["preset", "keys", "values", "exact recent tokens", "bytes of K + V", *map(str, HEAD_DIMS)], rows)
 
 
 def section_table() -> str:

@@ -133,13 +133,16 @@ def _write(evaluation: Evaluation, output: Path | None) -> None:
 
 
 def _print(evaluation: Evaluation, with_layers: bool) -> None:
-    from kvcompile.evaluation.results_text import circumstances, layers, legend, summary
+    from kvcompile.evaluation.results_text import EXACT_LEGEND, circumstances, exact_tokens, layers, legend, summary
 
     print_wrapped(circumstances(evaluation), indent=2)
     print(f"\n{summary(evaluation)}\n")
     if with_layers:
         print(f"{layers(evaluation)}\n")
     print_wrapped(legend(evaluation), indent=2)
+    if any(result.exact_tokens for result in evaluation.results):
+        print(f"\n{exact_tokens(evaluation)}\n")
+        print_wrapped(EXACT_LEGEND, indent=2)
     for result in evaluation.results:
         for note in result.notes:
             print_wrapped(f"note: {result.policy}: {note}", indent=6)

@@ -12,7 +12,7 @@ import yaml
 from kvcompile.kernels.formats import get_format
 from kvcompile.passes.site import FormatPair, Site
 from kvcompile.policy import presets
-from kvcompile.policy.policy import Policy, Rule
+from kvcompile.policy.policy import EXACT_TOKENS, Policy, Rule
 
 
 def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:
@@ -47,8 +47,8 @@ def _fields(formats: FormatPair | None, policy: Policy) -> dict[str, Any]:
     }
     if any(get_format(name).is_calibrated for name in (formats.key, formats.value)):
         fields["transforms"] = next((transforms.source for transforms in policy.transforms), None)
-    for name in ("residual_length", "sink_tokens"):
-        if getattr(formats, name) != getattr(policy, name):
+    for name in EXACT_TOKENS:
+        if getattr(formats, name) != policy.exact_tokens.get(name, 0):
             fields[name] = getattr(formats, name)
     return fields
 

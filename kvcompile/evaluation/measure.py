@@ -18,7 +18,7 @@ from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
-from kvcompile.evaluation.replay import Step, effective_bits, new_cache, replay
+from kvcompile.evaluation.replay import CacheSize, Step, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text
@@ -153,7 +153,7 @@ class _Run:
                     steps.append(step.to("cpu"))
                     self._advance("reference")
                 windows.append(steps)
-        return windows, sum(nats) / (len(windows) * self.text.schedule.num_tokens), effective_bits(cache)
+        return windows, sum(nats) / (len(windows) * self.text.schedule.num_tokens), CacheSize.of(cache).bits
 
     def policy(self, name: str, policy: Policy, reference: list[list[Step]], found: list[str]) -> PolicyResult:
         """Compile the model under a policy, run it over the windows, and compare."""
@@ -173,7 +173,7 @@ class _Run:
                     compared.add(step, exact.to(window.device), _targets(window, step))
                     self._advance(name)
         notes = [*_skipped(report), *report.notes, *found]
-        return self._result(name, report, compared, effective_bits(cache), time.monotonic() - begin, notes)
+        return self._result(name, report, compared, CacheSize.of(cache), time.monotonic() - begin, notes)
 
     def _compiled(self, policy: Policy) -> Callable[..., Any]:
         """The model compiled under a policy, with static sizes in each graph."""
@@ -190,10 +190,11 @@ class _Run:
         self.on_progress(doing, self.done, self.total)
 
     def _result(
-        self, name: str, report: Report, compared: StepComparison, bits: float, seconds: float, notes: list[str]
+        self, name: str, report: Report, compared: StepComparison, size: CacheSize, seconds: float, notes: list[str]
     ) -> PolicyResult:
         nats, exact = torch.cat(compared.nats), torch.cat(compared.reference_nats)
         divergence, difference = torch.cat(compared.divergence), nats - exact
+        by_window = divergence.view(len(self.windows), -1)
         left = {site.module for site in report.sites if not site.rewritten}
         modules = {site.module for site in report.sites}
         return PolicyResult(
@@ -202,14 +203,19 @@ class _Run:
             packed_layers=len(modules - left),
             num_layers=len(modules),
             unpacked_modules=tuple(sorted(left)),
-            effective_bits=bits,
+            effective_bits=size.bits,
+            packed_bits=size.packed_bits,
+            exact_tokens=size.exact_tokens,
             quality=self.text.quality(nats.mean().item()),
             change=self.text.relative_change(exact.mean().item(), difference.mean().item()),
             change_error=self.text.relative_change(
                 exact.mean().item(), difference.std().item() / len(difference) ** 0.5
             ),
             mean_divergence=divergence.mean().item(),
-            divergence_error=_standard_error(divergence.view(len(self.windows), -1).mean(1)),
+            divergence_error=_standard_error(by_window.mean(1)),
+            prefill_divergence=by_window[:, : self.text.schedule.prefill].mean().item(),
+            decode_divergence=by_window[:, self.text.schedule.prefill :].mean().item(),
+            decode_divergence_error=_standard_error(by_window[:, self.text.schedule.prefill :].mean(1)),
             median_divergence=divergence.median().item(),
             p999_divergence=divergence.quantile(0.999).item(),
             same_top1=torch.cat(compared.same_top).double().mean().item(),

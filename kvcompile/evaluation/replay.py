@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvcompile.evaluation.models import text_config
 from kvcompile.evaluation.schedule import Schedule
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.packed.memory import cache_nbytes
+from kvcompile.packed.tensor import PackedTensor
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,27 @@ def replay(
         yield Step(positions, logits, {name: output[0] for name, output in heard})
 
 
-def effective_bits(cache: Any) -> float:
-    """Bits per element of the cache, measured from the storages, scales and padding included.
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of a cache.
 
-    The result depends on the capacity of the cache: its last block may be partly empty, and its exact blocks have a
-    fixed size.
+    Attributes:
+        bits: bits per element, measured from the storages, with scales, padding and exact tokens. The number depends on
+            the capacity of the cache: its last block may be partly empty, and its exact tokens have a fixed size.
+        packed_bits: bits per element without exact tokens. Layers that are not packed count in full.
+        exact_tokens: number of tokens that are also kept in the dtype of the cache, on average over keys and values.
     """
-    halves = [half for layer in cache.layers for half in (layer.keys, layer.values)]
-    return 8 * cache_nbytes(halves) / sum(half.numel() for half in halves)
+
+    bits: float
+    packed_bits: float
+    exact_tokens: float
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheSize:
+        halves = [half for layer in cache.layers for half in (layer.keys, layer.values)]
+        numel, nbytes = sum(half.numel() for half in halves), cache_nbytes(halves)
+        packed = [half for half in halves if isinstance(half, PackedTensor)]
+        residuals = [half.packed_layout.residual for half in packed]
+        exact = sum(BLOCK_TOKENS * residual.num_entries for residual in residuals if residual is not None)
+        headers = sum(half.packed_layout.header_blocks * half.packed[0].nbytes for half in packed)
+        return cls(8 * nbytes / numel, 8 * (nbytes - headers) / numel, exact / len(halves))

@@ -23,6 +23,8 @@ class PolicyResult:
         num_layers: number of all attention modules.
         unpacked_modules: modules whose caches are not packed in every graph.
         effective_bits: bits per element of the cache, with metadata, padding and exact tokens.
+        packed_bits: bits per element without exact tokens.
+        exact_tokens: number of tokens in full precision, on average over all keys and values.
         quality: bits per byte or perplexity.
         change: the relative increase of the metric over the reference.
         change_error: standard error of ``change``, from the differences of the losses of single tokens, which are
@@ -30,6 +32,9 @@ class PolicyResult:
         mean_divergence, median_divergence, p999_divergence: Kullback-Leibler divergence of the predictions from the
             reference's, in nats: mean, median and 99.9th percentile over the tokens.
         divergence_error: standard error of ``mean_divergence``, from the means of the windows; NaN for one window.
+        prefill_divergence, decode_divergence: mean divergence of the predictions of the prefill, and of later steps.
+            Recent tokens are exact for the later steps only.
+        decode_divergence_error: standard error of ``decode_divergence``, as for ``mean_divergence``.
         same_top1: the fraction of positions at which both models predict the same most likely token.
         attention_errors: by module, the relative L2 error of its outputs, which contains the errors of earlier layers.
         seconds: the duration, most of it compilation.
@@ -50,7 +55,12 @@ class PolicyResult:
     same_top1: float
     attention_errors: dict[str, float]
     seconds: float
+    packed_bits: float = math.nan
+    exact_tokens: float = 0.0
     divergence_error: float = math.nan
+    prefill_divergence: float = math.nan
+    decode_divergence: float = math.nan
+    decode_divergence_error: float = math.nan
     unpacked_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

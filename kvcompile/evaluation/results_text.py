@@ -17,6 +17,16 @@ LEGEND = (
     "mean over the layers, in percent."
 )
 
+CONTEXTS = (8192, 32768)
+"""The contexts for which the bits with exact tokens are printed."""
+
+EXACT_LEGEND = (
+    "exact: tokens in full precision, on average over all keys and values.  share: their share of the context.  "
+    "packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  KL: "
+    "divergence of the predictions of the prefill, which reads recent tokens from the packed cache, and of the later "
+    "steps, with the standard error."
+)
+
 SHORT = {"bits per byte": "bpb", "perplexity": "ppl"}
 
 
@@ -32,6 +42,27 @@ def summary(evaluation: Evaluation) -> str:
 def legend(evaluation: Evaluation) -> str:
     """The meaning of the columns."""
     return LEGEND.format(metric=SHORT[evaluation.metric], name=evaluation.metric)
+
+
+def exact_tokens(evaluation: Evaluation) -> str:
+    """The table of tokens in full precision: their share of the context, and bits at longer contexts."""
+    context, labels = evaluation.prefill + evaluation.decode, _labels(evaluation)
+    contexts = [f"{tokens // 1024}k" for tokens in CONTEXTS]
+    header = ["policy", "exact", "share", "packed", *contexts, "KL prefill", "KL later", "+-"]
+    rows = [
+        [
+            labels[result.policy],
+            f"{result.exact_tokens:g}",
+            f"{100 * result.exact_tokens / context:.1f}%",
+            f"{result.packed_bits:.2f}",
+            *(f"{result.packed_bits + 16 * result.exact_tokens / tokens:.2f}" for tokens in CONTEXTS),
+            short(result.prefill_divergence),
+            short(result.decode_divergence),
+            short(result.decode_divergence_error),
+        ]
+        for result in evaluation.results
+    ]
+    return table(header, rows)
 
 
 def _labels(evaluation: Evaluation) -> dict[str, str]:

@@ -1,36 +1,41 @@
-"""An estimate of the divergence that every format of every layer's keys and values would cause, from a few model runs.
+"""The divergence that every format of every layer's keys and values would cause: an estimate, and measurements.
 
-For a small error of one attention output, the divergence of the predictions grows with the square of the error: to
-second order it is a quadratic form, whose matrix is the Fisher information. Two measurements are therefore enough:
+For small errors ``e`` of keys or values, the divergence of the predictions is a quadratic form, whose matrix is the
+Fisher information. It is estimated as the mean of ``(e . g)**2 / 2`` over the vectors of a text, where ``g`` is the
+gradient of the loss (:mod:`kvcompile.evaluation.gradients`). One backward pass for each window thus serves all formats
+of all layers. Errors of different vectors, of different layers, and of keys and values are nearly independent, so
+divergences add up.
 
-- the squared relative error of the attention output under each format, with only the keys or only the values of one
-  layer packed; one run of the model measures all formats;
-- the divergence of the predictions with only these keys, or values, packed in one format; this takes one run for each
-  layer and role. The divergence over the squared error is the cost of an error in this place.
-
-The product of both is the divergence under each format. Errors of different layers, and of keys and values, are nearly
-independent, so divergences add up.
+Large errors are not in the reach of gradients. Keys of few bits can cause a hundred times the estimated divergence.
+A search therefore measures the divergence of each format that it chooses, with only these keys, or values, packed. This
+takes one run of the model. The ratio of the measured to the estimated divergence corrects the estimates of the other
+formats of the same cache.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import AttentionTap
+from kvcompile.evaluation.gradients import calls_with_gradients, differentiable_inputs, gradient
 from kvcompile.evaluation.measure import OnProgress, counted
 from kvcompile.evaluation.models import running_eagerly
 from kvcompile.evaluation.replay import new_cache
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when, measure_sites
-from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.evaluation.site_errors import EXACT, ROLES, divergence_when
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.passes.site import FormatPair, Site
+
+SAMPLED_BLOCKS = 16
+"""Blocks of tokens of each window whose keys and values are quantized for the estimate."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,19 @@ class FormatCost:
     Attributes:
         format: the name of the format.
         nbytes: bytes of the storage for one sequence, with metadata, padding of the last block and exact tokens.
-        divergence: the estimated divergence of the predictions, in nats.
+        divergence: the divergence of the predictions, in nats.
+        is_measured: whether the divergence was measured, and not only estimated.
     """
 
     format: str
     nbytes: int
     divergence: float
+    is_measured: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the divergence needs no measurement: it was measured, or the format has no error."""
+        return self.is_measured or self.divergence == 0
 
 
 @dataclass(frozen=True)
@@ -98,35 +110,61 @@ def half_caches(model: Any, schedule: Schedule, sites: Sequence[Site]) -> tuple[
 
 @dataclass
 class Sensitivity:
-    """The measured costs of formats in the key caches and value caches of a model.
+    """The costs of formats in the key caches and value caches of a model.
 
     Attributes:
         halves: the caches.
         nbytes: for each cache, the bytes of its storage by format.
-        squared: for each cache, the squared relative error of the attention output by format.
-        per_error: the divergence of the predictions over the squared error, by the index of a cache. Caches that were
-            not measured yet are missing.
+        estimated: for each cache, the estimated divergence by format.
+        measured: for each cache, the measured divergence of some formats.
     """
 
     halves: Sequence[HalfCache]
     nbytes: list[dict[str, int]]
-    squared: list[dict[str, float]]
-    per_error: dict[int, float] = field(default_factory=dict)
+    estimated: list[dict[str, float]]
+    measured: list[dict[str, float]]
+
+    @property
+    def num_measured(self) -> int:
+        """The number of caches in which at least one format was measured."""
+        return sum(map(bool, self.measured))
 
     def costs(self) -> list[list[FormatCost]]:
-        """The cost of each format in each cache. A cache that was not measured counts like the mean of the others."""
-        mean = statistics.fmean(self.per_error.values()) if self.per_error else 0.0
+        """The cost of each format in each cache."""
         return [
-            [FormatCost(name, size, self.per_error.get(index, mean) * squared[name]) for name, size in nbytes.items()]
-            for index, (nbytes, squared) in enumerate(zip(self.nbytes, self.squared, strict=True))
+            [
+                FormatCost(name, size, measured[name], is_measured=True)
+                if name in measured
+                else FormatCost(name, size, _corrected(name, estimated, measured))
+                for name, size in nbytes.items()
+            ]
+            for nbytes, estimated, measured in zip(self.nbytes, self.estimated, self.measured, strict=True)
         ]
+
+
+def _corrected(name: str, estimated: dict[str, float], measured: dict[str, float]) -> float:
+    """The estimate of a format, corrected by the measured formats with the next smaller and the next larger estimate.
+
+    Between them, the logarithm of the ratio of measured to estimated divergence is interpolated.
+    """
+    estimate = estimated[name]
+    known = sorted((estimated[other], found) for other, found in measured.items() if estimated[other] > 0 and found > 0)
+    if not known or estimate <= 0:
+        return estimate
+    points = [(math.log(value), math.log(found / value)) for value, found in known]
+    place = math.log(estimate)
+    below = max((point for point in points if point[0] <= place), default=points[0])
+    above = min((point for point in points if point[0] >= place), default=points[-1])
+    share = (place - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
+    return estimate * math.exp(below[1] + share * (above[1] - below[1]))
 
 
 NamedIn = Callable[[HalfCache, str], str]
 """The name of a format in a cache. The name of a calibrated format includes the basis of the layer."""
 
 
-def measure_errors(
+def estimate_divergences(
+    model: Any,
     tap: AttentionTap,
     windows: Tensor,
     halves: Sequence[HalfCache],
@@ -134,57 +172,68 @@ def measure_errors(
     named: NamedIn,
     on_progress: OnProgress,
 ) -> Sensitivity:
-    """The errors of each format in each of ``halves``.
+    """The estimated divergence of each format in each of ``halves``.
 
     Args:
-        tap: the model.
+        model: the model.
+        tap: access to its attentions.
         windows: int64 [num_windows, tokens].
-        halves: key caches and value caches of the model.
+        halves: key caches and value caches of the model. A cache that no gradient reaches gets no formats.
         formats: the formats to consider; a format that cannot hold a cache is skipped there.
         named: the names of formats in a cache.
-        on_progress: called for every module that is measured.
+        on_progress: called for every cache that is measured.
     """
     nbytes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
-    pairs = [
-        {name: pair_of(half.role, named(half, name)) for name in sizes}
-        for half, sizes in zip(halves, nbytes, strict=True)
-    ]
-    wanted: dict[str, list[FormatPair]] = {}
-    for half, names in zip(halves, pairs, strict=True):
-        wanted.setdefault(half.module, []).extend(names.values())
-    steps = len(windows) * len(wanted)
-    measured = measure_sites(
-        tap, windows, lambda site, call: wanted.get(site.module, ()), counted(on_progress, "formats", steps)
-    )
-    squared = []
-    for half, names in zip(halves, pairs, strict=True):
-        found = measured.get(half.module)
-        errors = {} if found is None else found.attention.errors()
-        squared.append({name: errors.get(pair, 0.0) ** 2 for name, pair in names.items()})
-    return Sensitivity(halves, nbytes, squared)
+    sums: list[dict[str, float]] = [{} for _ in halves]
+    step, generator = counted(on_progress, "formats", len(windows) * len(halves)), torch.Generator().manual_seed(0)
+    for window in windows:
+        with differentiable_inputs(model):
+            calls = calls_with_gradients(tap, window, generator)
+        for half, sizes, total in zip(halves, nbytes, sums, strict=True):
+            step(half.module)
+            call = calls.get(half.module)
+            if call is None or (slope := gradient(call, half.role)) is None:
+                continue
+            x, weights = (_sampled_blocks(y.detach()) for y in (call.of_kv_heads(half.role), slope))
+            for name in sizes:
+                fmt = pair_of(half.role, named(half, name)).layout(half.role, half.width, half.dtype).format
+                error = fmt.decode(fmt.encode(x)).to(half.dtype).float() - x.float()
+                found = (error * weights.float()).sum(-1).square().sum().item() / (2 * x.shape[2] * x.shape[3])
+                total[name] = total.get(name, 0.0) + found / len(windows)
+    nbytes = [sizes if total else {} for sizes, total in zip(nbytes, sums, strict=True)]
+    return Sensitivity(halves, nbytes, sums, [{} for _ in halves])
+
+
+def _sampled_blocks(x: Tensor) -> Tensor:
+    """At most SAMPLED_BLOCKS blocks of [1, heads, n, channels], spread evenly: [1, heads, blocks, tokens, channels]."""
+    blocks = F.pad(x, (0, 0, 0, -x.shape[2] % BLOCK_TOKENS)).unflatten(2, (-1, BLOCK_TOKENS))
+    if blocks.shape[2] <= SAMPLED_BLOCKS:
+        return blocks
+    return blocks[:, :, torch.linspace(0, blocks.shape[2] - 1, SAMPLED_BLOCKS, device=x.device).round().long()]
 
 
 def measure_divergences(
-    known: Sensitivity, tap: AttentionTap, windows: Tensor, budget_bits: float, named: NamedIn, on_progress: OnProgress
+    known: Sensitivity,
+    tap: AttentionTap,
+    windows: Tensor,
+    exact: Sequence[Tensor],
+    wanted: Sequence[tuple[HalfCache, str]],
+    named: NamedIn,
+    on_progress: OnProgress,
 ) -> None:
-    """Add the divergence over the squared error to ``known``, cache by cache.
+    """Measure the divergence of formats in single caches, and add it to ``known``.
 
     Args:
-        known: the errors of formats.
+        known: the estimates.
         tap: the model.
         windows: int64 [num_windows, tokens].
-        budget_bits: the divergence is measured in the format whose bits per element are nearest to this number.
+        exact: the logits of the unquantized model for each window.
+        wanted: the caches and the formats to measure there.
         named: the names of formats in a cache.
         on_progress: called for every run.
     """
-    probing = counted(on_progress, "layers", len(known.halves) * len(windows))
-    exact = [tap(window, lambda site, call: None) for window in windows]
-    for index, (half, nbytes, squared) in enumerate(zip(known.halves, known.nbytes, known.squared, strict=True)):
-        # A format without an error cannot tell the cost of an error.
-        usable = [name for name in nbytes if squared[name] > 0]
-        probe = min(usable, key=lambda name: abs(8 * nbytes[name] / half.numel - budget_bits), default=None)
-        divergence = 0.0
-        if probe is not None:
-            pair = pair_of(half.role, named(half, probe))
-            divergence = divergence_when(tap, windows, exact, half.module, pair, probing) / squared[probe]
-        known.per_error[index] = divergence
+    step = counted(on_progress, "layers", len(wanted) * len(windows))
+    for half, name in wanted:
+        pair = pair_of(half.role, named(half, name))
+        found = divergence_when(tap, windows, exact, half.module, pair, step)
+        known.measured[known.halves.index(half)][name] = max(found, 0.0)

@@ -75,7 +75,7 @@ def suggest(
     """Better formats for the worst layers, so that they add no more divergence than the others.
 
     The divergence under other formats is estimated: the divergence under the present formats, times the ratio of the
-    squared errors of the attention output, as in :mod:`kvcompile.evaluation.sensitivity`.
+    squared errors of the attention output.
 
     Args:
         policy: the policy.

@@ -9,23 +9,21 @@ the Fisher information: ``e W e^T / 2`` estimates the divergence that an error `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.compat.modules import original_module
 from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.gradients import calls_with_gradients, differentiable_inputs, gradient
 from kvcompile.kernels.formats.rotation import rotation_matrix
 from kvcompile.kernels.formats.transform import NUM_QUARTERS
 from kvcompile.kernels.layout.packed_layout import Role
-from kvcompile.passes.site import Site
 
 REGULARIZATION = 1e-4
 """The part of the mean variance that is added to every variance, so that all matrices have inverses."""
@@ -129,23 +127,11 @@ def _measure_moments(
 ) -> dict[tuple[str, Role], Moments]:
     """The moments of keys and values by module and role, of windows that begin at the positions ``begins``."""
     moments: dict[tuple[str, Role], Moments] = {}
-    calls: dict[str, AttentionCall] = {}
-
-    def keep(site: Site, call: AttentionCall) -> None:
-        if call.can_be_packed and call.key.requires_grad and call.value.requires_grad:
-            call.key.retain_grad()
-            call.value.retain_grad()
-            calls[site.module] = call
-
     tap = AttentionTap(model)
-    with _differentiable_inputs(model):
+    with differentiable_inputs(model):
         for done, (window, first) in enumerate(zip(windows, begins, strict=True)):
             on_progress("calibrating", done, len(windows))
-            calls.clear()
-            logits = tap(window, keep, first_position=first or None, gradients=True).float()
-            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-            F.cross_entropy(logits, drawn.to(logits.device), reduction="sum").backward()
-            for module, call in calls.items():
+            for module, call in calls_with_gradients(tap, window, generator, first or None).items():
                 _add(moments, module, call)
     on_progress("calibrating", len(windows), len(windows))
     return moments
@@ -154,30 +140,13 @@ def _measure_moments(
 def _add(moments: dict[tuple[str, Role], Moments], module: str, call: AttentionCall) -> None:
     """Add the keys and values of one attention."""
     for role in ROLES:
-        x, gradient = call.of_kv_heads(role).detach(), call.operand(role).grad
-        if gradient is None:
+        x, slope = call.of_kv_heads(role).detach(), gradient(call, role)
+        if slope is None:
             continue
-        gradient = gradient.unflatten(1, (-1, call.repeats)).sum(2)  # sum over all query heads that read a KV head
         if not x.isfinite().all():
             raise EvaluationError(f"{module or 'attention at top level'}: its {role}s are not finite")
         known = moments.setdefault((module, role), Moments.zeros(x.shape[1], x.shape[3]))
-        known.add(x.transpose(0, 1).flatten(1, 2), gradient.transpose(0, 1).flatten(1, 2))
-
-
-@contextmanager
-def _differentiable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients reach all activations inside the block, and no weights except the embedding's."""
-    embedding = model.get_input_embeddings()
-    own = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    try:
-        for parameter in own:
-            parameter.requires_grad_(False)
-        embedding.weight.requires_grad_(True)
-        yield
-    finally:
-        for parameter, requires_grad in own.items():
-            parameter.requires_grad_(requires_grad)
-        embedding.weight.grad = None
+        known.add(x.transpose(0, 1).flatten(1, 2), slope.transpose(0, 1).flatten(1, 2))
 
 
 def balanced_basis(covariance: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

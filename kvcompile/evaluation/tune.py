@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter
@@ -21,9 +22,9 @@ from kvcompile.evaluation.sensitivity import (
     FormatCost,
     HalfCache,
     Sensitivity,
+    estimate_divergences,
     half_caches,
     measure_divergences,
-    measure_errors,
 )
 from kvcompile.evaluation.text import Text
 from kvcompile.evaluation.token_ids import text_of
@@ -36,6 +37,9 @@ from kvcompile.policy.transforms import Transforms
 
 DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "bfloat16")
 """The formats that a search considers by default."""
+
+MAX_ROUNDS = 8
+"""The most rounds in which a search chooses formats and measures them; it then chooses among measured formats."""
 
 WIDTHS = (
     "6544 6543 6433 5443 5433 5432 5421 5320 5310 5300 5200 4321 4300 4310 4200 4100 6420 6400 6310 6300 3200 3100 3000"
@@ -70,11 +74,12 @@ def tune(
 ) -> Tuning:
     """Find formats for every layer's keys and values, within a budget, that change the predictions of ``model`` least.
 
-    The cost of each format in each layer is estimated once (:mod:`kvcompile.evaluation.sensitivity`). The choice within
-    the budget is a knapsack problem, which is solved exactly. The resulting policy is measured once on the compiled
-    model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are chosen
-    again. On Ctrl-C, the best choice from the measurements so far is written, and :class:`InterruptedTuning` is raised
-    with it.
+    The cost of each format in each layer is estimated first (:mod:`kvcompile.evaluation.sensitivity`). The choice
+    within the budget is a knapsack problem, which is solved exactly. The cost of each chosen format is then measured,
+    and the choice is repeated until all chosen formats are measured. The resulting policy is measured once on the
+    compiled model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are
+    chosen again. On Ctrl-C, the best choice from the measurements so far is written, and :class:`InterruptedTuning` is
+    raised with it.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
@@ -138,13 +143,17 @@ def tune_on(
         table = {half: options for half, options in table.items() if options and half.module not in left}
         return _Search(table, sites, numel, model.dtype.itemsize, budget_bits, known)
 
-    measured = measure_errors(tap, windows, halves, names, named, on_progress)
+    measured = estimate_divergences(model, tap, windows, halves, names, named, on_progress)
     left: set[str] = set()
+    rounds = itertools.count(1)
     try:
-        measure_divergences(measured, tap, windows, budget_bits, named, on_progress)
+        exact = [tap(window, lambda site, call: None) for window in windows]
         while True:
             search = search_without(left)
-            chosen = search.choose()
+            chosen = search.choose(measured_only=next(rounds) > MAX_ROUNDS)
+            if new := search.not_measured(chosen):
+                measure_divergences(measured, tap, windows, exact, new, named, on_progress)
+                continue
             policy = search.policy(chosen)
             evaluation = evaluate(model, text, [policy], model_name=model_name, on_progress=on_progress)
             refused = set(evaluation.results[0].unpacked_modules)
@@ -152,7 +161,7 @@ def tune_on(
                 return search.result(chosen, measured, evaluation)
             left |= refused
     except KeyboardInterrupt:
-        if not measured.per_error:
+        if not measured.num_measured:
             raise
         search = search_without(left)
         raise InterruptedTuning(search.result(search.choose(), measured, None)) from None
@@ -211,9 +220,13 @@ class _Search:
         if not self.table:
             raise EvaluationError("tune: no layer of this model can be packed; `kvcompile explain` says why")
 
-    def choose(self) -> list[FormatCost]:
-        """The best option of every key cache and value cache; EvaluationError if no choice fits."""
-        slots = [[Option(cost.nbytes, cost.divergence) for cost in options] for options in self.table.values()]
+    def choose(self, *, measured_only: bool = False) -> list[FormatCost]:
+        """The best option of every key cache and value cache; EvaluationError if no choice fits.
+
+        ``measured_only``: whether the choice is among the formats that were measured.
+        """
+        table = [[cost for cost in costs if cost.is_known or not measured_only] for costs in self.table.values()]
+        slots = [[Option(cost.nbytes, cost.divergence) for cost in options] for options in table]
         capacity = math.floor(self.budget_bits * self.numel / 8) - self.fixed_bytes
         try:
             chosen = choose(slots, capacity)
@@ -222,7 +235,12 @@ class _Search:
                 f"no choice of formats fits a budget of {self.budget_bits:g} bits: the smallest choice takes "
                 f"{self._bits(error.least):.4g}; give a larger budget or smaller formats"
             ) from None
-        return [options[index] for options, index in zip(self.table.values(), chosen, strict=True)]
+        return [options[index] for options, index in zip(table, chosen, strict=True)]
+
+    def not_measured(self, chosen: Sequence[FormatCost]) -> list[tuple[HalfCache, str]]:
+        """The caches, and the formats chosen for them, that were estimated only."""
+        pairs = zip(self.table, chosen, strict=True)
+        return [(half, cost.format) for half, cost in pairs if not cost.is_known]
 
     def _bits(self, nbytes: int) -> float:
         """Bits per element of the whole cache if the packed part takes ``nbytes``."""
@@ -255,13 +273,15 @@ class _Search:
                 for half, cost in zip(self.table, chosen, strict=True)
             ),
             presets=tuple(filter(None, map(self._uniform, names))),
-            measured_caches=(len(measured.per_error), len(measured.halves)),
+            measured_caches=(measured.num_measured, len(measured.halves)),
             evaluation=evaluation,
         )
 
     def _uniform(self, preset: str) -> Uniform | None:
-        """The cost of a preset in every layer; None if one of its formats was not considered."""
+        """The cost of a preset in every layer; None if it keeps exact tokens, or a format of it was not considered."""
         pair = (presets.PRESETS | presets.CALIBRATED_PRESETS)[preset]
+        if pair.residual_length or pair.sink_tokens:
+            return None
         costs: list[FormatCost] = []
         for half, options in self.table.items():
             wanted = pair.format_name(half.role)

@@ -146,8 +146,9 @@ class RoleFormat(_Elements):
     """The format of the keys, or of the values, of a cache.
 
     Attributes:
-        dtype: a format, or a preset, which stands for its format of keys or of values. With ``granularity``, the type
-            of the elements: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``, ``turboquant_4bit``, ...
+        dtype: a format, or a preset, which stands for its format of keys or of values, without the tokens that it
+            keeps in full precision. With ``granularity``, the type of the elements: ``int8``, ``int4``, ``int2``,
+            ``fp8_e4m3``, ``turboquant_4bit``, ...
     """
 
     dtype: str
@@ -163,7 +164,7 @@ class Choice(_Elements):
 
     Attributes:
         dtype: a preset or a format for keys and values, or ``auto`` to leave the cache unpacked. With ``granularity``,
-            the type of the elements of both.
+            the type of the elements of both. A preset may also keep tokens in full precision.
         key: the format of keys, in place of ``dtype``.
         value: the format of values, in place of ``dtype``.
     """
@@ -209,6 +210,9 @@ class Choice(_Elements):
         if self._is_auto:
             return None
         key, value, transforms = self.key or self, self.value or self, self._transforms_of_layers
+        tokens = presets.exact_tokens(self.dtype) if self.granularity is None else (0, 0)
         return FormatPair(
-            key.format_name("key", module, layer, transforms), value.format_name("value", module, layer, transforms)
+            key.format_name("key", module, layer, transforms),
+            value.format_name("value", module, layer, transforms),
+            *tokens,
         )

@@ -69,6 +69,9 @@ MAX_PATTERN = 1000
 MATCH_SECONDS = 1.0
 """The maximum time for matching one name, in seconds."""
 
+EXACT_TOKENS = ("residual_length", "sink_tokens")
+"""The fields with numbers of tokens in full precision."""
+
 Tokens = Annotated[int, Field(ge=0, le=1 << 31, strict=True)]
 """A number of tokens."""
 
@@ -162,6 +165,15 @@ class Rule(Choice):
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None
 
+    @property
+    def exact_tokens(self) -> dict[str, int]:
+        """The numbers of tokens in full precision that are given here, by field."""
+        return _exact_tokens(self)
+
+
+def _exact_tokens(part: Rule | Policy) -> dict[str, int]:
+    return {name: getattr(part, name) for name in EXACT_TOKENS if getattr(part, name) is not None}
+
 
 def _no_bool(version: Any) -> Any:
     if isinstance(version, bool):
@@ -180,9 +192,9 @@ class Policy(Strict):
         default: the formats of sites that no rule matches.
         residual_length: the number of most recent tokens that are kept in the dtype of the cache, rounded up to whole
             blocks of 64. The newest block is rarely full: with 128, the cache keeps between 65 and 128 tokens. Keys
-            with scales per channel keep at least one block.
+            with scales per channel keep at least one block. Without this field, presets keep their own number.
         sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
-            64.
+            64. Without this field, presets keep their own number.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
@@ -195,8 +207,8 @@ class Policy(Strict):
     version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
     rules: tuple[Rule, ...] = ()
     default: Choice
-    residual_length: Tokens = 0
-    sink_tokens: Tokens = 0
+    residual_length: Tokens | None = None
+    sink_tokens: Tokens | None = None
     on_unsupported: OnUnsupported = "warn"
     key_outliers: OnKeyOutliers = "warn"
     strict: bool = False
@@ -287,12 +299,17 @@ class Policy(Strict):
                     f"{name} needs a calibration of the model: give `transforms: FILE` beside its dtype (`python -m "
                     "kvcompile calibrate --output FILE.safetensors` writes one)"
                 )
-        residual_length, sink_tokens = self.residual_length, self.sink_tokens
-        if rule is not None and rule.residual_length is not None:
-            residual_length = rule.residual_length
-        if rule is not None and rule.sink_tokens is not None:
-            sink_tokens = rule.sink_tokens
-        return replace(formats, residual_length=residual_length, sink_tokens=sink_tokens)
+        tokens = self.exact_tokens | (rule.exact_tokens if rule is not None else {})
+        return replace(
+            formats,
+            residual_length=tokens.get("residual_length", formats.residual_length),
+            sink_tokens=tokens.get("sink_tokens", formats.sink_tokens),
+        )
+
+    @property
+    def exact_tokens(self) -> dict[str, int]:
+        """The numbers of tokens in full precision that are given for all rules, by field."""
+        return _exact_tokens(self)
 
     @property
     def transforms(self) -> list[Transforms]:

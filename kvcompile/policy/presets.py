@@ -24,15 +24,30 @@ PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc": FormatPair("turboquant_4bit", "int4_unrotated"),
     "turboquant_k3v4_nc": FormatPair("turboquant_3bit", "int4_unrotated"),
     "turboquant_3bit_nc": FormatPair("turboquant_3bit", "int3_unrotated"),
+    "fp8_turboquant_4bit": FormatPair("fp8_e4m3_unit", "turboquant_4bit"),
+    "int4_turboquant_4bit": FormatPair("int4_per_channel", "turboquant_4bit"),
+    "turboquant_4bit": FormatPair("turboquant_4bit", "turboquant_4bit"),
+    "turboquant_3bit": FormatPair("turboquant_3bit", "turboquant_3bit"),
+    "turboquant_4bit_r128": FormatPair("turboquant_4bit", "turboquant_4bit", residual_length=128),
+    "turboquant_3bit_r128": FormatPair("turboquant_3bit", "turboquant_3bit", residual_length=128),
+    "turboquant_k3v2_r128": FormatPair("turboquant_3bit", "turboquant_2bit", residual_length=128),
 }
-"""Presets have the names and the meaning of vLLM's formats. ``int4`` is our own name for the formats of KIVI
-(arXiv:2402.02750): keys of four bits with scales per channel, whose newest block of tokens keeps the dtype of the
-cache, and values with scales per token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves
-the increase of bits per byte (docs/quality.md)."""
+"""Presets without a calibration.
+
+``int8_per_token_head``, ``fp8_e4m3``, ``int4_per_token_head``, ``turboquant_k8v4`` and ``turboquant_*_nc`` have the
+names and the meaning of vLLM's formats. ``int4`` is our own name for the formats of KIVI (arXiv:2402.02750): keys of
+four bits with scales per channel, whose newest block of tokens keeps the dtype of the cache, and values with scales per
+token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves the increase of bits per byte.
+
+The other presets are the best that is known here for their sizes without a calibration: each has a smaller divergence
+than the smallest TurboQuant preset of vLLM that takes at least as many bytes (docs/quality.md). A name of two formats
+has the format of keys first. ``r128`` keeps the 128 most recent tokens in the dtype of the cache, KIVI's residual
+length."""
 
 CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),
     "turboquant_3bit_nc_mean": FormatPair("turboquant_3bit_mean", "turboquant_3bit_mean"),
+    "transform_5bit": FormatPair("transform_6655", "transform_6532"),
     "transform_4bit": FormatPair("transform_6543", "transform_6420"),
     "transform_3.2bit": FormatPair("transform_6433", "transform_5300"),
     "transform_2.6bit": FormatPair("transform_5421", "transform_5200"),
@@ -84,6 +99,12 @@ def resolve(name: str) -> FormatPair | None:
         return FormatPair(name, name)
     known = known_names()
     raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
+
+
+def exact_tokens(name: str | None) -> tuple[int, int]:
+    """The numbers of recent and of first tokens that a preset keeps in full precision; none for other names."""
+    pair = (PRESETS | CALIBRATED_PRESETS).get(name or "")
+    return (pair.residual_length, pair.sink_tokens) if pair is not None else (0, 0)
 
 
 def described(dtype: str, granularity: str, group_size: int | None) -> str:

@@ -230,6 +230,28 @@ def test_a_rule_may_keep_other_tokens_than_the_policy() -> None:
     assert kept == [(128, 0), (256, 4), None, (128, 4)]
 
 
+def test_a_preset_keeps_its_tokens_unless_the_policy_or_the_rule_gives_another_number() -> None:
+    def kept(**fields: object) -> list[int]:
+        policy = Policy.load({"default": {"dtype": "turboquant_3bit_r128"}, **fields})
+        pairs = [policy.formats_for(f"layers.{layer}", layer, 2) for layer in range(2)]
+        assert all(pair is not None and pair.key == "turboquant_3bit" for pair in pairs)
+        return [pair.residual_length for pair in pairs if pair is not None]
+
+    def rule(**fields: object) -> list[dict[str, object]]:
+        return [{"match": {"layers": "0"}, **fields}]
+
+    both = {role: {"dtype": "turboquant_3bit_r128"} for role in ("key", "value")}
+    assert kept() == [128, 128]
+    assert kept(residual_length=64) == [64, 64]
+    assert kept(residual_length=0) == [0, 0]
+    assert kept(rules=rule(dtype="turboquant_3bit")) == [0, 128]
+    assert kept(rules=rule(dtype="turboquant_3bit_r128", residual_length=0)) == [0, 128]
+    assert kept(rules=rule(dtype="turboquant_3bit_r128", residual_length=256), residual_length=0) == [256, 0]
+    assert kept(rules=rule(**both)) == [0, 128], "a preset stands for its format of keys or of values"
+    policy = Policy.load("turboquant_3bit_r128")
+    assert Policy.from_text(policy.to_yaml()) == policy
+
+
 def test_kept_tokens_are_whole_blocks_and_scales_per_channel_keep_one_at_least() -> None:
     def kept(**fields: int) -> list[str]:
         pair = Policy.load({"default": {"dtype": "int4"}, **fields}).formats_for("", 0, 1)
@@ -283,7 +305,7 @@ def test_a_policy_survives_the_round_trip_through_yaml() -> None:
 
 def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
     policy = Policy.from_text(EXAMPLE)
-    assert policy.fingerprint() == Policy.from_text(policy.to_yaml()).fingerprint() == "64110d40a9a3f04e"
+    assert policy.fingerprint() == Policy.from_text(policy.to_yaml()).fingerprint() == "1d8e8ac61178b41c"
     assert policy.fingerprint() != Policy.load("fp8_e4m3").fingerprint()
 
 

@@ -58,7 +58,7 @@ def run(command: str, code: int = 0) -> tuple[str, str]:
 
 def cells(text: str) -> dict[str, list[str]]:
     """The cells of each row of all tables, by the first cell of the row."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    rows = [split(line) for line in text.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -88,6 +88,26 @@ def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_p
     assert int8["same_top1"] > three_bits["same_top1"]
     assert 0.001 < int8["attention_errors"][MODULES[0]] < 0.02
     assert 0.05 < three_bits["attention_errors"][MODULES[0]] < 0.3
+
+
+def test_tokens_in_full_precision_count_as_a_share_of_the_context() -> None:
+    out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128 {READING}")
+    assert max(map(len, out.splitlines())) <= WIDTH
+    rows = cells(out)
+    share = f"{100 * 128 / (PREFILL + DECODE):.1f}%"
+    packed = 8 * (3 * HEAD_DIM / 8 + 2) / HEAD_DIM * 128 / (PREFILL + DECODE)  # 72 tokens take two blocks of 64
+    plain, exact = rows["turboquant_3bit"], rows["turboquant_3bit_r128"]
+    assert (plain[:3], exact[:3]) == (["0", "0.0%", f"{packed:.2f}"], ["128", share, f"{packed:.2f}"])
+    assert exact[3:5] == [f"{packed + 16 * 128 / tokens:.2f}" for tokens in (8192, 32768)]
+    assert plain[3:5] == 2 * [f"{packed:.2f}"]
+    assert float(exact[6]) < float(plain[6]) / 100, "all tokens that a later step reads are exact"
+    out, _ = run(f"eval --model . --policies turboquant_3bit {READING}")
+    assert "exact" not in out
+
+
+def split(line: str) -> list[str]:
+    """The cells of a row of a table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def bits_per_byte_without_a_cache() -> float:

@@ -24,8 +24,13 @@ from kvcompile.cli.output import INTERRUPTED
 from kvcompile.errors import PolicyError
 from kvcompile.evaluation import knapsack
 from kvcompile.evaluation import tune as tune_module
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
+from kvcompile.evaluation.measure import ignore_progress
+from kvcompile.evaluation.schedule import Schedule
+from kvcompile.evaluation.sensitivity import HalfCache, estimate_divergences, half_caches, measure_divergences
+from kvcompile.evaluation.site_errors import EXACT
 from kvcompile.evaluation.transforms import calibrate_transforms
 from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
@@ -99,7 +104,7 @@ def test_the_search_meets_its_budget_predicts_its_divergence_and_writes_a_policy
     assert f"measured {found.result.effective_bits:.4f}" in file.read_text()
 
     presets = {preset.preset: preset for preset in found.presets}
-    assert set(presets) == {"int8_per_token_head", "int4", "int4_per_token_head"}
+    assert set(presets) == {"int8_per_token_head", "int4", "int4_per_token_head", "turboquant_3bit"}
     assert presets["int8_per_token_head"].bits == 8 * (HEAD_DIM + 4) / HEAD_DIM
     assert presets["int8_per_token_head"].divergence < found.predicted_divergence
     assert found.predicted_divergence < presets["int4_per_token_head"].divergence, "the budget allows more bits"
@@ -107,6 +112,61 @@ def test_the_search_meets_its_budget_predicts_its_divergence_and_writes_a_policy
     assert max(map(len, text.splitlines())) <= WIDTH
     assert all(half.format in text for half in found.halves)
     assert json.loads(json.dumps(found.to_dict()))["halves"][0]["format"] == found.halves[0].format
+
+
+def test_a_format_whose_measured_divergence_is_far_above_its_estimate_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget has room for one cache of 2 bits, and 2 bits are harmless only in the values of the last layer."""
+
+    def divergence(tap: Any, windows: Any, exact: Any, module: str, formats: FormatPair, on_run: Any) -> float:
+        runs.append((module, formats))
+        is_harmful = "turboquant_2bit" in (formats.key, formats.value) and (module, formats.key) != harmless
+        return 1.0 if is_harmful else 1e-3
+
+    def evaluated(*args: Any, **arguments: Any) -> Any:
+        return SimpleNamespace(results=[SimpleNamespace(unpacked_modules=())])
+
+    runs: list[tuple[str, FormatPair]] = []
+    harmless = (MODULES[1], EXACT)
+    monkeypatch.setattr("kvcompile.evaluation.sensitivity.divergence_when", divergence)
+    monkeypatch.setattr(tune_module, "evaluate", evaluated)
+    tokens = torch.tensor(list(some_bytes(BLOCK_TOKENS + 1)))
+    names = ["int4_per_token_head", "turboquant_2bit"]
+    found = kvcompile.tune(small_model(), tokens, 4.375, formats=names, decode=1)
+    chosen = {(half.module, half.role) for half in found.halves if half.format == "turboquant_2bit"}
+    assert chosen == {(MODULES[1], "value")}
+    assert found.predicted_divergence == pytest.approx(4e-3)
+    assert found.measured_caches == (4, 4)
+    assert len(set(runs)) == len(runs), "nothing is measured twice"
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_estimates_from_gradients_are_close_to_the_measured_divergence_of_small_errors() -> None:
+    model = small_model()
+    windows = torch.tensor(list(some_bytes(4 * 2 * BLOCK_TOKENS))).view(4, -1)
+    tap = AttentionTap(model)
+    halves, _ = half_caches(model, Schedule(2 * BLOCK_TOKENS - 1, 1), sites_heard(tap, windows[0]))
+    names = ["int8_per_token_head", "turboquant_4bit", "int4_per_channel"]
+
+    def named(half: HalfCache, name: str) -> str:
+        return name
+
+    known = estimate_divergences(model, tap, windows, halves, names, named, ignore_progress)
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    exact = [tap(window, lambda site, call: None) for window in windows]
+    wanted = [(half, "turboquant_4bit") for half in halves]
+    measure_divergences(known, tap, windows, exact, wanted, named, ignore_progress)
+    for half, estimated, measured in zip(halves, known.estimated, known.measured, strict=True):
+        assert set(estimated) == (set(names) if half.role == "key" else set(names[:2]))
+        assert 0 < estimated["int8_per_token_head"] < estimated["turboquant_4bit"] / 50
+        assert estimated["turboquant_4bit"] == pytest.approx(measured["turboquant_4bit"], rel=0.5)
+    ratio = known.measured[0]["turboquant_4bit"] / known.estimated[0]["turboquant_4bit"]
+    costs = {cost.format: cost for cost in known.costs()[0]}
+    assert costs["turboquant_4bit"].divergence == known.measured[0]["turboquant_4bit"]
+    assert costs["int8_per_token_head"].divergence == pytest.approx(
+        ratio * known.estimated[0]["int8_per_token_head"]
+    ), "the ratio of the nearest measured format corrects an estimate"
 
 
 def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
