@@ -87,9 +87,8 @@ class Reason(enum.Enum):
         "with a mask",
     )
     channels_not_last = (
-        "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
-        "cache keys and values in an order that ends in head_dim: divide them into heads before you cache them, and "
-        "transpose keys where attention multiplies them",
+        "its {role} cache {source}, {shape}, ends neither in head_dim nor in [head_dim, tokens]: {detail}",
+        "divide keys and values into heads before you cache them, and cache them in an order that ends in head_dim",
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",

@@ -1,7 +1,8 @@
 """The order of the dimensions of a cache, as a text with one letter per dimension.
 
 ``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel: ``bhtd`` is [batch,
-num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. A pool of slots that any sequence
+num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. Keys may be kept transposed:
+``bhdt`` is [batch, num_kv_heads, head_dim, tokens]. A pool of slots that any sequence
 may own is ``thd``. A pool whose slots lie in blocks, ``n``, is ``nthd`` or ``nhtd``. A stack is a tensor with further
 dimensions; an index for each of them selects a part, which is a cache.
 """
@@ -14,11 +15,23 @@ from typing import Any
 from torch import Tensor
 
 CACHE_AXES = ("bhtd", "bthd", "tbhd", "thbd", "hbtd", "htbd")
-"""The orders that a cache may have, the likeliest first: several orders fit if sizes are 1."""
+"""The orders of a cache whose channels are last, the likeliest first: several orders fit if sizes are 1."""
+
+
+TRANSPOSED_AXES = ("bhdt", "hbdt")
+"""The orders of a cache whose tokens are last and follow its channels."""
 
 
 RANK_3_AXES = ("btd", "tbd", "htd", "thd")
-"""The orders of a cache without the dimension of its only head, or of its only sequence."""
+"""The orders of a cache without the dimension of its only head, or of its only sequence. Its channels are last."""
+
+
+TRANSPOSED_RANK_3_AXES = ("bdt", "hdt")
+"""The same with tokens last."""
+
+
+WHOLE_AXES = (*CACHE_AXES, *TRANSPOSED_AXES, *RANK_3_AXES, *TRANSPOSED_RANK_3_AXES)
+"""All orders of a cache. A pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 
 SLOT_AXES = "thd"
@@ -47,7 +60,7 @@ def size_along(shape: Sequence[Any], axes: str, axis: str) -> Any:
 
 
 def rank_4_axes(axes: str) -> str:
-    """The order of a cache of three dimensions, with the missing dimension inserted before its channels."""
+    """The order of a cache of three dimensions, with the missing dimension inserted before its last."""
     (missing,) = set("bhtd").difference(axes)
     return f"{axes[:-1]}{missing}{axes[-1]}"
 

@@ -15,12 +15,12 @@ from torch.fx import GraphModule
 
 from kvcompile.compat.tensors import is_autograd_view, is_traceable_wrapper_subclass
 from kvcompile.compat.tracing import FakeTensor
-from kvcompile.kernels.layout.axes import BLOCK_AXES
+from kvcompile.kernels.layout.axes import BLOCK_AXES, WHOLE_AXES
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
 
 

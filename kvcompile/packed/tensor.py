@@ -27,7 +27,7 @@ from torch import Tensor
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
-from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
+from kvcompile.kernels.layout.axes import SLOT_AXES, WHOLE_AXES, size_along
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
@@ -35,9 +35,6 @@ from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import launch_write, pack_in_chunks, read_packed, runs_kernels
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import stride_of_clone
-
-WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
-"""Possible axes of a cache that is not a view. A pool of slots [num_slots, heads, head_dim] is one sequence."""
 
 STORED_AXES = "bhtd"
 """Axes of the values in the order of the packed data: sequence of the batch, KV head, token, channel."""
@@ -162,8 +159,8 @@ class PackedTensor(PackedSubclass):
 
         Args:
             x: a cache with its dimensions in the order ``axes``.
-            layout: format and role; its ``head_dim`` must equal the last size of ``x``.
-            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``.
+            layout: format and role; its ``head_dim`` must equal the size of ``x`` along ``d``.
+            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or another order that ends in ``d`` or in ``dt``.
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
@@ -192,11 +189,11 @@ class PackedTensor(PackedSubclass):
         """A cache of zeros of logical ``shape``, in the order ``axes``."""
         if axes not in WHOLE_AXES:
             raise ValueError(
-                f"axes are {axes!r}; valid axes are {', '.join(CACHE_AXES)} for batch (b), heads (h), tokens (t) and "
-                f"channels (d), {', '.join(RANK_3_AXES)} for one head or one sequence, and {SLOT_AXES} for a pool "
-                "of slots [num_slots, heads, head_dim]"
+                f"axes are {axes!r}; valid axes are {', '.join(WHOLE_AXES)} for batch (b), heads (h), tokens (t) and "
+                f"channels (d), of which a cache of one head may lack h and a cache of one sequence b; {SLOT_AXES} is "
+                "also a pool of slots [num_slots, heads, head_dim]"
             )
-        if len(shape) != len(axes) or shape[-1] != layout.head_dim:
+        if len(shape) != len(axes) or size_along(shape, axes, "d") != layout.head_dim:
             raise ValueError(
                 f"shape {tuple(shape)} does not fit a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
             )

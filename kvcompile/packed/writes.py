@@ -279,12 +279,12 @@ def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 def _index_put_(
     cache: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
-    if not isinstance(cache, PackedTensor) or accumulate or cache.axes[-1] != "d":
+    if not isinstance(cache, PackedTensor) or accumulate:
         return NotImplemented
     if values.dtype != cache.dtype:
         raise RuntimeError(f"index_put_ into a packed cache of {cache.dtype}: the values are {values.dtype}")
     dims = _indexed_dims(indices)
-    if dims[-1] == cache.dim() - 1:
+    if any(cache.axes[dim] == "d" for dim in dims):
         return NotImplemented
     if len(dims) == 1 and (index := indices[dims[0]]) is not None and index.dim() == 1:
         # The common form, one index vector along one axis, needs no grid.
@@ -292,6 +292,8 @@ def _index_put_(
         size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
         _put_along_axis(cache, axis, index, plain(values).expand(size))
         return cache
+    if cache.axes[-1] != "d":
+        return NotImplemented
     # Index a grid of coordinates (with one channel) in the same way to find the addressed vectors.
     grid = [_extent(cache, axis) for axis in "bht"]
     logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]

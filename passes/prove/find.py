@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.pytree import tree_leaves
-from kvcompile.kernels.layout.axes import CACHE_AXES
+from kvcompile.kernels.layout.axes import CACHE_AXES, WHOLE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
@@ -33,7 +33,7 @@ from kvcompile.passes.graph.permutations import (
     REPETITIONS,
     axes_after,
     axes_before,
-    permutes_vectors,
+    permutes_dims,
     repeats_sequence,
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
@@ -43,7 +43,7 @@ from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, Co
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
-from kvcompile.passes.prove.reads import Read, trace_read
+from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
 from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
 from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
@@ -187,6 +187,9 @@ class CacheFinder:
         axes = read.axes
         for state in reversed(states[1:]):
             axes = axes_before(state, axes)
+        if axes not in WHOLE_AXES:
+            held = {"b": "sequences", "h": "heads", "t": "tokens", "d": "channels"}[axes[-1]]
+            raise channels_not_last(base, role, held)
         kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
@@ -233,7 +236,7 @@ class CacheFinder:
     ) -> tuple[Kind, Node | None]:
         """The kind of the cache whose first state has the order ``axes``, and the copy back into that state."""
         root, base = read.root, states[0]
-        keeps_order = not any(map(permutes_vectors, states))
+        keeps_order = not any(map(permutes_dims, states))
         kept, returned = self._returned(read)
         if any(write.form in ("cat", "slice") for write in writes):
             grows = is_growing(writes if kept is None else [*writes, kept])
@@ -419,7 +422,7 @@ def _permutations(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_vectors(node)
+    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_dims(node)
 
 
 def _is_zeros(node: Node) -> bool:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES
+from kvcompile.kernels.layout.axes import WHOLE_AXES
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.packed.tensor import PackedTensor
 
@@ -330,7 +330,7 @@ def run(data: Any, num_steps: int) -> None:
     program = Program(data)
     dtype = program.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     of_keys_and_values = program.draw(layouts(dtype))
-    axes = program.draw(st.sampled_from([*CACHE_AXES, *RANK_3_AXES]))
+    axes = program.draw(st.sampled_from(WHOLE_AXES))
     sizes = {"b": program.number(0, 2), "h": program.number(1, 3), "d": HEAD_DIM}
     growing = "t" in axes and program.draw(st.booleans())
     lengths = [program.draw(st.sampled_from(LENGTHS)), program.draw(st.sampled_from(LENGTHS))]
