@@ -280,10 +280,10 @@ def merged_channels(k: Tensor, keys: Tensor) -> Tensor:
     return keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
 
 
-def transposed(k: Tensor, keys: Tensor) -> Tensor:
-    keys = keys.view(BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN)  # as in GPT-2 and MPT
-    keys[..., 3:4] = k.permute(0, 2, 3, 1)
-    return keys.mT
+def tokens_last(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, HEAD_DIM, NUM_KV_HEADS, MAX_LEN)
+    keys[..., 3:4] = k.permute(0, 3, 2, 1)
+    return keys.permute(0, 2, 3, 1)
 
 
 def flattened(k: Tensor, keys: Tensor) -> Tensor:
@@ -300,8 +300,8 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("write", "shape", "code", "detail"),
     [
-        (merged_channels, (BATCH, MAX_LEN, -1), "channels_not_last", "it holds several heads"),
-        (transposed, (BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN), "channels_not_last", "it holds tokens"),
+        (merged_channels, (BATCH, MAX_LEN, -1), "channels_not_last", "its last dimension holds several heads"),
+        (tokens_last, (BATCH, HEAD_DIM, NUM_KV_HEADS, MAX_LEN), "channels_not_last", "its last dimension holds tokens"),
         (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "seen in 3 dimensions"),
         (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces all of the cache"),
     ],

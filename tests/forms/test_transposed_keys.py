@@ -134,13 +134,12 @@ def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(axes: str,
         for n in (66, 1, 1, 2):
             q, k, v = (torch.randn(batch, count, n, D) for count in (H, heads, heads))
             if policy == LOSSY and past and not isinstance(expected[0], PackedTensor):
-                with torch.no_grad():
-                    layouts = [PackedLayout(LOSSY, role, D) for role in ("key", "value")]
-                    orders = ("bdt", "btd") if axes == "growing" else (axes, "bhtd")
-                    expected = tuple(
-                        PackedTensor.from_dense(x, layout, order, growing=axes == "growing")
-                        for x, layout, order in zip(expected, layouts, orders, strict=True)
-                    )
+                layouts = [PackedLayout(LOSSY, role, D) for role in ("key", "value")]
+                orders = ("bdt", "btd") if axes == "growing" else (axes, "bhtd")
+                expected = tuple(
+                    PackedTensor.from_dense(x, layout, order, growing=axes == "growing")
+                    for x, layout, order in zip(expected, layouts, orders, strict=True)
+                )
             out, *past = run(q, k, v, past, start)
             result, *expected = step(q, k, v, expected, start)
             if policy == LOSSLESS or isinstance(expected[0], PackedTensor):  # a first prompt reads new keys as they are
