@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
@@ -44,7 +45,14 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _clamp(index: int, extent: int) -> int:
-    """A slice bound, clamped to 0 and ``extent`` by the rules of Python."""
+    """A slice bound, clamped to 0 and ``extent`` by the rules of Python.
+
+    A bound that only the data of a call determines must lie between them. The compiled graph checks it.
+    """
+    if isinstance(index, torch.SymInt) and free_unbacked_symbols(index):
+        torch._check(index >= 0)
+        torch._check(index <= extent)
+        return index
     index = index + extent if index < 0 else index
     return 0 if index < 0 else extent if index > extent else index
 
