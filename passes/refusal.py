@@ -63,7 +63,7 @@ class Reason(enum.Enum):
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
         "let the compiled function that reads the cache write it, without a graph break in between (offloaded caches "
-        "of Transformers cause one), or pack the cache beforehand with kvcompile.PackedTensor.from_dense",
+        "of Transformers cause one); or call kvcompile.pack_ on a cache that steps only read, before the first step",
     )
     read_before_write = (
         "its {role} cache {source} is read before it is written",
