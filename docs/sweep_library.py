@@ -97,6 +97,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {

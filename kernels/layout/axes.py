@@ -2,9 +2,10 @@
 
 ``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel: ``bhtd`` is [batch,
 num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. Keys may be kept transposed:
-``bhdt`` is [batch, num_kv_heads, head_dim, tokens]. A pool of slots that any sequence
-may own is ``thd``. A pool whose slots lie in blocks, ``n``, is ``nthd`` or ``nhtd``. A stack is a tensor with further
-dimensions; an index for each of them selects a part, which is a cache.
+``bhdt`` is [batch, num_kv_heads, head_dim, tokens]. Heads and their channels may share a dimension ``m``: ``btm`` is
+[batch, tokens, num_kv_heads * head_dim]. A pool of slots that any sequence may own is ``thd``. A pool whose slots lie
+in blocks, ``n``, is ``nthd`` or ``nhtd``. A stack is a tensor with further dimensions; an index for each of them
+selects a part, which is a cache.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ TRANSPOSED_RANK_3_AXES = ("bdt", "hdt")
 """The same with tokens last."""
 
 
-WHOLE_AXES = (*CACHE_AXES, *TRANSPOSED_AXES, *RANK_3_AXES, *TRANSPOSED_RANK_3_AXES)
+MERGED_AXES = ("btm", "tbm")
+"""The orders of a cache whose last dimension is heads and channels together."""
+
+
+WHOLE_AXES = (*CACHE_AXES, *TRANSPOSED_AXES, *RANK_3_AXES, *TRANSPOSED_RANK_3_AXES, *MERGED_AXES)
 """All orders of a cache. A pool of slots [num_slots, heads, head_dim] is one sequence."""
+
+
+STORED_AXES = "bhtd"
+"""The order of the values in packed data: sequence of the batch, KV head, token, channel."""
 
 
 SLOT_AXES = "thd"
@@ -52,6 +61,48 @@ def in_order(x: Tensor, axes: str) -> Tensor:
     if len(axes) == 3:
         return in_order(x, rank_4_axes(axes)).squeeze(-2)
     return x if axes == "bhtd" else x.permute(["bhtd".index(axis) for axis in axes])
+
+
+def divided_axes(axes: str) -> str:
+    """The order in which heads and channels have a dimension each."""
+    return axes.replace("m", "hd")
+
+
+def merged_axes(axes: str) -> str:
+    """Inverse of :func:`divided_axes` for an order in which channels follow their head."""
+    return axes.replace("hd", "m")
+
+
+def divided_shape(shape: Sequence[Any], axes: str, head_dim: int) -> tuple[Any, ...]:
+    """The sizes along :func:`divided_axes`."""
+    if "m" not in axes:
+        return tuple(shape)
+    place = axes.index("m")
+    return (*shape[:place], shape[place] // head_dim, head_dim, *shape[place + 1 :])
+
+
+def divided(x: Tensor, axes: str, head_dim: int) -> Tensor:
+    """A view of a tensor in the order ``axes``, with its dimensions in the order :func:`divided_axes`."""
+    return x.unflatten(axes.index("m"), (-1, head_dim)) if "m" in axes else x
+
+
+def in_stored_order(x: Tensor, axes: str, head_dim: int) -> Tensor:
+    """A tensor in the order ``axes``, which may lack dimensions -> [batch, heads, tokens, head_dim]."""
+    x, axes = divided(x, axes, head_dim), divided_axes(axes)
+    x = x.permute([axes.index(axis) for axis in STORED_AXES if axis in axes])
+    for dim, axis in enumerate(STORED_AXES):
+        x = x if axis in axes else x.unsqueeze(dim)
+    return x
+
+
+def from_stored_order(x: Tensor, axes: str) -> Tensor:
+    """Inverse of :func:`in_stored_order`."""
+    order = divided_axes(axes)
+    for dim, axis in reversed(list(enumerate(STORED_AXES))):
+        x = x if axis in order else x.squeeze(dim)
+    remaining = [axis for axis in STORED_AXES if axis in order]
+    x = x.permute([remaining.index(axis) for axis in order])
+    return x.flatten(place, place + 1) if (place := axes.find("m")) >= 0 else x
 
 
 def size_along(shape: Sequence[Any], axes: str, axis: str) -> Any:

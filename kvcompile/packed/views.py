@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     axis, extent = cache.axes[dim], cache.shape[dim]
     start, end = _clamp(0 if start is None else start, extent), _clamp(extent if end is None else end, extent)
     length = max(end - start, 0) if isinstance(end - start, int) else torch.sym_max(end - start, 0)
-    if axis == "d":
+    if axis in CHANNELS:
         return alias(cache) if start == 0 and length == extent and step == 1 else NotImplemented
     if axis == "t" and step != 1:
         return NotImplemented
@@ -86,7 +86,7 @@ def _token_range(
 def _select(cache: PackedTensor, dim: int, index: int) -> Any:
     dim = dim % cache.dim()
     axis = cache.axes[dim]
-    if axis == "d":
+    if axis in CHANNELS:
         return NotImplemented
     if not -cache.shape[dim] <= index < cache.shape[dim]:
         raise IndexError(f"index {index} is out of range for dimension {dim} of size {cache.shape[dim]}")
