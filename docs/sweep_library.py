@@ -113,6 +113,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "ple_embed_dim": 16,
         "split_ngram_parts": 2,
     },
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_head_dim": 32,

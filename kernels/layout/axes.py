@@ -73,12 +73,15 @@ def merged_axes(axes: str) -> str:
     return axes.replace("hd", "m")
 
 
-def divided_shape(shape: Sequence[Any], axes: str, head_dim: int) -> tuple[Any, ...]:
-    """The sizes along :func:`divided_axes`."""
-    if "m" not in axes:
-        return tuple(shape)
-    place = axes.index("m")
-    return (*shape[:place], shape[place] // head_dim, head_dim, *shape[place + 1 :])
+def sizes_by_axis(shape: Sequence[Any], axes: str, head_dim: int) -> dict[str, Any] | None:
+    """The sizes along the dimensions of :func:`divided_axes`; None if ``shape`` is not a cache of this ``head_dim``."""
+    if len(shape) != len(axes):
+        return None
+    sizes = dict(zip(axes, shape, strict=True))
+    if "m" in sizes:
+        merged = sizes.pop("m")
+        sizes |= {"h": merged // head_dim, "d": head_dim if merged % head_dim == 0 else None}
+    return sizes if sizes["d"] == head_dim else None
 
 
 def divided(x: Tensor, axes: str, head_dim: int) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +27,7 @@ from torch import Tensor
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
-from kvcompile.kernels.layout.axes import (
-    WHOLE_AXES,
-    divided_axes,
-    divided_shape,
-    from_stored_order,
-    in_stored_order,
-    size_along,
-)
+from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
@@ -201,16 +193,15 @@ class PackedTensor(PackedSubclass):
                 "channels (d), or heads and channels together (m); a cache of one head may lack h, and a cache of one "
                 "sequence or a pool of slots b"
             )
-        sizes = divided_shape(shape, axes, layout.head_dim) if len(shape) == len(axes) else ()
-        fits = len(sizes) > 0 and size_along(sizes, divided_axes(axes), "d") == layout.head_dim
-        if not fits or math.prod(sizes) != math.prod(shape):
+        sizes = sizes_by_axis(shape, axes, layout.head_dim)
+        if sizes is None:
             raise ValueError(
                 f"shape {tuple(shape)} does not fit a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
             )
         on = torch.get_default_device() if device is None else torch.device(device)
         if (reason := layout.unsupported(dtype) or layout.unsupported_on(on)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
-        batch, heads, tokens = (size_along(sizes, divided_axes(axes), axis) for axis in "bht")
+        batch, heads, tokens = (sizes.get(axis, 1) for axis in "bht")
         blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
         data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)

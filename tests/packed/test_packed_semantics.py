@@ -332,6 +332,7 @@ def run(data: Any, num_steps: int) -> None:
     of_keys_and_values = program.draw(layouts(dtype))
     axes = program.draw(st.sampled_from(WHOLE_AXES))
     sizes = {"b": program.number(0, 2), "h": program.number(1, 3), "d": HEAD_DIM}
+    sizes["m"] = sizes["h"] * HEAD_DIM
     growing = "t" in axes and program.draw(st.booleans())
     lengths = [program.draw(st.sampled_from(LENGTHS)), program.draw(st.sampled_from(LENGTHS))]
     lengths[1] = lengths[program.number(0, 1)]
