@@ -44,7 +44,7 @@ from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
-from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
+from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
 from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
 from kvcompile.passes.refusal import Reason, Refusal
@@ -170,6 +170,7 @@ class CacheFinder:
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
         if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
+            check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
 

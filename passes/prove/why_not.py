@@ -112,6 +112,14 @@ def check_whole(root: Node, role: Role) -> None:
     raise refusal.with_particulars(role=role, source=tensor_name(first))
 
 
+def check_not_returned_whole(root: Node, role: Role, returned: Collection[Node]) -> None:
+    """Raise Refusal if attention reads a part of new rows that the graph returns whole, such as some channels."""
+    whole = next((state for state in states_of(root)[:-1] if state in returned), None)
+    if whole is not None and root.target in SELECTIONS:
+        detail = "which is returned and is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=f"the result of {operation(whole)}", detail=detail)
+
+
 def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:
     """The refusal of a cache whose value ``state`` is also used by ``user``."""
     return Refusal(Reason.used_elsewhere, role=role, source=cache_name(state), user=user_name(user))

@@ -241,6 +241,13 @@ def new_keys_returned_beside_what_they_are_a_view_of(
     return sdpa(q, k, v), k, v, projected
 
 
+def new_keys_and_values_are_channels_of_one_returned_tensor(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    rows = torch.cat([k, v], -1) * 2
+    return sdpa(q, *rows.split(D, -1)), rows
+
+
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
@@ -264,6 +271,7 @@ UNSAFE: dict[Callable[..., Any], str] = {
     the_graph_depends_on_data_in_between: "plain_read_only",
     new_keys_returned_beside_a_view: "escaping_view",
     new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
+    new_keys_and_values_are_channels_of_one_returned_tensor: "part_of_tensor",
 }
 """Graphs that only resemble a cache. Their tests run node by node, without generated code."""
 
