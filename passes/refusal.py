@@ -51,6 +51,10 @@ class Reason(enum.Enum):
         "alone (a rotation or a scale), or latents of one head from which a projection computes keys and values; and "
         "return the cache or write it back",
     )
+    joined = (
+        "its {role} is joined from several caches by {op}",
+        "attend to each cache in an attention of its own, or keep the tokens of all of them in one cache",
+    )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
         "use a cache that is not quantized (DynamicCache or StaticCache of Transformers), and choose its format in the "

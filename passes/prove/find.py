@@ -44,7 +44,7 @@ from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
 from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
-from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, no_cache, used_elsewhere
+from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, is_joined, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
 from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
 from kvcompile.passes.refusal import Reason, Refusal
@@ -81,7 +81,7 @@ class CacheFinder:
         try:
             return self._attention(marker)
         except Refusal as refusal:
-            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
+            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache, Reason.joined):
                 raise
             computed = self._attention_on_latents(marker) or self._attention_with_computed_keys(marker)
             if computed is None:
@@ -249,6 +249,8 @@ class CacheFinder:
             if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
                 return "static", write_back
             other = next((write for write in writes if write.form not in ("cat", "slice")), None)
+            if other is not None and is_joined(root):
+                raise Refusal(Reason.joined, role=role, op=operation(root))
             if other is not None:
                 detail = "a cache that grows may only be appended to"
                 raise Refusal(Reason.unknown_write, role=role, op=operation(other.node), detail=detail)

@@ -248,6 +248,18 @@ def new_keys_and_values_are_channels_of_one_returned_tensor(
     return sdpa(q, *rows.split(D, -1)), rows
 
 
+def two_caches_are_joined(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, torch.cat([kc, k], 2), torch.cat([vc, v], 2))
+
+
+def new_rows_of_two_returned_caches_are_joined(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    rows = k * 2, v * 2, k * 3, v * 3
+    return sdpa(q, torch.cat([rows[0], rows[2]], 2), torch.cat([rows[1], rows[3]], 2)), *rows
+
+
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
@@ -272,6 +284,8 @@ UNSAFE: dict[Callable[..., Any], str] = {
     new_keys_returned_beside_a_view: "escaping_view",
     new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
     new_keys_and_values_are_channels_of_one_returned_tensor: "part_of_tensor",
+    two_caches_are_joined: "joined",
+    new_rows_of_two_returned_caches_are_joined: "joined",
 }
 """Graphs that only resemble a cache. Their tests run node by node, without generated code."""
 
