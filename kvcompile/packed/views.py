@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from kvcompile.compat.symbols import check
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
@@ -50,8 +51,8 @@ def _clamp(index: int, extent: int) -> int:
     A bound that only the data of a call determines must lie between them. The compiled graph checks it.
     """
     if isinstance(index, torch.SymInt) and free_unbacked_symbols(index):
-        torch._check(index >= 0)
-        torch._check(index <= extent)
+        check(index >= 0)
+        check(index <= extent)
         return index
     index = index + extent if index < 0 else index
     return 0 if index < 0 else extent if index > extent else index
