@@ -46,6 +46,7 @@ class DividedHeads:
     Attributes:
         inputs: the placeholders that have four dimensions now, each with its fake value of three dimensions.
         outputs: the positions of outputs that have four dimensions now, each with the node there.
+        indices: the positions of the inputs.
     """
 
     inputs: dict[Node, Any] = field(default_factory=dict)
