@@ -34,7 +34,9 @@ FOLDER = Path(__file__).parent
 Cases = Sequence[tuple[Implementation, CacheKind]]
 CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for cache in get_args(CacheKind)]
 SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
-"""The cases of a model type whose sizes come from the rule of ``sweep_library.py``. Without sdpa it runs eager ones."""
+"""The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
+EAGER: Cases = [case for case in CASES if case[0] == "eager"]
+"""The cases that follow if such a type has no sdpa."""
 TIMEOUT = 900
 """Seconds for one architecture."""
 
@@ -73,9 +75,9 @@ class Run:
     def _write(self) -> None:
         with self._file.open("w", encoding="utf-8", buffering=1) as file:
             results = [self._run(file, *case) for case in self._cases]
-            if self._cases is SDPA and all(result.skipped == NO_ATTENTION.format("sdpa") for result in results):
-                for cache in get_args(CacheKind):
-                    self._run(file, "eager", cache)
+            if _has_no_sdpa(self.architecture, results):
+                for case in EAGER:
+                    self._run(file, *case)
 
     def _run(self, file: TextIO, attention: Implementation, cache: CacheKind) -> CaseResult:
         result = replace(run_case(self.architecture, attention, cache), transformers=transformers.__version__)
@@ -95,6 +97,19 @@ class Run:
         ending = f"its process ended with {self._process.exitcode}"
         lost = (case for case in self._cases if case not in known)
         return [*finished, *(CaseResult(self.architecture, *case, failure=ending) for case in lost)]
+
+
+def _has_no_sdpa(name: str, results: Sequence[CaseResult]) -> bool:
+    """Whether ``results`` say that a model type has no sdpa, so that it also runs eager attention."""
+    missing = [result.skipped == NO_ATTENTION.format("sdpa") for result in results if result.attention == "sdpa"]
+    return name not in ARCHITECTURES and len(missing) > 0 and all(missing)
+
+
+def cases_of(name: str, known: Sequence[CaseResult] = ()) -> Cases:
+    """The cases of a model type that are not among the results ``known``."""
+    cases = CASES if name in ARCHITECTURES else [*SDPA, *EAGER] if _has_no_sdpa(name, known) else SDPA
+    done = {(case.attention, case.cache) for case in known}
+    return [case for case in cases if case not in done]
 
 
 def is_built(cases: Iterable[CaseResult]) -> bool:
@@ -260,12 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown architectures: {', '.join(unknown)}; known: {', '.join(model_types())}")
     store = options.folder / "coverage.json"
     results = load(store)
-    wanted: dict[str, Cases] = {name: CASES if name in ARCHITECTURES else SDPA for name in names}
-    if options.missing:
-        known = {name: [(case.attention, case.cache) for case in results.get(name, [])] for name in names}
-        wanted = {name: [case for case in cases if case not in known[name]] for name, cases in wanted.items()}
-        wanted = {name: cases for name, cases in wanted.items() if cases}
-    for name, cases in run_all(wanted, options.jobs):
+    wanted = {name: cases_of(name, results.get(name, []) if options.missing else ()) for name in names}
+    for name, cases in run_all({name: cases for name, cases in wanted.items() if cases}, options.jobs):
         results[name] = cases = [*(results.get(name, []) if options.missing else []), *cases]
         print(f"{name}: {outcome(cases)}", *problems(cases), sep="\n  ", flush=True)
         data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}

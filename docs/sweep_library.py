@@ -73,10 +73,67 @@ class NotBuiltError(Exception):
     """A type has no small model; the message says why."""
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HYBRID = ["linear_attention", "linear_attention", "hybrid"]
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
+
 CHOICES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96},
+    },
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {
+        **_INDEXER,
+        "head_dim": 32,
+        "mlp_layer_types": ["dense", "sparse"],
+        "per_layer_config": {},
+        "shared_experts_intermediate_size": 32,
+    },
     "falcon_h1": {"mamba_d_ssm": 128},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "heads_per_ngram": 2,
+        "hc_lowrank": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 2,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "ngram_vocab_size_base": 64,
+        "ple_embed_dim": 16,
+        "split_ngram_parts": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+        "layer_types": [*_HYBRID, "linear_attention", "hybrid"],
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+        "num_hidden_layers": 5,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "adapter_rank": 8,
+        "chunk_size": 8,
+        "hybrid_layer_ids": [2],
+        "layer_types": _HYBRID,
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "num_hidden_layers": 3,
+        "use_mamba_kernels": False,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Fields by model type that the rule cannot know."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcompile.caches.file import load_cache as load_cache
     from kvcompile.caches.file import save_cache as save_cache
     from kvcompile.caches.static import static_cache as static_cache
+    from kvcompile.call.read_only import pack_ as pack_
     from kvcompile.compat.versions import UntestedVersionWarning as UntestedVersionWarning
     from kvcompile.compiling import compile as compile
     from kvcompile.compiling import uncompile as uncompile
@@ -77,6 +78,7 @@ _HOME = {
     "last_report": "report.report",
     "load_cache": "caches.file",
     "load_package": "packaging.load",
+    "pack_": "call.read_only",
     "package": "packaging.package",
     "preset_names": "policy.presets",
     "report_of_ranks": "rank_reports",

@@ -60,7 +60,7 @@ class GraphInput:
         packed: the packed cache that the caller passes, if passes may use its data.
         stack: the packed stack that the caller passes.
         arrives_packed: whether the caller passes a packed tensor of any kind.
-        is_persistent: whether the plain tensor is an attribute of an object of the caller, such as the keys of a cache.
+        is_persistent: whether the plain tensor may be packed although the graph only reads it.
         is_static: whether its address is the same at every call.
     """
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.passes.calling import GraphInput, PackedInput, Rewritten, SplitStack
+from kvcompile.passes.canonical.divide_heads import DividedHeads
 from kvcompile.passes.notes.sites import SiteNotes
 from kvcompile.passes.notes.surroundings import SiteSurroundings
 from kvcompile.passes.prove.cache import Cache
@@ -35,6 +36,7 @@ class Packing:
         refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
+        divided: the inputs and outputs whose heads got a dimension of their own.
         candidates: the sites, in the order of the graph, with their proven caches.
         notes: the role of each node, and its site.
         surroundings: the nodes around each site, before and after the rewrite.
@@ -54,6 +56,7 @@ class Packing:
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()
+    divided: DividedHeads = field(default_factory=DividedHeads)
     candidates: list[Candidate] = field(default_factory=list)
     notes: SiteNotes | None = None
     surroundings: list[SiteSurroundings] = field(default_factory=list)

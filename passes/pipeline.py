@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.observing import dynamo_timed
+from kvcompile.kernels.layout.axes import divided_axes
 from kvcompile.passes.calling import with_parts_of_stacks
+from kvcompile.passes.canonical.divide_heads import divide_heads, merge_heads, with_merged_axes
 from kvcompile.passes.canonical.drop_offset_checks import drop_offset_checks
 from kvcompile.passes.canonical.drop_returned_inputs import drop_returned_inputs
 from kvcompile.passes.canonical.drop_whole_copies import drop_whole_copies
@@ -23,6 +25,7 @@ from kvcompile.passes.notes.surroundings import SiteSurroundings, calls_of_sites
 from kvcompile.passes.packing import Packing
 from kvcompile.passes.pools.page import page_pools
 from kvcompile.passes.prove.cache import ComputedAttention
+from kvcompile.passes.prove.check_divided_heads import check_divided_heads
 from kvcompile.passes.prove.check_shards import check_shards
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.prove.formats import choose_formats
@@ -82,6 +85,18 @@ def _split_stacks(packing: Packing) -> None:
     packing.inputs = with_parts_of_stacks(packing.inputs, packing.stacks)
 
 
+def _divide_heads(packing: Packing) -> None:
+    if packing.shard is not None:
+        return  # ranks split caches that have a dimension of heads
+    packing.divided = divide_heads(packing.gm.graph)
+    packing.inputs = [
+        replace(known, packed=replace(known.packed, axes=divided_axes(known.packed.axes)))
+        if place in packing.divided.indices and known.packed is not None
+        else known
+        for place, known in enumerate(packing.inputs)
+    ]
+
+
 # Analysis: nothing is changed
 
 
@@ -91,6 +106,7 @@ def _find_caches(packing: Packing) -> None:
     packing.candidates = prove_sites(packing.gm, CacheFinder(packing.gm.graph, packing.packed_nodes(), persistent))
     for place, refusal in packing.refused.items():
         packing.candidates[place].site.refuse(refusal)
+    check_divided_heads(packing.candidates, packing.divided)
 
 
 def _check_shards(packing: Packing) -> None:
@@ -146,7 +162,8 @@ def _share_values(packing: Packing) -> None:
 def _merge_stores(packing: Packing) -> None:
     merge_stores(packing.gm.graph)
     assert packing.rewriter is not None
-    packing.rewritten = replace(packing.rewriter.finish(packing.gm), stacks=packing.stacks)
+    rewritten = with_merged_axes(packing.rewriter.finish(packing.gm), packing.divided)
+    packing.rewritten = replace(rewritten, stacks=packing.stacks)
 
 
 def _lay_out_parts(packing: Packing) -> None:
@@ -210,6 +227,12 @@ PIPELINE = (
         "A paged pool is a cache of one sequence, which attention reads by an index of slots.",
     ),
     Pass(
+        "divide_heads",
+        _divide_heads,
+        "Each input that attention reads holds one cache, and no pool is left to find.",
+        "Heads and channels of a cache have a dimension each. An input or output whose shape was changed is noted.",
+    ),
+    Pass(
         "name_inputs",
         lambda packing: name_inputs(packing.sources()),
         "The positions of the inputs are final.",
@@ -265,6 +288,12 @@ PIPELINE = (
         _erase_logical_caches,
         "No remaining node reads a logical cache of an accepted site.",
         "The packed placeholder has replaced the logical one.",
+    ),
+    Pass(
+        "merge_heads",
+        lambda packing: merge_heads(packing.gm.graph, packing.divided),
+        "The packed placeholder has replaced the logical one.",
+        "Plain inputs and outputs have the shapes that the caller knows.",
     ),
     Pass(
         "expand_markers",

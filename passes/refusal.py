@@ -51,6 +51,10 @@ class Reason(enum.Enum):
         "alone (a rotation or a scale), or latents of one head from which a projection computes keys and values; and "
         "return the cache or write it back",
     )
+    joined = (
+        "its {role} is joined from several caches by {op}",
+        "attend to each cache in an attention of its own, or keep the tokens of all of them in one cache",
+    )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
         "use a cache that is not quantized (DynamicCache or StaticCache of Transformers), and choose its format in the "
@@ -63,7 +67,7 @@ class Reason(enum.Enum):
     plain_read_only = (
         "its {role} cache {source} is not written in this graph and is not packed",
         "let the compiled function that reads the cache write it, without a graph break in between (offloaded caches "
-        "of Transformers cause one), or pack the cache beforehand with kvcompile.PackedTensor.from_dense",
+        "of Transformers cause one); or call kvcompile.pack_ on a cache that steps only read, before the first step",
     )
     read_before_write = (
         "its {role} cache {source} is read before it is written",
@@ -87,9 +91,8 @@ class Reason(enum.Enum):
         "with a mask",
     )
     channels_not_last = (
-        "the last dimension of its {role} cache {shape} is not head_dim: {detail}",
-        "cache keys and values in an order that ends in head_dim: divide them into heads before you cache them, and "
-        "transpose keys where attention multiplies them",
+        "its {role} cache {source}, {shape}, ends neither in head_dim nor in [head_dim, tokens]: {detail}",
+        "divide keys and values into heads before you cache them, and cache them in an order that ends in head_dim",
     )
     unknown_write = (
         "its {role} cache is written by {op} in a form that is not recognised: {detail}",

@@ -15,6 +15,7 @@ from kvcompile.caches import objects
 from kvcompile.errors import CacheFileError, cut, shown
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
+from kvcompile.kernels.layout.axes import STORED_AXES, divided_axes, sizes_by_axis
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.dtypes import dtype_name
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
@@ -287,11 +288,12 @@ class Reader:
             expected = f"blocks of {layout.spec} with {layout.block_bytes} bytes"
             raise self._contradiction(name, expected, f"{data.dtype} {list(data.shape)}")
         axes, shape, start = content["axes"], [_count(size) for size in content["shape"]], _count(content["start"])
-        sizes = dict(zip(axes, shape, strict=True))
-        if len(sizes) != len(axes) or not {"d"} <= set(axes) <= set("bhtd"):
+        order = divided_axes(axes)
+        if len(set(order)) != len(order) or not {"d"} <= set(order) <= set(STORED_AXES):
             raise CacheFileError(f"{self._path}: {name}: {axes!r} is not an order of dimensions")
+        sizes = sizes_by_axis(shape, axes, layout.head_dim) or {}
         needed = (layout.blocks(start + sizes.get("t", 1)), sizes.get("b", 1), sizes.get("h", 1), layout.block_bytes)
-        fits = data.shape[0] >= needed[0] and data.shape[1:] == needed[1:] and sizes["d"] == layout.head_dim
+        fits = bool(sizes) and data.shape[0] >= needed[0] and data.shape[1:] == needed[1:]
         if not fits or (layout.residual is None and start >= BLOCK_TOKENS):
             raise self._contradiction(name, f"{axes} {shape} from token {start} on", f"blocks {list(data.shape)}")
         reason = layout.unsupported(dtype) if dtype in _CACHE_DTYPES else "keys and values are floats"

@@ -13,7 +13,7 @@ from typing import Any
 from kvcompile.caches.ranks import Ranks
 from kvcompile.context_parallel import Member
 from kvcompile.errors import CacheFileError
-from kvcompile.kernels.layout.axes import CACHE_AXES
+from kvcompile.kernels.layout.axes import CACHE_AXES, divided_axes
 from kvcompile.kernels.layout.packed_layout import PackedLayout, num_blocks
 
 BLOCK_DIM, HEAD_DIM_OF_PACKED, HEAD_DIM_OF_PLAIN = 0, 2, 1
@@ -57,7 +57,7 @@ def name_of(content: Mapping[str, Any]) -> str:
 def head_dim_of(content: Mapping[str, Any], rank: int, place: Place) -> int | None:
     """The dimension of the heads in the stored data of a tensor of ``rank`` dimensions; None without one."""
     if "packed" in content:
-        return HEAD_DIM_OF_PACKED if "h" in content["axes"] else None
+        return HEAD_DIM_OF_PACKED if "h" in divided_axes(content["axes"]) else None
     return HEAD_DIM_OF_PLAIN if place == "keys" and rank == 4 else None
 
 
@@ -68,9 +68,10 @@ def with_heads(content: dict[str, Any], heads: Callable[[str, int], int]) -> dic
         content: the description; of a stack or a pool whose parts have been changed already.
         heads: takes the name and the number of heads of a packed tensor, and returns the new number.
     """
-    if "packed" in content and "h" in content["axes"]:
-        dim, shape = content["axes"].index("h"), list(content["shape"])
-        shape[dim] = heads(content["packed"], shape[dim])
+    if "packed" in content and "h" in divided_axes(content["axes"]):
+        axis, width = ("h", 1) if "h" in content["axes"] else ("m", PackedLayout.parse(*content["layout"]).head_dim)
+        dim, shape = content["axes"].index(axis), list(content["shape"])
+        shape[dim] = heads(content["packed"], shape[dim] // width) * width
         return {**content, "shape": shape}
     if "pool" in content:
         shape = list(content["shape"])

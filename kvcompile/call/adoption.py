@@ -102,12 +102,19 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
     """Why ``layout`` cannot store the caches in ``plain``, whose first ``stack_dims`` dimensions are stacked."""
-    has_dims = plain.dim() == stack_dims + len(axes) and plain.shape[-1] == layout.head_dim
+    has_dims = plain.dim() == stack_dims + len(axes) and _holds_heads(plain, layout, axes)
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
     return None
+
+
+def _holds_heads(plain: Tensor, layout: PackedLayout, axes: str) -> bool:
+    """Whether the channels of ``plain`` are those of one head, or of all heads where ``axes`` says so."""
+    if "m" in axes:
+        return plain.shape[axes.index("m") - len(axes)] % layout.head_dim == 0
+    return plain.shape[axes.index("d") - len(axes)] == layout.head_dim
 
 
 def _why_not_plain(plain: Tensor) -> str | None:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from kvcompile.compat.tensors import is_autograd_view, is_traceable_wrapper_subclass
+from kvcompile.call.read_only import may_pack
+from kvcompile.compat.tensors import is_traceable_wrapper_subclass
 from kvcompile.compat.tracing import FakeTensor
-from kvcompile.kernels.layout.axes import BLOCK_AXES
+from kvcompile.kernels.layout.axes import BLOCK_AXES, WHOLE_AXES
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.stack import PackedStack
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import WHOLE_AXES, PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.calling import GraphInput, PackedInput, StackInput
 
 
@@ -66,7 +67,7 @@ def graph_inputs(gm: GraphModule, example_inputs: Sequence[Any], sources: Sequen
 
 def _record(value: Any, source: str, dynamo_index: int | None = None) -> GraphInput:
     if not isinstance(value, PackedSubclass):
-        return GraphInput(source, dynamo_index, is_persistent=_is_persistent(value, source))
+        return GraphInput(source, dynamo_index, is_persistent=may_pack(value, source))
     if isinstance(value, PackedStack):
         parts = {part: _record(own, "") for part, own in value.items()}
         stack = StackInput(value.stacked_dims, parts)
@@ -83,19 +84,6 @@ def _packed_input(value: PackedSubclass) -> PackedInput | None:
     shard = value.shard if isinstance(value, PackedShard) else None
     is_cache = cache.is_whole or cache.can_be_copied_whole
     return PackedInput(cache.packed_layout, axes, cache.growing, is_cache, shard)
-
-
-def _is_persistent(value: Any, source: str) -> bool:
-    """Whether the plain tensor ``value`` is an attribute of a caller's object, such as the keys of a cache.
-
-    Attributes of an object are packed even if the graph only reads them: the encoder's part of a cache is read at every
-    step and never written. Other tensors are packed only where the graph writes them. A tensor that is an argument
-    itself may be new at every call, and a tensor of a module may be a weight.
-    """
-    if type(value) is not torch.Tensor or value.requires_grad or is_autograd_view(value) or not value.is_contiguous():
-        return False
-    holder, _, attribute = source.rpartition(".")
-    return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
 
 
 def mismatch(inputs: Sequence[GraphInput], before: Sequence[Any], after: Sequence[Any]) -> str | None:

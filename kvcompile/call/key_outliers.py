@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.base import BLOCK_TOKENS
-from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, heads_first
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, divided, divided_axes, heads_first
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.passes.calling import InputAction
 from kvcompile.passes.site import Site
@@ -176,7 +176,8 @@ class KeyGuard:
         for action, module in self._keys:
             if isinstance(args[action.index], PackedSubclass):
                 continue
-            keys = heads_first(args[action.index], action.axes)
+            keys = divided(args[action.index], action.axes, action.layout.head_dim)
+            keys = heads_first(keys, divided_axes(action.axes))
             if action.kind in ("static", "functional"):
                 keys = _written(keys, action, args)
             if found := examine(keys, action.layout.format_name, module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcompile.kernels.layout.packed_layout import growing_blocks, num_blocks
 from kvcompile.packed.op_table import handles
-from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 from kvcompile.packed.writes import coordinates_of, encoded, not_from_end, plain, put, put_tokens, read
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     A selection of tokens from a cache with a residual is a read: moved to other blocks, they would be quantized again.
     A selection of heads from a cache in a calibrated format is also a read, because every head has a basis of its own.
     """
-    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
     axis = cache.axes[dim]
     if axis == "t" and cache.packed_layout.residual is not None:
@@ -128,7 +128,7 @@ def _select_scatter(cache: Tensor, source: Tensor, dim: int, index: int) -> Any:
 
 
 def _scattered(cache: Tensor, part_of: Callable[[Tensor], Tensor], source: Tensor, dim: int) -> Any:
-    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
     result = _clone(cache)
     part = part_of(result)
@@ -165,7 +165,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     others = [other for other in others if tuple(other.shape) != (0,)]
     axis = cache.axes[dim]
-    if axis == "d":
+    if axis in CHANNELS:
         return NotImplemented
     if axis == "t":
         return _append(cache, others, dim)

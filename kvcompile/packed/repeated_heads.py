@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kvcompile.compat.tensors import new_wrapper
+from kvcompile.kernels.layout.axes import STORED_AXES
 from kvcompile.packed.live_view import LiveView
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import STORED_AXES, PackedTensor
+from kvcompile.packed.tensor import PackedTensor
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvcompile.compat.dimension_marks import drop_marks, mark_weakly_dynamic, pass_marks_on, read_by_guards
 from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
-from kvcompile.kernels.layout.axes import CACHE_AXES, RANK_3_AXES, SLOT_AXES, size_along
+from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
@@ -36,11 +36,8 @@ from kvcompile.packed.tokens import launch_write, pack_in_chunks, read_packed, r
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import stride_of_clone
 
-WHOLE_AXES = frozenset((*CACHE_AXES, *RANK_3_AXES))
-"""Possible axes of a cache that is not a view. A pool of slots [num_slots, heads, head_dim] is one sequence."""
-
-STORED_AXES = "bhtd"
-"""Axes of the values in the order of the packed data: sequence of the batch, KV head, token, channel."""
+CHANNELS = "dm"
+"""Axes that hold channels."""
 
 PACKED_DIM = {"b": 1, "h": 2}
 """Maps an axis to its dimension of ``packed``. Tokens lie in blocks (dimension 0) and within blocks (dimension 3)."""
@@ -162,8 +159,8 @@ class PackedTensor(PackedSubclass):
 
         Args:
             x: a cache with its dimensions in the order ``axes``.
-            layout: format and role; its ``head_dim`` must equal the last size of ``x``.
-            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or these letters in another order that ends in ``d``.
+            layout: format and role; its ``head_dim`` must equal the size of ``x`` along ``d``.
+            axes: ``bhtd`` for [batch, heads, tokens, head_dim], or another order that ends in ``d`` or in ``dt``.
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
@@ -192,18 +189,19 @@ class PackedTensor(PackedSubclass):
         """A cache of zeros of logical ``shape``, in the order ``axes``."""
         if axes not in WHOLE_AXES:
             raise ValueError(
-                f"axes are {axes!r}; valid axes are {', '.join(CACHE_AXES)} for batch (b), heads (h), tokens (t) and "
-                f"channels (d), {', '.join(RANK_3_AXES)} for one head or one sequence, and {SLOT_AXES} for a pool "
-                "of slots [num_slots, heads, head_dim]"
+                f"axes are {axes!r}; valid axes are {', '.join(WHOLE_AXES)} for batch (b), heads (h), tokens (t) and "
+                "channels (d), or heads and channels together (m); a cache of one head may lack h, and a cache of one "
+                "sequence or a pool of slots b"
             )
-        if len(shape) != len(axes) or shape[-1] != layout.head_dim:
+        sizes = sizes_by_axis(shape, axes, layout.head_dim)
+        if sizes is None:
             raise ValueError(
                 f"shape {tuple(shape)} does not fit a {len(axes)}-dimensional cache of head_dim {layout.head_dim}"
             )
         on = torch.get_default_device() if device is None else torch.device(device)
         if (reason := layout.unsupported(dtype) or layout.unsupported_on(on)) is not None:
             raise ValueError(f"format {layout.spec} cannot hold this cache: {reason}")
-        batch, heads, tokens = (size_along(shape, axes, axis) for axis in "bht")
+        batch, heads, tokens = (sizes.get(axis, 1) for axis in "bht")
         blocks = layout.header_blocks + (capacity_blocks(tokens) if growing else num_blocks(tokens))
         data = torch.zeros((blocks, batch, heads, layout.block_bytes), dtype=torch.uint8, device=device)
         return cls.over(data, layout, dtype, axes, tuple(shape), growing=growing)
@@ -376,17 +374,11 @@ class PackedTensor(PackedSubclass):
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""
-        x = x.permute([self.axes.index(axis) for axis in STORED_AXES if axis in self.axes])
-        for dim, axis in enumerate(STORED_AXES):
-            x = x if axis in self.axes else x.unsqueeze(dim)
-        return x
+        return in_stored_order(x, self.axes, self.packed_layout.head_dim)
 
     def from_stored_axes(self, x: Tensor) -> Tensor:
         """Inverse of :meth:`to_stored_axes`."""
-        for dim, axis in reversed(list(enumerate(STORED_AXES))):
-            x = x if axis in self.axes else x.squeeze(dim)
-        remaining = [axis for axis in STORED_AXES if axis in self.axes]
-        return x.permute([remaining.index(axis) for axis in self.axes])
+        return from_stored_order(x, self.axes)
 
     def extended(self, num_new: int) -> PackedTensor:
         """This cache with room for ``num_new`` more tokens at its end, whose values the caller must store.
@@ -443,7 +435,7 @@ class PackedTensor(PackedSubclass):
 
         PyTorch decomposes this method to expand and reshape before dispatch, which could not recognise it any more.
         """
-        if dim is not None and isinstance(repeats, int) and self.axes[dim] != "d":
+        if dim is not None and isinstance(repeats, int) and self.axes[dim] not in CHANNELS:
             index = torch.arange(self.shape[dim] * repeats, device=self.device) // max(repeats, 1)
             return self.index_select(dim, index)
         return self.dequantize().repeat_interleave(repeats, dim, output_size=output_size)

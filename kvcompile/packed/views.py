@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from kvcompile.compat.symbols import check
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 
 aten = torch.ops.aten
 
@@ -26,7 +28,7 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     axis, extent = cache.axes[dim], cache.shape[dim]
     start, end = _clamp(0 if start is None else start, extent), _clamp(extent if end is None else end, extent)
     length = max(end - start, 0) if isinstance(end - start, int) else torch.sym_max(end - start, 0)
-    if axis == "d":
+    if axis in CHANNELS:
         return alias(cache) if start == 0 and length == extent and step == 1 else NotImplemented
     if axis == "t" and step != 1:
         return NotImplemented
@@ -44,7 +46,14 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _clamp(index: int, extent: int) -> int:
-    """A slice bound, clamped to 0 and ``extent`` by the rules of Python."""
+    """A slice bound, clamped to 0 and ``extent`` by the rules of Python.
+
+    A bound that only the data of a call determines must lie between them. The compiled graph checks it.
+    """
+    if isinstance(index, torch.SymInt) and free_unbacked_symbols(index):
+        check(index >= 0)
+        check(index <= extent)
+        return index
     index = index + extent if index < 0 else index
     return 0 if index < 0 else extent if index > extent else index
 
@@ -78,7 +87,7 @@ def _token_range(
 def _select(cache: PackedTensor, dim: int, index: int) -> Any:
     dim = dim % cache.dim()
     axis = cache.axes[dim]
-    if axis == "d":
+    if axis in CHANNELS:
         return NotImplemented
     if not -cache.shape[dim] <= index < cache.shape[dim]:
         raise IndexError(f"index {index} is out of range for dimension {dim} of size {cache.shape[dim]}")

@@ -24,7 +24,7 @@ from kvcompile.kernels.spec.packing import (
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
+from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
 from kvcompile.packed.tracing import ends_functional_graph, is_traced
 
@@ -245,7 +245,7 @@ def not_from_end(index: Tensor, extent: int) -> Tensor:
 
 @handles(PackedTensor, aten.index_copy_.default)
 def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
     expected = list(cache.shape)
     expected[dim] = index.numel()
@@ -267,7 +267,7 @@ def _put_along_axis(cache: PackedTensor, axis: str, index: Tensor, source: Tenso
 
 @handles(PackedTensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
     axis, index = cache.axes[dim], index.reshape(-1)
     head = coordinates_of(cache, axis, index)[1]
@@ -279,12 +279,12 @@ def _index_fill_(cache: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 def _index_put_(
     cache: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
-    if not isinstance(cache, PackedTensor) or accumulate or cache.axes[-1] != "d":
+    if not isinstance(cache, PackedTensor) or accumulate:
         return NotImplemented
     if values.dtype != cache.dtype:
         raise RuntimeError(f"index_put_ into a packed cache of {cache.dtype}: the values are {values.dtype}")
     dims = _indexed_dims(indices)
-    if dims[-1] == cache.dim() - 1:
+    if any(cache.axes[dim] in CHANNELS for dim in dims):
         return NotImplemented
     if len(dims) == 1 and (index := indices[dims[0]]) is not None and index.dim() == 1:
         # The common form, one index vector along one axis, needs no grid.
@@ -292,6 +292,8 @@ def _index_put_(
         size[dims[0]] = coordinates_of(cache, axis, index)["bht".index(axis)].numel()
         _put_along_axis(cache, axis, index, plain(values).expand(size))
         return cache
+    if cache.axes[-1] != "d":
+        return NotImplemented
     # Index a grid of coordinates (with one channel) in the same way to find the addressed vectors.
     grid = [_extent(cache, axis) for axis in "bht"]
     logical = [cache.from_stored_axes(c.expand(grid).unsqueeze(-1)) for c in coordinates_of(cache)]
@@ -316,7 +318,7 @@ def _indexed_dims(indices: Sequence[Tensor | None]) -> list[int]:
 @handles(PackedTensor, aten.scatter_.src, aten.scatter_.value)
 def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
     """Scatters whole vectors. The index must be expanded along head_dim or, in eager code, equal for all channels."""
-    if not isinstance(cache, PackedTensor) or cache.axes[dim] == "d":
+    if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
     index = cache.to_stored_axes(index)
     position = index[..., 0]

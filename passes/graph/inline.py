@@ -161,12 +161,12 @@ def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
 
 
 def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
-    """The placeholders of the graph's symbolic integers, by symbol."""
-    symbols = {}
-    for node in graph.find_nodes(op="placeholder"):
+    """The nodes whose values are the graph's symbols: its symbolic integers, and numbers that it reads from tensors."""
+    symbols: dict[sympy.Symbol, Node] = {}
+    for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            symbols[value.node.expr] = node
+            symbols.setdefault(value.node.expr, node)
     return symbols
 
 

@@ -23,7 +23,7 @@ _VARIABLE = re.compile(r"\b[LG]\['(\w+)'\]")
 _MEMBER = re.compile(r"\._(?:modules|buffers|parameters)\['(\w+)'\]|\.__dict__\['(\w+)'\]")
 _UNNAMED = re.compile(r"\b[LG]\['(?:__|\.)")
 _BEFORE_BREAK = "a value that the code before the graph break at"
-_KEEPS_ONE_GRAPH = "torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+_MAY_KEEP_ONE_GRAPH = "torch._dynamo.config.capture_scalar_outputs = True may keep one graph"
 
 
 def name_inputs(names: Mapping[Node, str]) -> None:
@@ -88,7 +88,7 @@ def with_graph_break(refusal: Refusal, graph: Graph) -> Refusal:
     if place is None or not (is_from_before or refusal.reason is Reason.plain_read_only):
         return refusal
     note = f"the graph begins after the graph break at {place}"
-    return refusal.with_note(f"{note}; {_KEEPS_ONE_GRAPH}" if place.captures_numbers else note)
+    return refusal.with_note(f"{note}; {_MAY_KEEP_ONE_GRAPH}" if place.captures_numbers else note)
 
 
 def user_name(user: Node) -> str:

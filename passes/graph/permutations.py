@@ -1,9 +1,9 @@
 """The order of a cache's dimensions: one letter for each dimension of the tensor.
 
 ``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel. ``bhtd`` is [batch,
-num_kv_heads, tokens, head_dim], and ``tbhd`` is [tokens, batch, num_kv_heads, head_dim]. A cache of three dimensions
-lacks the dimension of its only head, as ``btd``, or of its only sequence, as ``htd``. A pool of slots that any sequence
-may own is ``thd``. If its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``.
+num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim], and transposed keys are ``bhdt``.
+A cache of three dimensions lacks the dimension of its only head, as ``btd``, or of its only sequence, as ``htd``. A
+pool of slots that any sequence may own is ``thd``. If its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ aten = ops.aten
 REPETITIONS = (aten.expand.default, aten.repeat.default)
 
 
-def permutes_vectors(node: Node) -> bool:
-    """Whether ``node`` permutes the dimensions of a cache and leaves the channels last."""
-    order = _permutation(node)
-    return len(order) in (3, 4) and order[-1] == len(order) - 1
+def permutes_dims(node: Node) -> bool:
+    """Whether ``node`` permutes the dimensions of a cache."""
+    return len(_permutation(node)) in (3, 4)
 
 
 def repeats_sequence(node: Node, axes: str) -> bool:

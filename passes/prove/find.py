@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvcompile.compat.pytree import tree_leaves
-from kvcompile.kernels.layout.axes import CACHE_AXES
+from kvcompile.kernels.layout.axes import CACHE_AXES, WHOLE_AXES
 from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.passes.calling import PackedInput
 from kvcompile.passes.graph.aliases import share_memory
@@ -33,7 +33,7 @@ from kvcompile.passes.graph.permutations import (
     REPETITIONS,
     axes_after,
     axes_before,
-    permutes_vectors,
+    permutes_dims,
     repeats_sequence,
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
@@ -43,8 +43,8 @@ from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, Co
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
 from kvcompile.passes.prove.head_ranges import head_ranges
 from kvcompile.passes.prove.latents import has_one_head, is_written, later_states, read_latents, read_whole, views_of
-from kvcompile.passes.prove.reads import Read, trace_read
-from kvcompile.passes.prove.why_not import check_whole, no_cache, used_elsewhere
+from kvcompile.passes.prove.reads import Read, channels_not_last, trace_read
+from kvcompile.passes.prove.why_not import check_not_returned_whole, check_whole, is_joined, no_cache, used_elsewhere
 from kvcompile.passes.prove.windows import is_growing, is_shifting, windows_of
 from kvcompile.passes.prove.writes import CacheWrite, match_slice, match_write, returned_rows
 from kvcompile.passes.refusal import Reason, Refusal
@@ -81,7 +81,7 @@ class CacheFinder:
         try:
             return self._attention(marker)
         except Refusal as refusal:
-            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache):
+            if refusal.reason not in (Reason.no_cache, Reason.computed_from_cache, Reason.joined):
                 raise
             computed = self._attention_on_latents(marker) or self._attention_with_computed_keys(marker)
             if computed is None:
@@ -170,6 +170,7 @@ class CacheFinder:
         returned = self.outputs.union(self.windows)
         root, _ = view_chain(operand, returned)
         if root.op != "placeholder" and root not in returned and root.target not in WRITE_OPS:
+            check_not_returned_whole(root, role, returned)
             raise no_cache(root, role, self.later_states)
         return trace_read(operand, returned, role)
 
@@ -187,6 +188,9 @@ class CacheFinder:
         axes = read.axes
         for state in reversed(states[1:]):
             axes = axes_before(state, axes)
+        if axes not in WHOLE_AXES:
+            held = {"b": "sequences", "h": "heads", "t": "tokens", "d": "channels"}[axes[-1]]
+            raise channels_not_last(base, role, held)
         kind, write_back = self._kind(read, states, writes, axes, role)
         packed = self.packed_inputs.get(base)
         in_growing_buffer = kind in ("growing", "fresh") or (packed is not None and packed.growing)
@@ -233,7 +237,7 @@ class CacheFinder:
     ) -> tuple[Kind, Node | None]:
         """The kind of the cache whose first state has the order ``axes``, and the copy back into that state."""
         root, base = read.root, states[0]
-        keeps_order = not any(map(permutes_vectors, states))
+        keeps_order = not any(map(permutes_dims, states))
         kept, returned = self._returned(read)
         if any(write.form in ("cat", "slice") for write in writes):
             grows = is_growing(writes if kept is None else [*writes, kept])
@@ -245,6 +249,8 @@ class CacheFinder:
             if keeps_order and is_shifting(changes, base, axes) and write_back is not None:
                 return "static", write_back
             other = next((write for write in writes if write.form not in ("cat", "slice")), None)
+            if other is not None and is_joined(root):
+                raise Refusal(Reason.joined, role=role, op=operation(root))
             if other is not None:
                 detail = "a cache that grows may only be appended to"
                 raise Refusal(Reason.unknown_write, role=role, op=operation(other.node), detail=detail)
@@ -419,7 +425,7 @@ def _permutations(node: Node, axes: str) -> Iterator[tuple[Node, str]]:
 
 
 def _keeps_values(node: Node) -> bool:
-    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_vectors(node)
+    return node.target in SAME_OPS or node.target is POOL_VIEW or permutes_dims(node)
 
 
 def _is_zeros(node: Node) -> bool:

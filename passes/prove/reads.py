@@ -16,10 +16,10 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvcompile.kernels.layout.axes import CACHE_AXES, rank_3_axes
+from kvcompile.kernels.layout.axes import CACHE_AXES, TRANSPOSED_AXES, TRANSPOSED_RANK_3_AXES, rank_3_axes, rank_4_axes
 from kvcompile.passes.graph.aten import CASTS, WRITE_OPS, Size, arguments, shape_of, view_chain
 from kvcompile.passes.graph.index_map import Factor, IndexMap, follow
-from kvcompile.passes.graph.names import operation, operations
+from kvcompile.passes.graph.names import cache_name, operation, operations
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.refusal import Reason, Refusal
@@ -31,6 +31,12 @@ _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _MISSING = 2
 """The axis that a cache of three dimensions lacks, in a base of four dimensions."""
+
+_AXES_BY_RANK = {
+    4: (*CACHE_AXES, *TRANSPOSED_AXES),
+    3: (*CACHE_AXES, *map(rank_4_axes, TRANSPOSED_RANK_3_AXES)),
+}
+"""The orders that a base of four dimensions may have, by the rank of the cache."""
 
 
 _SLOTS = 1
@@ -109,7 +115,7 @@ def _map_of_root(root: Node) -> IndexMap:
     """The map of a cache value, in a base of four dimensions.
 
     A cache of three dimensions lacks the dimension of its only head, or of its only sequence. In the base, the missing
-    dimension has size 1 and lies before the channels.
+    dimension has size 1 and lies before the last.
     """
     shape = shape_of(root)
     if len(shape) == 4:
@@ -161,15 +167,15 @@ def _numbered_anew(index_map: IndexMap) -> IndexMap:
 def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: str) -> Read:
     gathers = bool(chain) and chain[0].target is GATHER_SLOTS
     dims = [[factor for factor in dim if not index_map.is_one(factor)] for dim in index_map.dims]
-    axes = _axes_of_root(dims, index_map, gathers) if len(dims) == 4 else None
+    rank = len(shape_of(root))
+    axes = _axes_of_root(dims, index_map, gathers, rank) if len(dims) == 4 else None
     if axes is None:
         _check_channels(root, dims, role)
         raise Refusal(Reason.unknown_read, role=role, op=operations(chain))
-    batch_axis, head_axis, token_axis = (axes.index(axis) for axis in "bht")
-    rank = len(shape_of(root))
+    batch_axis, head_axis, token_axis, channel_axis = (axes.index(axis) for axis in "bhtd")
     if rank == 3 and statically_known_true(index_map.base[token_axis] == 1):  # any dimension may be the tokens
         raise Refusal(Reason.unknown_read, role=role, op="a tensor of rank 3 with a single token")
-    _check_slices(index_map, role)
+    _check_slices(index_map, channel_axis, role)
     divides_batch = _divides(dims, index_map, batch_axis)
     axis_of_heads = batch_axis if divides_batch else head_axis
     has_one_head = not divides_batch and statically_known_true(index_map.base[head_axis] == 1)
@@ -180,7 +186,7 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
         chain,
         axes if rank == 4 else rank_3_axes(axes),
         num_tokens=shape_of(chain[-1])[2] if gathers else _size(dims[2], token_axis),
-        num_channels=_size(dims[3], 3),
+        num_channels=_size(dims[3], channel_axis),
         num_heads=int(_size(dims[1], axis_of_heads)),
         num_sequences=shape_of(chain[-1])[0] if chain else index_map.base[batch_axis],
         first_token=index_map.starts[token_axis],
@@ -196,7 +202,7 @@ def _size(dim: list[Factor], axis: int) -> Size:
     return next((factor.size for factor in dim if factor.axis == axis), 1)
 
 
-def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool) -> str | None:
+def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool, rank: int) -> str | None:
     """The order of a cache whose view ``dims`` are [batch, heads, tokens, head_dim]; None if no order fits.
 
     Several orders may fit because of sizes of 1. Then the order is taken in which the view has the most dimensions of
@@ -219,7 +225,7 @@ def _axes_of_root(dims: list[list[Factor]], index_map: IndexMap, gathers: bool) 
         shown = zip("bhtd", index_map.dims, strict=True)
         return sum(any(factor.axis == axes.index(axis) for factor in dim) for axis, dim in shown)
 
-    return max(filter(fits, CACHE_AXES), key=seen, default=None)
+    return max(filter(fits, _AXES_BY_RANK[rank]), key=seen, default=None)
 
 
 def _are(dim: list[Factor], axis: int, index_map: IndexMap, *, repeated: bool = False) -> bool:
@@ -245,25 +251,33 @@ def _divides(dims: list[list[Factor]], index_map: IndexMap, batch: int) -> bool:
 
 
 def _check_channels(root: Node, dims: list[list[Factor]], role: str) -> None:
-    """Raise Refusal if the last dimension of a cache is not its channels."""
+    """Raise Refusal if a cache ends neither in its channels nor in its channels and tokens."""
     last = [[factor for factor in dim if factor.axis == 3] for dim in dims]
+    is_transposed = bool(last[2]) and any(factor.axis == 2 for factor in dims[-1])
     if sum(map(len, last)) > 1:
-        detail = "it holds several heads"
-    elif any(last[:-1]):
+        held = "several heads"
+    elif any(last[:-1]) and not is_transposed:
         names = zip(("sequences", "heads", "tokens"), last, strict=False)
         held = next((name for name, dim in names if dim), "another dimension")
-        detail = f"it holds {held}"
     else:
         return
-    raise Refusal(Reason.channels_not_last, role=role, shape=list(root.meta["val"].shape), detail=detail)
+    raise channels_not_last(root, role, held)
 
 
-def _check_slices(index_map: IndexMap, role: str) -> None:
+def channels_not_last(state: Node, role: str, held: str) -> Refusal:
+    """The refusal of a cache with the value ``state``, whose last dimension holds ``held``."""
+    detail = f"its last dimension holds {held}"
+    shape = list(shape_of(state))
+    return Refusal(Reason.channels_not_last, role=role, source=cache_name(state), shape=shape, detail=detail)
+
+
+def _check_slices(index_map: IndexMap, channels: int, role: str) -> None:
     """Raise Refusal for a slice of channels other than the first channels of values.
 
     The first channels of values give the first channels of the output. A score depends on all channels of its key.
     """
-    if role != "value" and not statically_known_true(_size(index_map.factors(3), 3) == index_map.base[3]):
+    num_read = _size(index_map.factors(channels), channels)
+    if role != "value" and not statically_known_true(num_read == index_map.base[channels]):
         raise Refusal(Reason.unknown_read, role=role, op="a slice of channels")
-    if not statically_known_true(index_map.starts[3] == 0):
+    if not statically_known_true(index_map.starts[channels] == 0):
         raise Refusal(Reason.unknown_read, role=role, op="a slice of channels without the first")

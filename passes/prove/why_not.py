@@ -42,6 +42,8 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
     if moved is not None:
         devices = (node.meta["val"].device for node in (moved.args[0], moved))
         return Refusal(Reason.moved, role=role, source=" to ".join(map(str, devices)))
+    if is_joined(root):
+        return Refusal(Reason.joined, role=role, op=operation(root))
     if _is_copied_back(root):
         first = first_state(root)
         op = operation(root if first.op == "placeholder" else first)
@@ -50,6 +52,15 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)
     is_computed = any(node in later_states for node in made_of)
     return Refusal(Reason.computed_from_cache if is_computed else Reason.no_cache, role=role)
+
+
+def is_joined(root: Node) -> bool:
+    """Whether ``root`` concatenates tensors of which more than one is an input, a state of one, or returned."""
+    if root.target is not aten.cat.default:
+        return False
+    kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
+    states = map(states_of, root.args[0])
+    return sum(some[0].op == "placeholder" or not kept.isdisjoint(some) for some in states) > 1
 
 
 def _is_copied_back(root: Node) -> bool:
@@ -110,6 +121,14 @@ def check_whole(root: Node, role: Role) -> None:
     if refusal is None or refusal.reason is not reason:
         refusal = Refusal(reason, detail=detail)
     raise refusal.with_particulars(role=role, source=tensor_name(first))
+
+
+def check_not_returned_whole(root: Node, role: Role, returned: Collection[Node]) -> None:
+    """Raise Refusal if attention reads a part of new rows that the graph returns whole, such as some channels."""
+    whole = next((state for state in states_of(root)[:-1] if state in returned), None)
+    if whole is not None and root.target in SELECTIONS:
+        detail = "which is returned and is not made of caches [batch, heads, tokens, head_dim]"
+        raise Refusal(Reason.part_of_tensor, role=role, source=f"the result of {operation(whole)}", detail=detail)
 
 
 def used_elsewhere(role: Role, state: Node, user: Node) -> Refusal:

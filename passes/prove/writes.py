@@ -363,20 +363,20 @@ def _match_scatter(node: Node, axes: str, role: str) -> CacheWrite:
         raise _refuse(node, role, f"it scatters along dimension {axis}")
     n = _num_tokens(index, axes)
     source = index.args[0] if index.target in (aten.expand.default, aten.repeat.default) else index
-    shape = shape_of(source)
+    shape = [1] * (len(axes) - source.meta["val"].dim()) + list(shape_of(source))
     whole = _whole(node, axes, n)
-    if len(shape) != len(axes) or not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
+    if not _has_size_1(shape, axes) or not same_sizes(shape_of(index), whole):
         raise _refuse(node, role, "its index may differ between heads or channels of a token")
     num_tokens = _num_tokens(base, axes)
     batch = size_along(shape, axes, "b")
     all_batches = (1, size_along(whole, axes, "b"))
-    if not statically_known_true(_num_tokens(source, axes) == n) or not any(
+    if not statically_known_true(size_along(shape, axes, "t") == n) or not any(
         statically_known_true(batch == size) for size in all_batches
     ):
         raise _refuse(node, role, "its index repeats positions")
 
     def normalise(x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, None]:
-        pos = pos.reshape(-1) if batch == 1 else heads_first(pos, axes).reshape(batch, -1)
+        pos = pos.reshape(-1) if batch == 1 else heads_first(pos.reshape(shape), axes).reshape(batch, -1)
         return heads_first(x, axes), wrapped(pos, num_tokens), None
 
     if not same_sizes(shape_of(value), whole):

@@ -274,16 +274,16 @@ def test_parts_of_a_dimension_other_than_all_sequences_and_heads_are_refused(
     assert site.reason_code == "unknown_read"
 
 
-def merged_channels(k: Tensor, keys: Tensor) -> Tensor:
-    keys = keys.view(BATCH, MAX_LEN, -1)  # [B, S, C], as in Whisper
-    keys[:, 3:4] = k.flatten(2)
-    return keys.view(BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+def channels_before_heads(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, MAX_LEN, -1)
+    keys[:, 3:4] = k.transpose(2, 3).flatten(2)
+    return keys.view(BATCH, MAX_LEN, HEAD_DIM, NUM_KV_HEADS).permute(0, 3, 1, 2)
 
 
-def transposed(k: Tensor, keys: Tensor) -> Tensor:
-    keys = keys.view(BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN)  # as in GPT-2 and MPT
-    keys[..., 3:4] = k.permute(0, 2, 3, 1)
-    return keys.mT
+def tokens_last(k: Tensor, keys: Tensor) -> Tensor:
+    keys = keys.view(BATCH, HEAD_DIM, NUM_KV_HEADS, MAX_LEN)
+    keys[..., 3:4] = k.permute(0, 3, 2, 1)
+    return keys.permute(0, 2, 3, 1)
 
 
 def flattened(k: Tensor, keys: Tensor) -> Tensor:
@@ -300,8 +300,8 @@ def added(k: Tensor, keys: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("write", "shape", "code", "detail"),
     [
-        (merged_channels, (BATCH, MAX_LEN, -1), "channels_not_last", "it holds several heads"),
-        (transposed, (BATCH, NUM_KV_HEADS, HEAD_DIM, MAX_LEN), "channels_not_last", "it holds tokens"),
+        (channels_before_heads, (BATCH, MAX_LEN, -1), "channels_not_last", "its last dimension holds several heads"),
+        (tokens_last, (BATCH, HEAD_DIM, NUM_KV_HEADS, MAX_LEN), "channels_not_last", "its last dimension holds tokens"),
         (flattened, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "seen in 3 dimensions"),
         (added, (BATCH, MAX_LEN, NUM_KV_HEADS, HEAD_DIM), "unknown_write", "replaces all of the cache"),
     ],

@@ -108,6 +108,25 @@ def test_a_type_without_a_case_that_runs_is_not_called_covered() -> None:
     assert outcomes == ["no cached layer", "covered", "not covered", "no small model"]
 
 
+def test_missing_cases_are_those_without_a_result_and_eager_ones_of_a_type_without_sdpa() -> None:
+    assert sweep.cases_of("llama") == sweep.CASES
+    assert sweep.cases_of("phimoe") == sweep.SDPA
+    known = [CaseResult("phimoe", "sdpa", "static", cached=2)]
+    assert sweep.cases_of("phimoe", known) == [("sdpa", "dynamic")]
+    skipped = [CaseResult("xlnet", *case, skipped=sweep.NO_ATTENTION.format("sdpa")) for case in sweep.SDPA]
+    assert sweep.cases_of("xlnet", skipped) == sweep.EAGER
+    assert sweep.cases_of("xlnet", [*skipped, CaseResult("xlnet", *sweep.EAGER[0])]) == [sweep.EAGER[1]]
+    assert sweep.cases_of("llama", [CaseResult("llama", *case) for case in sweep.CASES]) == []
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "dbrx", "dots3_note_text", "qwen4_exp_text", "zamba2"])
+def test_chosen_fields_give_these_types_a_small_model_with_attention(model_type: str) -> None:
+    with torch.device("meta"):
+        model = architecture_of(model_type).make(model_type, None)
+    assert sum(weight.numel() for weight in model.parameters()) < MAX_PARAMETERS
+    assert any("attn" in name for name, _ in model.named_parameters())
+
+
 @pytest.mark.parametrize("model_type", ["gemma3", "voxtral", "recurrent_gemma", "zaya"])
 def test_the_rule_reaches_parts_for_images_and_sound_and_computed_fields(model_type: str) -> None:
     architecture = architecture_of(model_type)

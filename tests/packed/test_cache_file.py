@@ -49,6 +49,14 @@ def assert_equal(loaded: Tensor, cache: Tensor) -> None:
     assert torch.equal(loaded + 0, cache + 0)
 
 
+@pytest.mark.parametrize("axes", ["bdt", "bhdt", "btm"])
+def test_packed_tensors_in_other_orders_come_back_in_them(axes: str, file: Path) -> None:
+    sizes = {"b": 2, "h": 3, "t": 70, "d": HEAD_DIM, "m": 3 * HEAD_DIM}
+    plain = torch.randn([sizes[axis] for axis in axes])
+    cache = PackedTensor.from_dense(plain, PackedLayout(NAMES[0], "key", HEAD_DIM), axes)
+    assert_equal(saved_and_loaded(cache, file), cache)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

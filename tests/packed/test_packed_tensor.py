@@ -71,8 +71,10 @@ def test_a_new_cache_is_zero_and_as_large_as_its_format_says(layout):
 
 
 def test_a_cache_of_a_wrong_shape_is_refused():
-    with pytest.raises(ValueError, match="axes are 'bhdt'"):
-        PackedTensor.zeros((2, 3, 100, HEAD_DIM), torch.float32, INT8, "bhdt")
+    with pytest.raises(ValueError, match="axes are 'bdht'"):
+        PackedTensor.zeros((2, HEAD_DIM, 3, 100), torch.float32, INT8, "bdht")
+    with pytest.raises(ValueError, match="head_dim 16"):
+        PackedTensor.zeros((2, 100, 3 * HEAD_DIM + 1), torch.float32, INT8, "btm")
     with pytest.raises(ValueError, match="head_dim 16"):
         PackedTensor.zeros((2, 3, 100, 64), torch.float32, INT8)
     with pytest.raises(ValueError, match="cannot hold this cache: head_dim 20"):
@@ -408,9 +410,9 @@ def test_views_see_each_others_writes():
 
 def test_only_a_cache_from_its_first_token_with_all_axes_and_heads_is_whole():
     cache, _ = pair(INT8)
-    for whole in (cache, cache[:, :, :65], cache.clone(), cache[:1].clone(), cache.transpose(1, 2)):
+    for whole in (cache, cache[:, :, :65], cache.clone(), cache[:1].clone(), cache.transpose(1, 2), cache.mT):
         assert whole.is_whole
-    for part in (cache[:, :, 1:], cache[0], cache[:, 1:], cache[:1], cache.mT):
+    for part in (cache[:, :, 1:], cache[0], cache[:, 1:], cache[:1], cache.permute(0, 3, 1, 2)):
         assert not part.is_whole
 
 

@@ -11,6 +11,7 @@ from documented_commands import ROOT, blocks
 from ranks import run_on_ranks
 
 import kvcompile
+from kvcompile.caches.division import head_dim_of, with_heads
 from kvcompile.caches.source import names_of_parts
 
 pytest.importorskip("transformers")
@@ -102,3 +103,17 @@ def test_a_save_deletes_only_files_that_ranks_have_written() -> None:
         "model.safetensors",
     ]
     assert names_of_parts({"files": [{"name": name} for name in names]}) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "expected"),
+    [("bhtd", [2, 4, 70, 32], [2, 2, 70, 32]), ("btm", [2, 70, 128], [2, 70, 64]), ("btd", [2, 70, 32], None)],
+)
+def test_ranks_divide_the_heads_of_a_packed_tensor_also_where_they_share_a_dimension_with_channels(
+    axes: str, shape: list[int], expected: list[int] | None
+) -> None:
+    layout = ["int8_per_token_head", "key", 32]
+    content = {"packed": "keys", "layout": layout, "axes": axes, "start": 0, "growing": False, "shape": shape}
+    divided = with_heads(content, lambda name, heads: heads // 2)
+    assert divided["shape"] == (expected or shape)
+    assert (head_dim_of(content, len(shape), "keys") is None) == (expected is None)

@@ -241,6 +241,25 @@ def new_keys_returned_beside_what_they_are_a_view_of(
     return sdpa(q, k, v), k, v, projected
 
 
+def new_keys_and_values_are_channels_of_one_returned_tensor(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    rows = torch.cat([k, v], -1) * 2
+    return sdpa(q, *rows.split(D, -1)), rows
+
+
+def two_caches_are_joined(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor) -> Any:
+    write(kc, k, pos), write(vc, v, pos)
+    return sdpa(q, torch.cat([kc, k], 2), torch.cat([vc, v], 2))
+
+
+def new_rows_of_two_returned_caches_are_joined(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, pos: Tensor
+) -> Any:
+    rows = k * 2, v * 2, k * 3, v * 3
+    return sdpa(q, torch.cat([rows[0], rows[2]], 2), torch.cat([rows[1], rows[3]], 2)), *rows
+
+
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
     write_after_the_read: "not_written_back",
@@ -264,6 +283,9 @@ UNSAFE: dict[Callable[..., Any], str] = {
     the_graph_depends_on_data_in_between: "plain_read_only",
     new_keys_returned_beside_a_view: "escaping_view",
     new_keys_returned_beside_what_they_are_a_view_of: "escaping_view",
+    new_keys_and_values_are_channels_of_one_returned_tensor: "part_of_tensor",
+    two_caches_are_joined: "joined",
+    new_rows_of_two_returned_caches_are_joined: "joined",
 }
 """Graphs that only resemble a cache. Their tests run node by node, without generated code."""
 
@@ -506,7 +528,7 @@ def test_a_graph_break_by_a_number_of_a_tensor_is_named_with_the_setting_that_av
     (reason,) = reasons_of_model(Model(Layer.update_and_read_the_position), q, k, v, pos)
     place = f"test_refusals.py:{Layer.update_and_read_the_position.__code__.co_firstlineno + 1}"
     assert f"the graph break at {place}: length = pos.item() + 1" in str(reason)
-    assert str(reason).endswith("; torch._dynamo.config.capture_scalar_outputs = True keeps one graph")
+    assert str(reason).endswith("; torch._dynamo.config.capture_scalar_outputs = True may keep one graph")
 
 
 @pytest.mark.usefixtures("without_code_generation")
@@ -515,7 +537,7 @@ def test_the_setting_that_a_graph_break_names_packs_the_cache() -> None:
     model, expected = Model(Layer.update_at_an_integer), Model(Layer.update_at_an_integer)
     (reason,) = reasons_of_model(model, q, k, v, pos)
     assert str(reason).endswith(
-        ": start = int(pos); torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+        ": start = int(pos); torch._dynamo.config.capture_scalar_outputs = True may keep one graph"
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -539,7 +561,7 @@ def test_a_cache_that_has_a_name_behind_a_graph_break_keeps_it() -> None:
     assert site.reason == (
         "its key cache caches[0] is not written in this graph and is not packed; "
         f"the graph begins after the graph break at test_refusals.py:{line}: scale = float(pos.tolist()[0]); "
-        "torch._dynamo.config.capture_scalar_outputs = True keeps one graph"
+        "torch._dynamo.config.capture_scalar_outputs = True may keep one graph"
     )
 
 

@@ -1,0 +1,102 @@
+"""Tensors that a compiled graph may pack although it only reads them: ``kvcompile.pack_`` and attributes of objects.
+
+A graph packs what it writes as a cache. Other keys and values may be weights, or new at every call, and stay plain.
+The keys and values of an encoder are neither: they are computed once and read at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvcompile.compat.tensors import is_autograd_view
+from kvcompile.packed.subclass import PackedSubclass
+
+T = TypeVar("T")
+
+_MARK = "_kvcompile_pack"
+_CACHE_RANKS = (3, 4)
+
+
+def pack_(owner: T) -> T:
+    """Let compiled steps pack caches that they only read, such as precomputed keys and values of cross-attention.
+
+    The first compiled call that reads such a tensor as keys or values packs it in place, in the format that its policy
+    gives that layer. Every other use of the tensor keeps it plain, and the report says which use that is. A graph that
+    has been compiled before the mark is not compiled again: call ``pack_`` first. A graph that packs a marked tensor
+    also packs other tensors that later calls pass in its place.
+
+    Args:
+        owner: a tensor; a module, for its buffers; or a list, tuple, dict or object of another class, for the tensors
+            that it and its attributes hold. Only floating-point tensors of three or four dimensions without gradients
+            are marked, and no parameters.
+
+    Returns:
+        ``owner`` itself.
+
+    Raises:
+        ValueError: ``owner`` holds no such tensor.
+    """
+    found = list(_tensors_of(owner, set()))
+    for tensor in found:
+        if type(tensor) is Tensor:
+            setattr(tensor, _MARK, True)
+    if not found:
+        raise ValueError(
+            f"pack_: {type(owner).__name__} holds no floating-point tensor of 3 or 4 dimensions without gradients; "
+            "pass the tensors of keys and values, or the module or object that has them as buffers or attributes"
+        )
+    return owner
+
+
+def may_pack(value: Any, source: str) -> bool:
+    """Whether a graph may pack the input ``value``, which Dynamo calls ``source``, although it only reads it.
+
+    It may if the caller has marked it, or if it is an attribute of an object, such as the encoder's part of a cache. A
+    tensor that is an argument itself may be new at every call, and a tensor of a module may be a weight.
+    """
+    if type(value) is not Tensor or value.requires_grad:
+        return False
+    if getattr(value, _MARK, False):
+        return True
+    if is_autograd_view(value) or not value.is_contiguous():
+        return False
+    holder, _, attribute = source.rpartition(".")
+    return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
+
+
+def _tensors_of(owner: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that an object and its attributes hold and that may be caches or are packed, each once."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, Tensor):
+        is_floating = type(owner) is Tensor and owner.is_floating_point() and not owner.requires_grad
+        if isinstance(owner, PackedSubclass) or (is_floating and owner.dim() in _CACHE_RANKS):
+            yield owner
+        return
+    for part in _parts_of(owner):
+        yield from _tensors_of(part, seen)
+
+
+def _parts_of(owner: Any) -> list[Any]:
+    if isinstance(owner, torch.nn.Module):
+        return [*owner.buffers(), *(value for module in owner.modules() for value in _own_attributes(module))]
+    if isinstance(owner, Mapping):
+        return list(owner.values())
+    if isinstance(owner, (list, tuple)):
+        return list(owner)
+    return list(getattr(owner, "__dict__", {}).values())
+
+
+def _own_attributes(module: torch.nn.Module) -> list[Any]:
+    """The tensors and lists that a module holds beside its buffers, parameters and modules."""
+    held = (value for name, value in vars(module).items() if name not in _OF_MODULE)
+    return [value for value in held if isinstance(value, (Tensor, list, tuple, Mapping))]
+
+
+_OF_MODULE = frozenset(vars(torch.nn.Module()))
+"""The attributes that every module has."""
