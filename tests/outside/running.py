@@ -27,6 +27,7 @@ class TestRun:
         test: the name of the test.
         outcome: passed, skipped, failed, or crashed: the process ended or hung while the test ran.
         message: the first line of the error, or the reason why it was skipped.
+        packed_caches: how many packed caches were made in place of plain ones, by ways that compile nothing.
         sites: how many attention sites of compiled graphs were rewritten.
         refused: reason -> how many modules were refused for it.
         packed_calls: calls of graphs that ran on packed caches.
@@ -39,6 +40,7 @@ class TestRun:
     test: str
     outcome: str
     message: str = ""
+    packed_caches: int = 0
     sites: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     packed_calls: int = 0
@@ -86,7 +88,7 @@ def _run(root: Path, module: str, plugin: Plugin, log: Path | None) -> None:
     output = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    options: list[Any] = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-o", "addopts=", "--rootdir", str(root)]
+    options: list[Any] = ["-p", "no:cacheprovider", "-q", "-o", "addopts=", "--rootdir", str(root)]
     with prepared(plugin.way):
         code = pytest.main([*options, module], plugins=[plugin])
     os._exit(int(code) if code != pytest.ExitCode.NO_TESTS_COLLECTED else 0)  # threads of compilers are not waited for

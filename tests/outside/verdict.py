@@ -22,7 +22,8 @@ class Verdict:
         passed_plain: how many of them pass plainly.
         passed: how many of those that pass plainly pass on packed caches, too.
         broken: the tests that pass plainly only -> the message of their failure.
-        reached: how many tests ran compiled attention on packed caches.
+        reached: how many tests used packed caches.
+        packed_caches: how many packed caches were made in place of plain ones, by ways that compile nothing.
         sites: how many attention sites of compiled graphs were rewritten, over all tests.
         packed_calls: calls of graphs that ran on packed caches.
         plain_calls: calls of the same graphs that ran as plain Inductor would.
@@ -39,6 +40,7 @@ class Verdict:
     passed: int = 0
     broken: dict[str, str] = field(default_factory=dict)
     reached: int = 0
+    packed_caches: int = 0
     sites: int = 0
     packed_calls: int = 0
     plain_calls: int = 0
@@ -50,7 +52,7 @@ class Verdict:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was packed, so that the tests judged nothing."""
-        return not self.sites or not self.packed_calls
+        return not self.packed_calls and not self.packed_caches
 
     def problems(self) -> list[str]:
         """Why the verdict is bad, one line for each problem; nothing if it is good."""
@@ -85,7 +87,8 @@ def compare(judge: str, way: str, plain: Mapping[str, TestRun], packed: Mapping[
         passed_plain=len(passed_plain),
         passed=sum(test not in broken for test in passed_plain),
         broken=broken,
-        reached=sum(run.packed_calls > 0 for run in packed.values()),
+        reached=sum(run.packed_calls > 0 or run.packed_caches > 0 for run in packed.values()),
+        packed_caches=sum(run.packed_caches for run in packed.values()),
         sites=sum(run.sites for run in packed.values()),
         packed_calls=sum(run.packed_calls for run in packed.values()),
         plain_calls=sum(run.plain_calls for run in packed.values()),
