@@ -104,7 +104,7 @@ class Plugin:
             error = call.excinfo.value if call.excinfo is not None else None
             message = f"{type(error).__name__}: {_first_line(error)}" if error is not None else ""
             found = {"test": item.nodeid, "outcome": result.outcome, "message": message}
-            self._write(found | _counts(item.stash.get(_REPORT, kvcompile.Report())))
+            self._write(found | counts(item.stash.get(_REPORT, kvcompile.Report())))
         return result
 
     def _write(self, found: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
-def _counts(report: kvcompile.Report) -> dict[str, Any]:
+def counts(report: kvcompile.Report) -> dict[str, Any]:
     refused = [site for site in report.sites if outcome(site) == "refused"]
     totals = report.totals
     return {
