@@ -5,7 +5,8 @@
 - :func:`by_config`: every ``CompileConfig`` with the default backend has ``kvquant`` as its backend. ``generate()`` on a
   cache that can be compiled has such a ``CompileConfig`` if the test gives none, on CPUs too.
 - :func:`by_compile`: ``kvcompile.compile`` compiles each model before its first ``generate()``, except for calls with a
-  ``compile_config``. This way reaches beam search, assisted decoding and caches that grow.
+  ``compile_config``. This way reaches beam search and assisted decoding. Caches have exactly the room that a request
+  asks for, as those of Transformers; without the tests they have up to 63 tokens more.
 - :func:`by_packing`: static caches of Transformers allocate packed keys and values. Nothing is compiled.
 """
 
@@ -19,6 +20,7 @@ from unittest import mock
 from outside.plugin import LOSSLESS, Way, packed_caches
 
 import kvcompile
+from kvcompile.caches import requests
 from kvcompile.generation import Generation
 
 Patch = AbstractContextManager[Any]
@@ -86,6 +88,8 @@ def _compile(policy: str) -> Iterator[Patch]:
         return self.generate(*args, **kwargs)
 
     yield _with_backend("aot_eager")
+    yield mock.patch.object(requests, "BLOCK_TOKENS", 1)
+    yield mock.patch.object(requests, "num_blocks", lambda num_tokens: num_tokens)
     yield mock.patch.object(GenerationMixin, "generate", compiled_generate)
 
 
