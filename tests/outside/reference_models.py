@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from outside.stand_ins import stand_ins
 from torch import Tensor, nn
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -109,7 +109,7 @@ def litgpt(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
 
 
 def torchtune(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
-    with _stand_ins("torchvision", "kagglehub", "blobfile"):
+    with stand_ins("torchvision", "kagglehub", "blobfile"):
         loop, models = _module(folder, "torchtune.generation"), _module(folder, "torchtune.models.llama3")
     model = _initialized(
         models.llama3(
@@ -189,28 +189,3 @@ def _one_rank() -> Iterator[None]:
     finally:
         initialize.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _stand_ins(*packages: str) -> Iterator[None]:
-    """Inside the block, imports of packages that are not installed give stand-ins. The models do not use them."""
-    missing = {name for name in packages if importlib.util.find_spec(name) is None}
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            return importlib.machinery.ModuleSpec(name, Finder, is_package=True) if name.split(".")[0] in missing else None
-
-        @staticmethod
-        def create_module(spec: Any) -> ModuleType:
-            return mock.MagicMock(spec=None, __spec__=spec, __path__=[], __name__=spec.name)
-
-        @staticmethod
-        def exec_module(module: ModuleType) -> None:
-            pass
-
-    sys.meta_path.append(Finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(Finder)
