@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
 from outside import judges, loops, sources
 from outside.reference_models import REFERENCES
 from outside.verdict import Verdict

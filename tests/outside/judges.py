@@ -52,7 +52,9 @@ class Judge:
             else:
                 yield compare(self.name, str(way), plain, packed)
 
-    def _run(self, sources: Path, way: Way, logs: Path | None, named: frozenset[str] = frozenset()) -> dict[str, TestRun]:
+    def _run(
+        self, sources: Path, way: Way, logs: Path | None, named: frozenset[str] = frozenset()
+    ) -> dict[str, TestRun]:
         log = logs / f"{self.name}, {way}.txt".replace("/", " ") if logs is not None else None
         return run_module(sources / self.source, self.path, way, self.marked, named, log)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from node_by_node import running_node_by_node
+from torch import Tensor
+
+import kvcompile
 from outside.plugin import BOUND, LOSSLESS, counts
 from outside.reference_models import Reference
 from outside.running import CRASHED, TestRun
 from outside.verdict import Verdict, compare
-from torch import Tensor
-
-import kvcompile
 
 MAX_ERROR = 2e-5
 """Largest relative L2 error of the logits in a lossless format."""

@@ -134,7 +134,7 @@ def prepared(way: Way) -> Iterator[None]:
     """Inside the block, tests run in this way, and graphs run node by node."""
     with ExitStack() as patches:
         recompilations = logging.getLogger("torch._dynamo.guards.__recompiles_verbose")
-        recompilations.addFilter(no_packing := _ReportsNoPacking())
+        recompilations.addFilter(no_packing := ReportsNoPacking())
         patches.callback(recompilations.removeFilter, no_packing)
         for patch in (running_node_by_node(operators=True), *way.patches(way.policy)):
             patches.enter_context(patch)
@@ -158,7 +158,7 @@ def _with_backend(backend: Any) -> Iterator[Any]:
     yield mock.patch.object(CompileConfig, "__init__", with_backend)
 
 
-class _ReportsNoPacking(logging.Filter):
+class ReportsNoPacking(logging.Filter):
     """Drops the message that a graph is compiled again because its plain cache has become a packed one.
 
     The first compiled step packs a plain cache, and the next step needs a graph for packed caches. Tests that allow no

@@ -17,8 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from outside.stand_ins import stand_ins
 from torch import Tensor, nn
+
+from outside.stand_ins import stand_ins
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -73,7 +74,14 @@ def llama3(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
         code = _module(folder, "llama.model")
         loop = _module(folder, "llama.generation")
         args = code.ModelArgs(
-            dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB, multiple_of=32, max_batch_size=2, max_seq_len=32
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            vocab_size=VOCAB,
+            multiple_of=32,
+            max_batch_size=2,
+            max_seq_len=32,
         )
         with mock.patch.object(Tensor, "cuda", lambda self: self), mock.patch.object(loop, "torch", _OnCpu()):
             model = _initialized(code.Transformer(args))
@@ -113,7 +121,13 @@ def torchtune(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
         loop, models = _module(folder, "torchtune.generation"), _module(folder, "torchtune.models.llama3")
     model = _initialized(
         models.llama3(
-            vocab_size=VOCAB, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=64, max_seq_len=64, intermediate_dim=96
+            vocab_size=VOCAB,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            embed_dim=64,
+            max_seq_len=64,
+            intermediate_dim=96,
         )
     )
     model.setup_caches(batch_size=2, dtype=torch.float32, decoder_max_seq_len=32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outside.plugin import Plugin, Way, prepared
 
 TIMEOUT = 1800

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from outside.plugin import LOSSLESS, Way, packed_caches
-from outside.stand_ins import stand_ins
-
 import kvcompile
 from kvcompile.kernels.layout.packed_layout import Role
+from outside.plugin import LOSSLESS, Way, packed_caches
+from outside.stand_ins import stand_ins
 
 Patch = AbstractContextManager[Any]
 

@@ -17,11 +17,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from outside.plugin import LOSSLESS, Way, packed_caches
-
 import kvcompile
 from kvcompile.caches import requests
 from kvcompile.generation import Generation
+from outside.plugin import LOSSLESS, Way, packed_caches
 
 Patch = AbstractContextManager[Any]
 
