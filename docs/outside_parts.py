@@ -31,8 +31,8 @@ node on a CPU.
 
 | way | what is packed |
 |---|---|
-| `config` | every `CompileConfig` of Transformers with the default backend has `kvquant`; `generate()` on a static cache has one |
-| `compile` | `kvcompile.compile` compiles each model before its first `generate()`: greedy, sampling, beams, assisted decoding |
+| `config` | `CompileConfig` has `kvquant` as its default backend, and `generate()` on a static cache always has one |
+| `compile` | `kvcompile.compile` compiles each model before its first `generate()`, also for beams and an assistant |
 | `packing` | the class of the cache makes packed tensors; nothing is compiled |
 | its loop | the project's own loop drives its model, whose weights are small and random |
 
@@ -60,9 +60,9 @@ def judges() -> str:
         [
             _summary(verdicts),
             table(header, rows),
-            "Sites are attention layers of compiled graphs, over all tests. `12 of 13` packed calls means that one call "
-            "of 13 ran as\nplain Inductor would. Numbers in brackets refer to the lines below: reasons for refusals, and "
-            "failures.",
+            "Sites are attention layers of compiled graphs, over all tests. `12 of 13` packed calls means that one\n"
+            "call of 13 ran as plain Inductor would. Numbers in brackets refer to the lines below: reasons for\n"
+            "refusals, and failures.",
             "\n".join(f"{number}. {reason}" for reason, number in reasons.items()) or "No notes.",
             _versions(verdicts),
         ]
@@ -73,8 +73,8 @@ def _summary(verdicts: list[Verdict]) -> str:
     plain, packed = (sum(verdict[name] for verdict in verdicts) for name in ("passed_plain", "passed"))
     empty = sum(not verdict["packed_calls"] and not verdict["packed_caches"] for verdict in verdicts)
     return (
-        f"{len({verdict['judge'] for verdict in verdicts})} judges ran in {len(verdicts)} runs. {plain} tests and models "
-        f"pass plainly, and {packed} of these pass packed.\n{empty} runs are empty judges: nothing was packed."
+        f"{len({verdict['judge'] for verdict in verdicts})} judges ran in {len(verdicts)} runs. {plain} tests and "
+        f"models pass plainly, and {packed} of these pass packed.\n{empty} runs are empty judges: nothing was packed."
     )
 
 

@@ -22,7 +22,7 @@ _USAGE = """\
 Run the tests and reference models of other projects, first plainly and then on packed caches.
 
     python -m tests.outside --sources DIR                      # all of them: hours
-    python -m tests.outside --sources DIR --models llama,t5    # reference models, cache tests, and these of Transformers
+    python -m tests.outside --sources DIR --models llama,t5    # of Transformers' models, only these
     python -m tests.outside --sources DIR --only models --models llama
 
 DIR has a checkout of each project: transformers, gpt-fast, llama3, DeepSeek-V3, litgpt, torchtune. Results go to

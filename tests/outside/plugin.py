@@ -1,8 +1,8 @@
 """A plugin of pytest for tests of other projects: they run on ``kvquant`` and do not know it.
 
-A :class:`Way` says how the tests run; the modules ``ways_*`` have the ways of each project. Graphs run node by node: the
-tests judge results and caches, not generated code. The plugin writes a line of JSON for each test: its outcome, and what
-became of attention while it ran.
+A :class:`Way` says how the tests run; the modules ``ways_*`` have the ways of each project. Graphs run node by node:
+the tests judge results and caches, not generated code. The plugin writes a line of JSON for each test: its outcome, and
+what became of attention while it ran.
 """
 
 from __future__ import annotations

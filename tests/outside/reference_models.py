@@ -56,7 +56,7 @@ def gpt_fast(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
 
 
 def gpt_fast_steps(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
-    """As its script compiles: the prompt, and each step with the choice of its token. There are no logits to compare."""
+    """As its script compiles: the prompt, and each step with the choice of its token. The loop returns no logits."""
     loop = _module(folder, "generate")
     args = _module(folder, "model").ModelArgs(
         block_size=64, vocab_size=VOCAB, n_layer=2, n_head=4, n_local_heads=2, dim=64, intermediate_size=96
@@ -94,8 +94,8 @@ def llama3(folder: Path, compile: Compile) -> tuple[Tensor, Tensor]:
 def deepseek_v3(folder: Path, compile: Compile, attention: str) -> tuple[Tensor, Tensor]:
     loop, code = _module(folder / "inference", "generate"), _module(folder / "inference", "model")
     args = code.ModelArgs(
-        max_batch_size=2, max_seq_len=64, vocab_size=VOCAB, dim=64, inter_dim=96, moe_inter_dim=32, n_layers=2, n_heads=4,
-        n_dense_layers=1, n_routed_experts=4, n_activated_experts=2, n_shared_experts=1, kv_lora_rank=32,
+        max_batch_size=2, max_seq_len=64, vocab_size=VOCAB, dim=64, inter_dim=96, moe_inter_dim=32, n_layers=2,
+        n_heads=4, n_dense_layers=1, n_routed_experts=4, n_activated_experts=2, n_shared_experts=1, kv_lora_rank=32,
         qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32,
     )  # fmt: skip
     with mock.patch.object(code, "attn_impl", attention), mock.patch.object(loop, "torch", _OnCpu()):

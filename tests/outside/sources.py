@@ -18,9 +18,7 @@ def given(option: str | Path | None) -> Path | None:
 def missing(sources: Path | None, project: str) -> str | None:
     """Why a project cannot be judged; None if its folder is there."""
     if sources is None:
-        return (
-            f"pass --outside-sources DIR, or set {VARIABLE}, to a folder with a checkout of {project} in DIR/{project}"
-        )
+        return f"pass --outside-sources DIR, or set {VARIABLE}, to a folder that has a checkout {project}"
     if not (sources / project).is_dir():
         return f"{sources / project} is missing; put a checkout of {project} there"
     return None

@@ -1,4 +1,4 @@
-"""Every judge from outside accepts packed caches. These tests need checkouts of the other projects: docs/coverage.md."""
+"""Every judge from outside accepts packed caches. These tests need checkouts of other projects (docs/coverage.md)."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_tokens_may_differ_in_a_lossy_format_only() -> None:
 
 def test_a_missing_checkout_is_named(tmp_path: Path) -> None:
     assert sources.missing(None, "litgpt") == (
-        "pass --outside-sources DIR, or set KVCOMPILE_OUTSIDE_SOURCES, to a folder with a checkout of litgpt in DIR/litgpt"
+        "pass --outside-sources DIR, or set KVCOMPILE_OUTSIDE_SOURCES, to a folder that has a checkout litgpt"
     )
     assert "litgpt is missing" in str(sources.missing(tmp_path, "litgpt"))
 

@@ -2,8 +2,8 @@
 
 - :data:`PLAIN`: as they are. A ``CompileConfig`` with the default backend compiles with ``aot_eager``: the graphs are
   traced as for our backend, and no code is generated.
-- :func:`by_config`: every ``CompileConfig`` with the default backend has ``kvquant`` as its backend. ``generate()`` on a
-  cache that can be compiled has such a ``CompileConfig`` if the test gives none, on CPUs too.
+- :func:`by_config`: every ``CompileConfig`` with the default backend has ``kvquant`` as its backend. ``generate()`` on
+  a cache that can be compiled has such a ``CompileConfig`` if the test gives none, on CPUs too.
 - :func:`by_compile`: ``kvcompile.compile`` compiles each model before its first ``generate()``, except for calls with a
   ``compile_config``. This way reaches beam search and assisted decoding. Caches have exactly the room that a request
   asks for, as those of Transformers; without the tests they have up to 63 tokens more.
