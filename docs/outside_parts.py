@@ -83,10 +83,17 @@ def _row(verdict: Verdict, reasons: dict[str, int]) -> list[str]:
     if verdict["plain_calls"]:
         calls += f" of {verdict['packed_calls'] + verdict['plain_calls']}"
     broken = [f"`{test.rpartition('::')[2]}`: {message}" for test, message in verdict["broken"].items()]
-    notes = [*verdict["refused"], *verdict["plain_because"], *broken]
+    known = sorted({f"{_tests(verdict, reason)}: {reason}" for reason in verdict["known"].values()})
+    notes = [*verdict["refused"], *verdict["plain_because"], *known, *broken]
     marks = ", ".join(f"[{reasons.setdefault(_plain_text(note), len(reasons) + 1)}]" for note in notes)
     numbers = [verdict["passed_plain"], verdict["passed"], verdict["reached"], verdict["sites"]]
     return [verdict["judge"], f"{verdict['way']}", *map(str, numbers), calls, marks]
+
+
+def _tests(verdict: Verdict, reason: str) -> str:
+    """The tests of one model class that fail for a known reason."""
+    found = dict.fromkeys(test.rpartition("::")[2] for test, why in verdict["known"].items() if why == reason)
+    return ", ".join(f"`{name}`" for name in found)
 
 
 def _plain_text(note: str) -> str:

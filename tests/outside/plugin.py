@@ -41,6 +41,21 @@ Patches = Callable[[str], Iterable[AbstractContextManager[Any]]]
 
 
 @dataclass(frozen=True)
+class Known:
+    """A failure that is understood, and is no fault of packed caches.
+
+    Attributes:
+        test: a part of the names of the tests.
+        message: a pattern that the message of the failure matches.
+        reason: why the tests fail.
+    """
+
+    test: str
+    message: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Way:
     """How tests run.
 
@@ -48,11 +63,13 @@ class Way:
         name: ``plain``, or how the caches of the tests become packed.
         patches: makes the patches of a project for a policy.
         policy: the policy of packed caches.
+        known: failures that are understood. The page names them.
     """
 
     name: str
     patches: Patches
     policy: str = LOSSLESS
+    known: tuple[Known, ...] = ()
 
     @property
     def is_lossy(self) -> bool:

@@ -173,7 +173,7 @@ def test_a_missing_checkout_is_named(tmp_path: Path) -> None:
 
 def test_the_page_shows_failures_and_empty_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Verdict(
-        "a", "config, float32", 3, 3, 3, {}, 2, 4, 0, 6, 1, {"not cached": 2}, {}, {"torch": "2.13.0"}, "2026-01-01"
+        "a", "config, float32", 3, 3, 3, {}, {}, 2, 4, 0, 6, 1, {"not cached": 2}, {}, {"torch": "2.13.0"}, "2026-01-01"
     )
     bad = Verdict("b", "config, float32", 3, 3, 2, {"m.py::test_x": "E: no"}, date="2026-01-01")
     path = tmp_path / "outside.json"

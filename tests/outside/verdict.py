@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outside.plugin import Known
 from outside.running import TestRun
 
 
@@ -22,6 +24,7 @@ class Verdict:
         passed_plain: how many of them pass plainly.
         passed: how many of those that pass plainly pass on packed caches, too.
         broken: the tests that pass plainly only -> the message of their failure.
+        known: other tests that pass plainly only -> why this is no fault of packed caches.
         reached: how many tests used packed caches.
         packed_caches: how many packed caches were made in place of plain ones, by ways that compile nothing.
         sites: how many attention sites of compiled graphs were rewritten, over all tests.
@@ -39,6 +42,7 @@ class Verdict:
     passed_plain: int = 0
     passed: int = 0
     broken: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
     reached: int = 0
     packed_caches: int = 0
     sites: int = 0
@@ -66,7 +70,9 @@ class Verdict:
         return dataclasses.asdict(self)
 
 
-def compare(judge: str, way: str, plain: Mapping[str, TestRun], packed: Mapping[str, TestRun]) -> Verdict:
+def compare(
+    judge: str, way: str, plain: Mapping[str, TestRun], packed: Mapping[str, TestRun], known: Sequence[Known] = ()
+) -> Verdict:
     """The verdict of tests that ran plainly and packed. A test that did not run packed counts as broken."""
     passed_plain = [test for test, run in plain.items() if run.outcome == "passed"]
     broken = {
@@ -75,6 +81,14 @@ def compare(judge: str, way: str, plain: Mapping[str, TestRun], packed: Mapping[
         if test not in packed or packed[test].outcome != "passed"
     }
     broken |= {test: run.message for test, run in packed.items() if test not in plain and run.outcome != "passed"}
+    failed = set(broken)
+    understood = {
+        test: one.reason
+        for one in known
+        for test, message in broken.items()
+        if one.test in test and re.search(one.message, message)
+    }
+    broken = {test: message for test, message in broken.items() if test not in understood}
     refused: Counter[str] = Counter()
     because: Counter[str] = Counter()
     for run in packed.values():
@@ -85,8 +99,9 @@ def compare(judge: str, way: str, plain: Mapping[str, TestRun], packed: Mapping[
         way=way,
         tests=sum(run.outcome != "skipped" for run in plain.values()),
         passed_plain=len(passed_plain),
-        passed=sum(test not in broken for test in passed_plain),
+        passed=sum(test not in failed for test in passed_plain),
         broken=broken,
+        known=understood,
         reached=sum(run.packed_calls > 0 or run.packed_caches > 0 for run in packed.values()),
         packed_caches=sum(run.packed_caches for run in packed.values()),
         sites=sum(run.sites for run in packed.values()),

@@ -20,9 +20,18 @@ from unittest import mock
 import kvcompile
 from kvcompile.caches import requests
 from kvcompile.generation import Generation
-from outside.plugin import LOSSLESS, Way, packed_caches
+from outside.plugin import LOSSLESS, Known, Way, packed_caches
 
 Patch = AbstractContextManager[Any]
+
+_KNOWN = (
+    Known(
+        "test_assisted_decoding",
+        r"Lists differ: \[torch\.Size",
+        "Transformers cuts the attentions of assisted decoding to the tokens so far, because it makes no static cache "
+        "for it; the test expects attentions as wide as the static cache that kvcompile.compile makes",
+    ),
+)
 
 
 def by_config(policy: str = LOSSLESS) -> Way:
@@ -30,7 +39,7 @@ def by_config(policy: str = LOSSLESS) -> Way:
 
 
 def by_compile(policy: str = LOSSLESS) -> Way:
-    return Way("compile", _compile, policy)
+    return Way("compile", _compile, policy, _KNOWN)
 
 
 def by_packing(policy: str = LOSSLESS) -> Way:
@@ -87,8 +96,7 @@ def _compile(policy: str) -> Iterator[Patch]:
         return self.generate(*args, **kwargs)
 
     yield _with_backend("aot_eager")
-    yield mock.patch.object(requests, "BLOCK_TOKENS", 1)
-    yield mock.patch.object(requests, "num_blocks", lambda num_tokens: num_tokens)
+    yield mock.patch.object(requests, "room_for", lambda num_tokens, room=0: num_tokens)
     yield mock.patch.object(GenerationMixin, "generate", compiled_generate)
 
 
