@@ -30,6 +30,7 @@ class Judge:
         plain: how the tests run for comparison.
         ways: how they run on packed caches.
         marked: only tests with one of these marks run; without marks, all.
+        keywords: only tests that match this expression of pytest's option ``-k`` run; if empty, all.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Judge:
     plain: Way
     ways: tuple[Way, ...]
     marked: tuple[str, ...] = ()
+    keywords: str = ""
 
     def verdicts(self, sources: Path, logs: Path | None = None) -> Iterator[Verdict]:
         """Run the tests plainly, and then in each way. A test that breaks runs once more in both."""
@@ -54,7 +56,7 @@ class Judge:
         self, sources: Path, way: Way, logs: Path | None, named: frozenset[str] = frozenset()
     ) -> dict[str, TestRun]:
         log = logs / f"{self.name}, {way}.txt".replace("/", " ") if logs is not None else None
-        return run_module(sources / self.source, self.path, way, self.marked, named, log)
+        return run_module(sources / self.source, self.path, way, self.marked, named, self.keywords, log)
 
 
 CACHE_TESTS = (
@@ -63,13 +65,11 @@ CACHE_TESTS = (
         Judge(f"torchtune, {Path(path).stem}", "torchtune", f"tests/torchtune/{path}", TORCHTUNE.plain(), ways)
         for path, ways in (
             ("modules/test_kv_cache.py", (TORCHTUNE.by_packing(),)),
-            ("modules/test_attention.py", (TORCHTUNE.by_packing(),)),
-            ("modules/test_transformer_decoder.py", (TORCHTUNE.by_packing(), TORCHTUNE.by_compile())),
             ("generation/test_generation.py", (TORCHTUNE.by_packing(), TORCHTUNE.by_compile())),
         )
     ),
     *(
-        Judge(f"litgpt, {path}", "litgpt", f"tests/{path}.py", LITGPT.plain(), ways)
+        Judge(f"litgpt, {path}", "litgpt", f"tests/{path}.py", LITGPT.plain(), ways, keywords="cache or input_pos")
         for path, ways in (
             ("test_multihead_latent_attention", (LITGPT.by_packing(),)),
             ("test_model", (LITGPT.by_packing(), LITGPT.by_compile())),

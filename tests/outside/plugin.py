@@ -101,6 +101,10 @@ class Plugin:
         is_marked = not self.marked or any(item.get_closest_marker(mark) for mark in self.marked)
         return is_marked and (not self.named or item.nodeid in self.named)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        packed_caches.clear()  # before fixtures, which may make caches
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Run the test with random numbers that its name determines, and count what becomes of attention."""
@@ -108,7 +112,6 @@ class Plugin:
         for set_seed in (torch.manual_seed, numpy.random.seed, random.seed):
             set_seed(seed)
         torch._dynamo.reset()
-        packed_caches.clear()
         with kvcompile.collect_reports() as report:
             item.stash[_REPORT] = report
             return (yield)
@@ -153,7 +156,8 @@ def prepared(way: Way) -> Iterator[None]:
         recompilations = logging.getLogger("torch._dynamo.guards.__recompiles_verbose")
         recompilations.addFilter(no_packing := ReportsNoPacking())
         patches.callback(recompilations.removeFilter, no_packing)
-        for patch in (running_node_by_node(operators=True), *way.patches(way.policy)):
+        patches.enter_context(running_node_by_node(operators=True))
+        for patch in way.patches(way.policy):  # a later patch may need an earlier one
             patches.enter_context(patch)
         if way.is_lossy:
             for patch in _within_bound():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ def run_module(
     way: Way,
     marked: tuple[str, ...] = (),
     named: frozenset[str] = frozenset(),
+    keywords: str = "",
     log: Path | None = None,
 ) -> dict[str, TestRun]:
     """Run the tests of a module, by name. A test that kills its process is ``crashed``, and later ones do not run.
@@ -65,12 +67,13 @@ def run_module(
         way: how the tests run.
         marked: only tests with one of these marks run; without marks, all.
         named: only these tests run; without names, all.
+        keywords: only tests that match this expression of pytest's option ``-k`` run; if empty, all.
         log: the file for the output of pytest.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         plugin = Plugin(way, results, marked, named)
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(root, module, plugin, log))
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(root, module, plugin, keywords, log))
         process.start()
         process.join(TIMEOUT)
         if process.is_alive():
@@ -84,12 +87,13 @@ def run_module(
     return runs
 
 
-def _run(root: Path, module: str, plugin: Plugin, log: Path | None) -> None:
+def _run(root: Path, module: str, plugin: Plugin, keywords: str, log: Path | None) -> None:
     os.chdir(root)
+    sys.path.insert(0, str(root))  # the project's own code, not an installed package of the same name
     output = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    options: list[Any] = ["-p", "no:cacheprovider", "-q", "-o", "addopts=", "--rootdir", str(root)]
+    options: list[Any] = ["-p", "no:cacheprovider", "-q", "-k", keywords, "--rootdir", str(root)]
     with prepared(plugin.way):
         code = pytest.main([*options, module], plugins=[plugin])
     os._exit(int(code) if code != pytest.ExitCode.NO_TESTS_COLLECTED else 0)  # threads of compilers are not waited for
