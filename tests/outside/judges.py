@@ -65,7 +65,7 @@ CACHE_TESTS = (
         Judge(f"torchtune, {Path(path).stem}", "torchtune", f"tests/torchtune/{path}", TORCHTUNE.plain(), ways)
         for path, ways in (
             ("modules/test_kv_cache.py", (TORCHTUNE.by_packing(),)),
-            ("generation/test_generation.py", (TORCHTUNE.by_packing(), TORCHTUNE.by_compile())),
+            ("generation/test_generation.py", (TORCHTUNE.by_packing(),)),
         )
     ),
     *(

@@ -31,4 +31,4 @@ def versions(sources: Path, project: str) -> dict[str, str]:
     """
     commit = sources / project / "COMMIT"
     found = {name: importlib.metadata.version(name).split("+")[0] for name in ("torch", "transformers")}
-    return found | ({project: commit.read_text(encoding="utf-8").strip()} if commit.exists() else {})
+    return found | ({f"checkout of {project}": commit.read_text(encoding="utf-8").strip()} if commit.exists() else {})
