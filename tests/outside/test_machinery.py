@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outside import loops, sources
-from outside.plugin import LOSSLESS, ReportsNoPacking, prepared
+from outside.plugin import ReportsNoPacking, prepared
 from outside.reference_models import Compile, Reference
 from outside.running import TestRun, run_module
 from outside.verdict import Verdict, compare
@@ -183,4 +183,8 @@ def test_the_page_shows_failures_and_empty_judges(tmp_path: Path, monkeypatch: p
     assert "6 tests and models pass plainly, and 5 of these pass packed.\n1 runs are empty judges" in text
     assert "| a | config, float32 | 3 | 3 | 2 | 0 | 6 of 7 | [1] |" in text
     assert "1. not cached\n2. `test_x`: E: no" in text
-    assert LOSSLESS == "float32"
+
+
+def test_the_page_has_the_text_of_the_program() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
+    assert page.endswith(outside_parts.section())
