@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
+import outside_parts
 import torch
 import transformers
 from sweep_case import MAX_ERROR, NO_ATTENTION, NOT_BUILT, STEPS, CacheKind, CaseResult, Implementation, run_case
@@ -282,7 +283,8 @@ def main(arguments: list[str] | None = None) -> None:
         data: dict[str, Any] = {n: [case.to_dict() for case in found] for n, found in sorted(results.items())}
         store.write_text(json.dumps({"versions": versions(), "cases": data}, indent=1) + "\n", encoding="utf-8")
         not_run = [name for name in sorted(model_types()) if name not in results]
-        (options.folder / "coverage.md").write_text(page(results, versions(), not_run), encoding="utf-8")
+        text = page(results, versions(), not_run) + outside_parts.section()
+        (options.folder / "coverage.md").write_text(text, encoding="utf-8")
     if any(problems(cases) for cases in results.values()):
         sys.exit(1)
 

@@ -35,6 +35,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th of the selected tests, from the K-th")
+    parser.addoption("--outside-sources", metavar="DIR", help="checkouts of other projects, for tests marked outside")
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks

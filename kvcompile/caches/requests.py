@@ -41,7 +41,7 @@ class RequestCaches:
         Raises:
             PolicyError, KVCompileError: see :func:`kvcompile.static_cache`.
         """
-        num_tokens = num_blocks(num_tokens) * BLOCK_TOKENS
+        num_tokens = room_for(num_tokens)
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None and self._serves(kept, batch_size, num_tokens):
@@ -62,6 +62,11 @@ class RequestCaches:
         keys, parameter = packed_layers(cache)[0].keys, next(self._model.parameters())
         is_alike = (keys.shape[0], keys.device, keys.dtype) == (batch_size, parameter.device, parameter.dtype)
         return is_alike and keys.shape[2] >= num_tokens
+
+
+def room_for(num_tokens: int, room: int = 0) -> int:
+    """How many tokens get room in a cache that needs ``num_tokens``, or that grows to as many from ``room``."""
+    return num_blocks(max(num_tokens, room * 3 // 2)) * BLOCK_TOKENS
 
 
 def hand_out(cache: Any) -> None:
@@ -105,7 +110,7 @@ def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
             f"generate: past_key_values has room for {room} tokens, this request may need {needed}, and a cache with "
             "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
         )
-    longer = num_blocks(max(needed, room * 3 // 2)) * BLOCK_TOKENS
+    longer = room_for(needed, room)
     layer: Any
     for layer in filter(_is_static, cache.layers):
         for name in ("keys", "values"):
