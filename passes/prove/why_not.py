@@ -55,12 +55,12 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
 
 
 def is_joined(root: Node) -> bool:
-    """Whether ``root`` concatenates tensors of which more than one is an input, a state of one, or returned."""
+    """Whether ``root`` concatenates several caches: different inputs, states of them, or returned tensors."""
     if root.target is not aten.cat.default:
         return False
     kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
     states = map(states_of, root.args[0])
-    return sum(some[0].op == "placeholder" or not kept.isdisjoint(some) for some in states) > 1
+    return len({some[0] for some in states if some[0].op == "placeholder" or not kept.isdisjoint(some)}) > 1
 
 
 def _is_copied_back(root: Node) -> bool:

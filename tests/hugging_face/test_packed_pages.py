@@ -13,6 +13,7 @@ from kvcompile import OptionsError, PolicyError, collect_reports
 from kvcompile.compat.continuous_batching import allocator_classes
 
 transformers = pytest.importorskip("transformers")
+from cheaper_compilation import skip_present_objects_in_collections  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 
@@ -56,6 +57,12 @@ def one_by_one(model: Any, prompts: list[list[int]] = PROMPTS, max_new_tokens: i
 
 def packed(policy: Any = LOSSLESS, **changes: Any) -> Any:
     return kvcompile.compile(tiny_llama(**changes), policy=policy, on_unsupported="error")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_collections() -> None:
+    """Transformers collects garbage at the start and at the end of a run. The objects of earlier tests take longest."""
+    skip_present_objects_in_collections()
 
 
 @pytest.fixture

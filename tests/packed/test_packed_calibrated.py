@@ -174,10 +174,11 @@ EXACT = {"sink_tokens": 64, "residual_length": 64}
 @pytest.mark.parametrize(
     ("dtype", "extra", "generated"),
     [
-        ("transform_6665", {}, True),
+        ("transform_6665", {}, False),
         ("transform_6665", EXACT, False),
         ("turboquant_4bit_nc_mean", {}, False),
         ("turboquant_4bit_nc_mean", EXACT, False),
+        pytest.param("transform_6665", {}, True, marks=pytest.mark.slow),
         pytest.param("transform_6665", EXACT, True, marks=pytest.mark.slow),
         pytest.param("turboquant_4bit_nc_mean", {}, True, marks=pytest.mark.slow),
         pytest.param("turboquant_4bit_nc_mean", EXACT, True, marks=pytest.mark.slow),
