@@ -257,7 +257,12 @@ class Generation:
 
 
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the prompt repeats the tokens in the cache. Its attention mask is then as long as the prompt."""
+    """Whether the prompt repeats the tokens in the cache.
+
+    Token ids do if their attention mask is as long as they are. Embeddings always do.
+    """
+    if model_kwargs.get("inputs_embeds") is not None:
+        return True
     mask = model_kwargs.get("attention_mask")
     mask_length = mask.shape[1] if mask is not None else mask_length_of(config)
     return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens

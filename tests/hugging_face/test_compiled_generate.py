@@ -251,6 +251,18 @@ def test_a_returned_cache_is_the_callers_and_grows_with_the_conversation(policy:
     assert cache.layers[0].keys.shape[2] >= first.sequences.shape[1] - 1
 
 
+def test_embeddings_of_the_whole_conversation_need_no_room_on_top_of_it() -> None:
+    model, plain = compiled_llama(), tiny_llama(num_layers=1)
+    prompt = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    cache = kvcompile.static_cache(plain, 1, 64, LOSSLESS)
+    first = generated(model, inputs=prompt, past_key_values=cache, max_new_tokens=10)
+    again = {"inputs_embeds": plain.get_input_embeddings()(first), "max_new_tokens": 10}
+    assert torch.equal(
+        generated(model, inputs=None, past_key_values=cache, **again), generated(plain, inputs=None, **again)
+    )
+    assert cache.layers[0].keys.shape[2] == 64
+
+
 def test_a_cache_that_is_long_enough_is_not_extended_and_one_without_its_past_in_the_prompt_is() -> None:
     model, plain = compiled_llama(), tiny_llama(num_layers=1)
     prompt = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(1))
