@@ -55,12 +55,13 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
 
 
 def is_joined(root: Node) -> bool:
-    """Whether ``root`` concatenates several caches: different inputs, states of them, or returned tensors."""
+    """Whether ``root`` concatenates a cache, which the graph writes or returns, with another input or cache."""
     if root.target is not aten.cat.default:
         return False
     kept = {node for node in root.graph.output_node().args[0] if isinstance(node, Node)}
-    states = map(states_of, root.args[0])
-    return len({some[0] for some in states if some[0].op == "placeholder" or not kept.isdisjoint(some)}) > 1
+    parts = [states for states in map(states_of, root.args[0]) if states[0].op == "placeholder" or kept & {*states}]
+    has_cache = any(node.target in WRITE_OPS or node in kept for states in parts for node in states)
+    return has_cache and len({states[0] for states in parts}) > 1
 
 
 def _is_copied_back(root: Node) -> bool:
