@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
+from kvcompile.kernels.layout.axes import sizes_by_axis
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
@@ -102,19 +103,12 @@ def _refusal(plain: Tensor, reason: str) -> AdoptionError:
 
 def _why_not_packable(plain: Tensor, stack_dims: int, layout: PackedLayout, axes: str) -> str | None:
     """Why ``layout`` cannot store the caches in ``plain``, whose first ``stack_dims`` dimensions are stacked."""
-    has_dims = plain.dim() == stack_dims + len(axes) and _holds_heads(plain, layout, axes)
+    has_dims = sizes_by_axis(plain.shape[stack_dims:], axes, layout.head_dim) is not None
     if not has_dims or not plain.is_floating_point():
         return f"it is not a {len(axes)}-dimensional floating-point cache of head_dim {layout.head_dim}"
     if (reason := layout.unsupported(plain.dtype)) is not None:
         return f"format {layout.spec}: {reason}"
     return None
-
-
-def _holds_heads(plain: Tensor, layout: PackedLayout, axes: str) -> bool:
-    """Whether the channels of ``plain`` are those of one head, or of all heads where ``axes`` says so."""
-    if "m" in axes:
-        return plain.shape[axes.index("m") - len(axes)] % layout.head_dim == 0
-    return plain.shape[axes.index("d") - len(axes)] == layout.head_dim
 
 
 def _why_not_plain(plain: Tensor) -> str | None:

@@ -68,8 +68,10 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     Returns:
         The result of ``fn``, with nodes in place of tensors.
     """
-    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbol_nodes(graph).values()]
-    traced, is_copy = traced_once(graph, fn, args)
+    # All symbols of the graph are inputs of the trace, so that it can express any size that ``fn`` uses.
+    symbols = symbol_nodes(graph).values()
+    nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols]
+    traced, is_copy = (_traced(graph, fn, args, nodes), False) if symbols else traced_once(graph, fn, args)
     return insert_operations(graph, traced, nodes, new_values=is_copy)
 
 
@@ -97,17 +99,15 @@ def insert_operations(graph: Graph, traced: Graph, nodes: Sequence[Node], *, new
 
 
 def traced_once(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, bool]:
-    """The graph of ``fn(*args)``, and whether an earlier call for ``graph`` has traced it.
+    """The graph of ``fn(*args)``, and whether an earlier call for ``graph``, which has no symbols, has traced it.
 
-    Its placeholders stand for the nodes in ``args``. The symbols of ``graph`` follow, so that any size that ``fn`` uses
-    can be expressed.
+    Its placeholders stand for the nodes in ``args``.
     """
-    symbols = symbol_nodes(graph)
-    key = None if symbols else _key_of(fn, args)
+    key = _key_of(fn, args)
     known = _TRACES.setdefault(graph, {})
     if key in known:
         return known[key], True
-    traced = _traced(graph, fn, args, [*(arg for arg in args if isinstance(arg, Node)), *symbols.values()])
+    traced = _traced(graph, fn, args, [arg for arg in args if isinstance(arg, Node)])
     if key is not None:
         known[key] = traced
     return traced, False

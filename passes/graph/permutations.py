@@ -1,9 +1,6 @@
-"""The order of a cache's dimensions: one letter for each dimension of the tensor.
+"""How the nodes of a graph change the order of a cache's dimensions.
 
-``b`` is the sequence of the batch, ``h`` the KV head, ``t`` the token and ``d`` the channel. ``bhtd`` is [batch,
-num_kv_heads, tokens, head_dim], ``tbhd`` is [tokens, batch, num_kv_heads, head_dim], and transposed keys are ``bhdt``.
-A cache of three dimensions lacks the dimension of its only head, as ``btd``, or of its only sequence, as ``htd``. A
-pool of slots that any sequence may own is ``thd``. If its slots lie in blocks, ``n``, it is ``nthd`` or ``nhtd``.
+An order is a text with one letter for each dimension (:mod:`kvcompile.kernels.layout.axes`).
 """
 
 from __future__ import annotations

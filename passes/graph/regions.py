@@ -81,16 +81,21 @@ def _like(value: Tensor) -> Tensor:
 
 
 def expand_regions(gm: GraphModule) -> None:
-    """Replace every call of a region by its operations, and compute equal values once."""
-    for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph):
-        region = call.args[1]
-        if isinstance(region, str) and region.startswith(_PREFIX):
-            with gm.graph.inserting_before(call):
-                outputs = insert_operations(gm.graph, getattr(gm, region).graph, call.args[2:], new_values=True)
-            for result in list(call.users):
-                result.replace_all_uses_with(outputs[result.args[1]])
-                gm.graph.erase_node(result)
-            gm.graph.erase_node(call)
+    """Replace every call of a region by its operations, and compute equal values once.
+
+    A graph without a region stays unchanged.
+    """
+    calls = gm.graph.find_nodes(op="call_function", target=invoke_subgraph)
+    calls = [call for call in calls if str(call.args[1]).startswith(_PREFIX)]
+    if not calls:
+        return
+    for call in calls:
+        with gm.graph.inserting_before(call):
+            outputs = insert_operations(gm.graph, getattr(gm, call.args[1]).graph, call.args[2:], new_values=True)
+        for result in list(call.users):
+            result.replace_all_uses_with(outputs[result.args[1]])
+            gm.graph.erase_node(result)
+        gm.graph.erase_node(call)
     gm.graph.eliminate_dead_code()
     gm.delete_all_unused_submodules()
     gm.graph = fx_graph_cse(gm.graph)

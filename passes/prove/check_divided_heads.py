@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from kvcompile.passes.canonical.divide_heads import DividedHeads
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.reads import channels_not_last
-from kvcompile.passes.refusal import Refusal
 
 
 def check_divided_heads(candidates: Sequence[Candidate], divided: DividedHeads) -> None:
     """Refuse each accepted site with a cache in ``divided`` whose order does not end in heads and channels."""
     changed = {*divided.inputs, *divided.outputs.values()}
     for candidate in candidates:
-        try:
-            for cache in candidate.caches if candidate.accepted else ():
-                if (cache.base in changed or cache.returned in changed) and not cache.axes.endswith("hd"):
-                    raise channels_not_last(cache.base, cache.role, "several heads")
-        except Refusal as refusal:
-            candidate.site.refuse(refusal)
+        caches = candidate.caches if candidate.accepted else ()
+        for cache in caches:
+            if (cache.base in changed or cache.returned in changed) and not cache.axes.endswith("hd"):
+                candidate.site.refuse(channels_not_last(cache.base, cache.role, "several heads"))
+                break

@@ -26,6 +26,7 @@ import torch
 from node_by_node import running_node_by_node
 
 import kvcompile
+from kvcompile.kernels.layout.packed_layout import Role
 from kvcompile.report.data import modules_by_reason, outcome
 
 LOSSLESS = "float32"
@@ -165,18 +166,15 @@ def prepared(way: Way) -> Iterator[None]:
         yield
 
 
-def _with_backend(backend: Any) -> Iterator[Any]:
-    """Give every ``CompileConfig`` with the default backend another one."""
-    from transformers import CompileConfig
-
-    init = CompileConfig.__init__
-
-    def with_backend(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.backend == "inductor":
-            self.backend, self.mode = backend, None
-
-    yield mock.patch.object(CompileConfig, "__init__", with_backend)
+def packed_in_place_of(plain: Any, role: Role, policy: str) -> Any:
+    """A packed cache of zeros in place of a plain cache; the plain one, if the format cannot hold it."""
+    formats = kvcompile.Policy.load(policy).formats_for("", 0, 1)
+    assert formats is not None, "the policy packs every layer"
+    layout = formats.layout(role, plain.shape[-1], plain.dtype)
+    if layout.unsupported(plain.dtype) is not None:
+        return plain
+    packed_caches["made"] += 1
+    return kvcompile.PackedTensor.zeros(plain.shape, plain.dtype, layout, device=plain.device)
 
 
 class ReportsNoPacking(logging.Filter):

@@ -15,7 +15,7 @@ from unittest import mock
 
 import kvcompile
 from kvcompile.kernels.layout.packed_layout import Role
-from outside.plugin import LOSSLESS, Way, packed_caches
+from outside.plugin import LOSSLESS, Way, packed_in_place_of
 from outside.stand_ins import stand_ins
 
 Patch = AbstractContextManager[Any]
@@ -58,7 +58,7 @@ class Classes:
         def packed_init(module: Any, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
             for name, role in self.buffers:
-                module._buffers[name] = _packed(module._buffers[name], role, policy)
+                module._buffers[name] = packed_in_place_of(module._buffers[name], role, policy)
 
         yield mock.patch.object(cache, "__init__", packed_init)
 
@@ -72,17 +72,6 @@ class Classes:
             module.compile(backend=kvcompile.kvquant(policy=policy, on_unsupported="ignore"))
 
         yield mock.patch.object(model, self.set_up, set_up_and_compile)
-
-
-def _packed(plain: Any, role: Role, policy: str) -> Any:
-    """A packed cache in place of a plain one of zeros; the plain one, if the format cannot hold it."""
-    formats = kvcompile.Policy.load(policy).formats_for("", 0, 1)
-    assert formats is not None, "the policy packs every layer"
-    layout = formats.layout(role, plain.shape[-1], plain.dtype)
-    if layout.unsupported(plain.dtype) is not None:
-        return plain
-    packed_caches["made"] += 1
-    return kvcompile.PackedTensor.zeros(plain.shape, plain.dtype, layout, device=plain.device)
 
 
 TORCHTUNE = Classes(

@@ -20,7 +20,7 @@ from unittest import mock
 import kvcompile
 from kvcompile.caches import requests
 from kvcompile.generation import Generation
-from outside.plugin import LOSSLESS, Known, Way, packed_caches
+from outside.plugin import LOSSLESS, Known, Way, packed_in_place_of
 
 Patch = AbstractContextManager[Any]
 
@@ -104,16 +104,11 @@ def _packing(policy: str) -> Iterator[Patch]:
     from transformers.cache_utils import StaticLayer
 
     initialize = StaticLayer.lazy_initialization
-    formats = kvcompile.Policy.load(policy).formats_for("", 0, 1)
-    assert formats is not None, "the policy packs every layer"
 
     def packed_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        for name, role in (("keys", "key"), ("values", "value")):
-            plain = getattr(self, name)
-            layout = formats.layout(role, plain.shape[-1], plain.dtype)
-            if type(self) is StaticLayer and layout.unsupported(plain.dtype) is None:
-                setattr(self, name, kvcompile.PackedTensor.zeros(plain.shape, plain.dtype, layout, device=plain.device))
-                packed_caches["made"] += 1
+        if type(self) is StaticLayer:
+            self.keys = packed_in_place_of(self.keys, "key", policy)
+            self.values = packed_in_place_of(self.values, "value", policy)
 
     yield mock.patch.object(StaticLayer, "lazy_initialization", packed_initialization)
