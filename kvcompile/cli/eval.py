@@ -52,6 +52,12 @@ Promote = Annotated[
         help="Raise the formats of layers with outlier keys, and write the policy; takes one policy.",
     ),
 ]
+Recall = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Plant N numbers in the prefill of each window, and ask for them in the later steps."
+    ),
+]
 Output = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results there after every policy.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw quality against effective bits.")]
 
@@ -71,6 +77,7 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = None,
     layers: Layers = False,
+    recall: Recall = None,
     promote: Promote = None,
     output: Output = None,
     plot: Plot = None,
@@ -81,7 +88,9 @@ def evaluate(
     from kvcompile.evaluation.calibrate import Calibration
     from kvcompile.evaluation.errors import EvaluationError
     from kvcompile.evaluation.plot import check_plot, draw
+    from kvcompile.evaluation.recall import plant_numbers
     from kvcompile.evaluation.schedule import Schedule
+    from kvcompile.evaluation.text import encoder
     from kvcompile.policy.policy import Policy
     from kvcompile.policy.presets import preset_names
 
@@ -94,6 +103,8 @@ def evaluate(
         check_plot(plot)
     check_writable(output, plot, promote)
     subject, read = load(model, data, schedule, windows, device, dtype)
+    if recall is not None:
+        read = plant_numbers(read, recall, encoder(subject, model))
     if promote is not None:
         policy = parsed[0].model_copy(update={"key_outliers": "promote"})
         promote.write_text(Calibration(subject, read.windows[0], [policy]).promoted(policy).to_yaml(), "utf-8")
@@ -133,7 +144,16 @@ def _write(evaluation: Evaluation, output: Path | None) -> None:
 
 
 def _print(evaluation: Evaluation, with_layers: bool) -> None:
-    from kvcompile.evaluation.results_text import EXACT_LEGEND, circumstances, exact_tokens, layers, legend, summary
+    from kvcompile.evaluation.results_text import (
+        EXACT_LEGEND,
+        RECALL_LEGEND,
+        circumstances,
+        exact_tokens,
+        layers,
+        legend,
+        recall,
+        summary,
+    )
 
     print_wrapped(circumstances(evaluation), indent=2)
     print(f"\n{summary(evaluation)}\n")
@@ -143,6 +163,9 @@ def _print(evaluation: Evaluation, with_layers: bool) -> None:
     if any(result.exact_tokens for result in evaluation.results):
         print(f"\n{exact_tokens(evaluation)}\n")
         print_wrapped(EXACT_LEGEND, indent=2)
+    if any(result.recalled for result in evaluation.results):
+        print(f"\n{recall(evaluation)}\n")
+        print_wrapped(RECALL_LEGEND, indent=2)
     for result in evaluation.results:
         for note in result.notes:
             print_wrapped(f"note: {result.policy}: {note}", indent=6)

@@ -18,6 +18,7 @@ from kvcompile.compat.transformers import with_cache
 from kvcompile.evaluation.attention_sites import tapped
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.models import running_eagerly, uncompiled
+from kvcompile.evaluation.recall import Recalled, recalled
 from kvcompile.evaluation.replay import CacheSize, Step, new_cache, replay
 from kvcompile.evaluation.results import Evaluation, PolicyResult, device_name
 from kvcompile.evaluation.step_comparison import StepComparison
@@ -222,7 +223,14 @@ class _Run:
             attention_errors=compared.attention.errors(),
             seconds=seconds,
             notes=tuple(notes),
+            recalled=self._recalled(compared, by_window),
         )
+
+    def _recalled(self, compared: StepComparison, divergence: torch.Tensor) -> tuple[Recalled, ...]:
+        if self.text.planted is None:
+            return ()
+        right, exact = (torch.cat(x).view_as(divergence) for x in (compared.right, compared.reference_right))
+        return recalled(self.text.planted, right, exact, divergence)
 
 
 def _standard_error(means: torch.Tensor) -> float:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kvcompile.evaluation.recall import Recalled
+
 
 @dataclass(frozen=True)
 class PolicyResult:
@@ -39,6 +41,7 @@ class PolicyResult:
         attention_errors: by module, the relative L2 error of its outputs, which contains the errors of earlier layers.
         seconds: the duration, most of it compilation.
         notes: the unpacked modules and the reasons.
+        recalled: by distance, the planted numbers that the model has retrieved; empty if the text has none.
     """
 
     policy: str
@@ -63,6 +66,7 @@ class PolicyResult:
     decode_divergence_error: float = math.nan
     unpacked_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    recalled: tuple[Recalled, ...] = ()
 
     @property
     def mean_attention_error(self) -> float:

@@ -27,6 +27,11 @@ EXACT_LEGEND = (
     "steps, with the standard error."
 )
 
+RECALL_LEGEND = (
+    "Planted numbers that the model retrieves, in percent, by the distance in tokens between a number and its answer; "
+    "below them, the divergence from the unquantized model at the digits, in nats."
+)
+
 SHORT = {"bits per byte": "bpb", "perplexity": "ppl"}
 
 
@@ -63,6 +68,24 @@ def exact_tokens(evaluation: Evaluation) -> str:
         for result in evaluation.results
     ]
     return table(header, rows)
+
+
+def recall(evaluation: Evaluation) -> str:
+    """The table of planted numbers that were retrieved, by distance."""
+    labels = _labels(evaluation)
+    distances = evaluation.results[0].recalled
+    header = ["retrieved", *(f"to {one.distance}" for one in distances)]
+    questions = ["questions", *(str(one.questions) for one in distances)]
+    reference = [f"none: {evaluation.dtype}", *(f"{100 * one.reference:.1f}" for one in distances)]
+    rows = [
+        [labels[result.policy], *(f"{100 * one.recalled:.1f}" for one in result.recalled)]
+        for result in evaluation.results
+    ]
+    divergences = [
+        [f"KL {labels[result.policy]}", *(short(one.divergence) for one in result.recalled)]
+        for result in evaluation.results
+    ]
+    return table(header, [questions, reference, *rows, *divergences])
 
 
 def _labels(evaluation: Evaluation) -> dict[str, str]:

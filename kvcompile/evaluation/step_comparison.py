@@ -28,6 +28,7 @@ class StepComparison:
         reference_nats: the reference's loss.
         divergence: Kullback-Leibler divergence of the model's prediction from the reference's, in nats.
         same_top: whether both models predict the same most likely token.
+        right, reference_right: whether the most likely token of the model, and of the reference, is the next token.
         attention: errors of the outputs of every attention module.
     """
 
@@ -35,6 +36,8 @@ class StepComparison:
     reference_nats: list[Tensor] = field(default_factory=list)
     divergence: list[Tensor] = field(default_factory=list)
     same_top: list[Tensor] = field(default_factory=list)
+    right: list[Tensor] = field(default_factory=list)
+    reference_right: list[Tensor] = field(default_factory=list)
     attention: RelativeErrors[str] = field(default_factory=lambda: RelativeErrors())
 
     def add(self, step: Step, reference: Step, targets: Tensor) -> None:
@@ -49,7 +52,10 @@ class StepComparison:
         self.nats.append(F.nll_loss(log_p, targets, reduction="none").cpu())
         self.reference_nats.append(F.nll_loss(exact, targets, reduction="none").cpu())
         self.divergence.append(_divergence(log_p, exact).cpu())
-        self.same_top.append((logits.argmax(-1) == reference_logits.argmax(-1)).cpu())
+        top, reference_top = logits.argmax(-1), reference_logits.argmax(-1)
+        self.same_top.append((top == reference_top).cpu())
+        self.right.append((top == targets).cpu())
+        self.reference_right.append((reference_top == targets).cpu())
 
 
 class RelativeErrors(Generic[K]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,20 @@ MAX_TEXT = 1 << 26
 
 
 @dataclass(frozen=True)
+class Planted:
+    """The planted numbers of a text, as tensors on the CPU.
+
+    Attributes:
+        question: int64 [num_windows, num_tokens], for each prediction of an answer's token the planted number that it
+            belongs to; -1 for all other predictions.
+        distance: int64 [num_windows, count], tokens between a planted number and its answer.
+    """
+
+    question: Tensor
+    distance: Tensor
+
+
+@dataclass(frozen=True)
 class Text:
     """Windows of a text, and the metric of its loss.
 
@@ -32,12 +47,14 @@ class Text:
         windows: int64 [num_windows, schedule.window_tokens].
         schedule: the steps in which a model reads a window.
         in_bytes: whether tokens are bytes.
+        planted: the numbers that :func:`kvcompile.evaluation.recall.plant_numbers` has planted; None without them.
     """
 
     source: str
     windows: Tensor
     schedule: Schedule
     in_bytes: bool
+    planted: Planted | None = None
 
     @property
     def metric(self) -> str:
@@ -102,11 +119,21 @@ def _tokens(data: bytes, model: Any, model_name: str) -> Tensor:
     """The tokens of a text, uint8 or int64 [n]."""
     if reads_bytes(model):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.tensor(encoder(model, model_name)(data.decode("utf-8", errors="replace")), dtype=torch.int64)
+
+
+def encoder(model: Any, model_name: str) -> Callable[[str], list[int]]:
+    """The function from a string to its tokens; the arguments are those of :func:`read_text`.
+
+    Raises:
+        EvaluationError: there is no tokenizer.
+    """
+    if reads_bytes(model):
+        return lambda string: list(string.encode())
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise EvaluationError(f"--model {model_name}: no tokenizer: {first_line(error)}") from error
-    text = data.decode("utf-8", errors="replace")
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    return lambda string: tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
