@@ -38,6 +38,9 @@ _ALONG = (
 )
 """Operators along one dimension, which must not be the last."""
 
+_RANK = 3
+"""The dimensions of a cache with merged heads."""
+
 
 @dataclass
 class DividedHeads:
@@ -58,6 +61,8 @@ def divide_heads(graph: Graph) -> DividedHeads:
     """Divide the caches of a functional graph with markers, in place."""
     divided = DividedHeads()
     for first, head_dim in _caches(graph).items():
+        if len(shape_of(first)) != _RANK:
+            continue  # it is a state of a cache that has been divided, or no cache with merged heads
         states = _states(first)
         if states is not None and (first.op == "placeholder" or not _outputs(graph).isdisjoint(states)):
             _Division(graph, head_dim, divided).run(first, states)
@@ -143,7 +148,7 @@ def _head_dim(root: Node, chain: tuple[Node, ...], operand: Node) -> int | None:
 
     None otherwise.
     """
-    if root.op == "output" or len(shape_of(root)) != 3 or len(shape_of(operand)) != 4:
+    if root.op == "output" or len(shape_of(root)) != _RANK or len(shape_of(operand)) != 4:
         return None
     index_map = follow(IndexMap.identity(shape_of(root)), *chain)
     if index_map is None or not isinstance(shape_of(root)[-1], int):

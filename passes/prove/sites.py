@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import with_graph_break
+from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.candidate import Candidate
@@ -58,3 +59,5 @@ def _check_shapes(marker: Marker) -> None:
     if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
         shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
         raise Refusal(Reason.unknown_mask, **shapes)
+    if has_unread_size(node for node in (marker.query, marker.mask) if node is not None):
+        raise Refusal(Reason.unrecognised, detail="a size of its query or mask is only known from the data of a step")
