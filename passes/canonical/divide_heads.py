@@ -157,9 +157,9 @@ def _head_dim(root: Node, chain: tuple[Node, ...], operand: Node) -> int | None:
     heads, channels = ([factor for factor in index_map.dims[dim] if factor.axis == last] for dim in (1, 3))
     if len(heads) != 1 or len(channels) != 1 or len(index_map.factors(last)) != 2:
         return None
-    size, head_dim = heads[0].size, channels[0].size
+    size, head_dim = heads[0].size, heads[0].step  # only the first channels of each head may be read
     whole = isinstance(size, int) and isinstance(head_dim, int) and size * head_dim == shape_of(root)[last]
-    in_order = channels[0].step == 1 and heads[0].step == head_dim and index_map.starts[last] == 0
+    in_order = channels[0].step == 1 and channels[0].size <= head_dim and index_map.starts[last] == 0
     return int(head_dim) if whole and in_order and size > 1 else None
 
 
