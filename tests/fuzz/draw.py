@@ -41,21 +41,8 @@ from fuzz.twists import OF_POOLS, TWISTS
 from fuzz.write_text import BY_INDEX, BY_START, FORMS, FROM_DATA, ONE_TOKEN, SHIFTS
 
 ORDERS = (
-    "bhtd",
-    "bthd",
-    "tbhd",
-    "btm",
-    "bhdt",
-    "htd",
-    "thd",
-    "btd",
-    "bdt",
-    "hdt",
-    "tbm",
-    "thbd",
-    "htbd",
-    "hbtd",
-    "hbdt",
+    *("bhtd", "bthd", "tbhd", "btm", "bhdt", "htd", "thd", "btd"),
+    *("bdt", "hdt", "tbm", "thbd", "htbd", "hbtd", "hbdt"),
 )
 AXES = {
     STATIC: ORDERS,
@@ -210,7 +197,7 @@ def programs(
         operators=draw(st.integers(0, 7)) < 7,  # traced meanings and symbols take twice as long to compile
         dynamic=draw(st.integers(0, 3)) == 3,
         starts_packed=draw(st.booleans()),  # then no graph is compiled for plain caches
-        again=tuple(draw(st.lists(_steps_with(tokens, actions), max_size=4))),
+        again=tuple(draw(st.lists(_steps_with(tokens, actions), max_size=8))),
     )
 
 

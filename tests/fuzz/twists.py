@@ -106,7 +106,8 @@ TWISTS = {
     # Other reads.
     "part_of_stored_read": Twist(after="extra{number} = {K}[..., 1:3] * 1.0", returns=True),
     "other_heads": Twist(
-        read="other = [x.transpose(1, 2).flatten(2).unflatten(2, (-1, {half})).transpose(1, 2) for x in (keys, values)]\n"
+        read="merged = [x.transpose(1, 2).flatten(2) for x in (keys, values)]\n"
+        "other = [x.unflatten(2, (-1, {half})).transpose(1, 2) for x in merged]\n"
         f"second = {_ATTEND}(q[..., :{{half}}].repeat(1, 2, 1, 1), *other, enable_gqa=True).mean()",
         after="out = out + second",
     ),
