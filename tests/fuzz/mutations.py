@@ -12,7 +12,8 @@ from fuzz.fault import Event, noting_calls
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import GROUPS, SEED, corner_programs
 from fuzz.oracle import Outcome
-from fuzz.probes import PROBES, Probe
+from fuzz.probe import Probe
+from fuzz.probes import PROBES
 from fuzz.program import Program
 from fuzz.search import run, search
 
