@@ -53,12 +53,12 @@ class Group:
 
 
 GROUPS = (
-    Group("static", programs(OF_FIXED_SIZE, twisted=False), 20),
-    Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 16),
-    Group("pools", programs(POOLS, twisted=False), 10),
-    Group("twisted", programs(OF_FIXED_SIZE, twisted=True), 28, is_safe=False),
-    Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 16, is_safe=False),
-    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 14),
+    Group("static", programs((*OF_FIXED_SIZE, READ_ONLY), twisted=False), 18),
+    Group("windows", programs((SHIFTING, *EXTENDED), twisted=False), 12),
+    Group("pools", programs(POOLS, twisted=False), 8),
+    Group("twisted", programs((*OF_FIXED_SIZE, READ_ONLY), twisted=True), 22, is_safe=False),
+    Group("twisted_others", programs((SHIFTING, *EXTENDED, *POOLS), twisted=True), 12, is_safe=False),
+    Group("lossy", programs((STATIC, *EXTENDED), twisted=False, lossy=True), 10),
 )
 
 SEED = 1

@@ -65,7 +65,11 @@ FAILING = (
 """The faults of probes that make compilation fail before the check."""
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.drive.__name__)
+@pytest.mark.parametrize(
+    "probe",
+    [pytest.param(probe, marks=[pytest.mark.slow] if place % 2 else []) for place, probe in enumerate(PROBES)],
+    ids=lambda probe: probe.drive.__name__,
+)
 def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
     (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
     with fault.planted():
@@ -76,7 +80,7 @@ def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
 
 def test_programs_without_a_fault_stay_packed() -> None:
     """A sample of the corner programs; all of them run so in the slow tests."""
-    _check(corner_programs()[::7])
+    _check(corner_programs()[::15])
 
 
 @pytest.mark.slow
