@@ -37,7 +37,7 @@ from fuzz.step_text import (
     STACKS,
     VALUES,
 )
-from fuzz.twists import OF_POOLS, TWISTS
+from fuzz.twists import OF_POOLS, SCATTERED, TWISTS
 from fuzz.write_text import BY_INDEX, BY_START, FORMS, FROM_DATA, ONE_TOKEN, SHIFTS
 
 ORDERS = (
@@ -138,6 +138,7 @@ def layers(
     if kind == WINDOW:
         value = replace(value, form=key.form)  # so that there are as many values as keys
     twists = [name for name in TWISTS if kind not in POOLS or name in OF_POOLS]
+    twists = [name for name in twists if "m" not in axes or name not in SCATTERED]
     safe = [name for name in twists if TWISTS[name].is_safe and (name != "written_twice" or kind in OF_FIXED_SIZE)]
     twist = draw(st.sampled_from(twists)) if has_twist else draw(usually("none", safe))
     return Layer(kind, axes, key, value, draw(st.booleans()), draw(attentions(kind, axes, sizes)), twist)

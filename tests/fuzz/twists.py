@@ -131,6 +131,9 @@ TWISTS = {
     "base_read": Twist(after="extra{number} = base.sum()", returns=True, needs_base=True),
 }
 
+SCATTERED = ("scattered_by_channel", "scattered_by_head")
+"""AOTAutograd cannot trace these twists of merged heads: the scattered view has no strides of a view of the cache."""
+
 OF_POOLS = ("none", "second_reader", "half_of_value", "returned", "summed", "old_values", "scaled", "scaled_after",
             "roles_swapped", "keys_are_values", "copied", "copied_after", "zeroed_before", "masked", "scaled_copy",
             "heads_reversed", "tail", "tokens_reversed")  # fmt: skip
