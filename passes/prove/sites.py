@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.modules import sites_of
@@ -14,6 +15,8 @@ from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.refusal import Reason, Refusal
 
+_FROM_DATA = "a size of its query, keys, values or mask is only known from the data of a step"
+
 
 def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
     """A candidate for every marker of ``gm``, with the caches that ``finder`` proves."""
@@ -23,6 +26,8 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
             _prove(finder, marker, candidate)
         except Refusal as refusal:
             candidate.site.refuse(with_graph_break(refusal, gm.graph))
+        except GuardOnDataDependentSymNode:  # a size decides, and only the data of a step determine it
+            candidate.site.refuse(Refusal(Reason.unrecognised, detail=_FROM_DATA))
     for candidate in candidates:
         if not candidate.accepted:
             continue
@@ -60,4 +65,4 @@ def _check_shapes(marker: Marker) -> None:
         shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
         raise Refusal(Reason.unknown_mask, **shapes)
     if has_unread_size(node for node in (marker.query, marker.mask) if node is not None):
-        raise Refusal(Reason.unrecognised, detail="a size of its query or mask is only known from the data of a step")
+        raise Refusal(Reason.unrecognised, detail=_FROM_DATA)

@@ -139,6 +139,14 @@ def read_to_the_end(q: Tensor, new: Tensor, past: list[Tensor], number: Tensor) 
     return torch.softmax(q @ keys.mT, -1) @ values
 
 
+def chosen_tokens(q: Tensor, new: Tensor, past: list[Tensor], number: Tensor) -> Any:
+    for x in past:
+        x[:, :3] = new
+    places = (torch.arange(past[0].shape[1]) <= number).nonzero()[:, 0]
+    keys, values = (x[:, places].transpose(1, 2) for x in past)
+    return torch.softmax(q @ keys.mT, -1) @ values
+
+
 def _number(data: Tensor, most: int) -> int:
     number = data.item()
     torch._check(number >= 1)
@@ -146,14 +154,26 @@ def _number(data: Tensor, most: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("step", [cut_and_extended, extended_by_some, new_rows, filled_to_the_end, read_to_the_end])
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        (cut_and_extended, "size_from_data"),
+        (extended_by_some, "size_from_data"),
+        (new_rows, "size_from_data"),
+        (filled_to_the_end, "size_from_data"),
+        (read_to_the_end, "size_from_data"),
+        (chosen_tokens, "unrecognised"),
+    ],
+)
 @one_graph
-def test_a_size_from_data_is_refused_and_the_result_stays_right(step: Callable[..., Any]) -> None:
-    run = torch.compile(step, backend="kvquant", options={"policy": "float32", "on_unsupported": "ignore"})
+def test_a_size_from_data_is_refused_and_the_result_stays_right(step: Callable[..., Any], code: str) -> None:
+    run = torch.compile(
+        step, backend="kvquant", fullgraph=True, options={"policy": "float32", "on_unsupported": "ignore"}
+    )
     past = [torch.randn(BATCH, 6, HEADS, HEAD_DIM) for _ in range(2)]
     for number in (2, 3):
         q, new = torch.randn(BATCH, HEADS, 1, HEAD_DIM), torch.randn(BATCH, 3, HEADS, HEAD_DIM)
         copies = [x.clone() for x in past]
         torch.testing.assert_close(run(q, new, past, torch.tensor(number)), step(q, new, copies, torch.tensor(number)))
         assert torch.equal(past[0], copies[0])
-    assert {site.reason_code for site in kvcompile.last_report().sites} == {"size_from_data"}
+    assert {site.reason_code for site in kvcompile.last_report().sites} == {code}

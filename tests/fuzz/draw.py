@@ -60,6 +60,9 @@ NOT_THROUGH_VIEWS = (*SHIFTS, "where", "functional", "sequence_by_sequence")
 NOT_DIVIDED = ("scatter_", "scatter", "index_put_", "index_put")
 """Writes of a cache with merged heads that are refused: by an index for each channel, or through a transposed view."""
 
+TOKENS_FIRST = ("index_put_", "index_put")
+"""Writes that bring tokens to the first dimension. Behind the channels of a transposed cache they are refused."""
+
 QUANTIZED_TWICE = ("where", "functional", "cat_twice")
 """Writes that one side carries out by quantizing the whole cache again: compiled code for two ``cat`` in a step, eager
 code for all others."""
@@ -78,6 +81,7 @@ def writes(draw: st.DrawFn, kind: str, axes: str, tokens: tuple[int, ...], twist
     forms = [form for form in forms if not lossy or form not in QUANTIZED_TWICE]
     forms = [form for form in forms if 0 not in tokens or form not in FROM_DATA]
     forms = [form for form in forms if twisted or "m" not in axes or form not in NOT_DIVIDED]
+    forms = [form for form in forms if twisted or axes[-1] != "t" or form not in TOKENS_FIRST]
     form = draw(st.sampled_from(forms))
     positions = draw(usually("given", POSITIONS)) if kind in OF_FIXED_SIZE and form not in BY_START else "given"
     if (positions == "negative" and form not in BY_INDEX) or (positions == "from_data" and 0 in tokens):
@@ -101,6 +105,7 @@ def attentions(draw: st.DrawFn, kind: str, axes: str, sizes: Sizes) -> Attention
     is_rank_3 = kind not in POOLS and axes in ("htd", "thd", "hdt")
     if form == "sdpa" and is_rank_3 and sizes.groups == 1 and mask not in ("padding", "bool_4", "alibi", "lowest"):
         form = draw(st.sampled_from(("sdpa", "rank_3")))
+    reads = [read for read in reads if form != "rank_3" or read != "sequences"]  # selected from a slice: refused
     return Attention(
         form=form,
         read=draw(usually("whole", reads)),
