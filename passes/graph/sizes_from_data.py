@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from kvcompile.compat.operators import read_number
 from kvcompile.passes.graph.aten import shape_of
 
 
@@ -37,5 +38,5 @@ def _symbols_of(node: Node) -> set[sympy.Symbol]:
 
 
 def _numbers_read(graph: Graph) -> set[sympy.Symbol]:
-    reads = graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default)
+    reads = graph.find_nodes(op="call_function", target=read_number)
     return {symbol for node in reads for symbol in free_unbacked_symbols(node.meta["val"])}
