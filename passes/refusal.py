@@ -90,6 +90,10 @@ class Reason(enum.Enum):
         "read the whole cache or neighbouring tokens (the same of keys and values), through views, and hide others "
         "with a mask",
     )
+    size_from_data = (
+        "its {role} cache has or gets a size, in {op}, that only the data of a step determine",
+        "take sizes from the shapes of inputs; a position may come from data (.item()), the number of tokens may not",
+    )
     channels_not_last = (
         "its {role} cache {source}, {shape}, ends neither in head_dim nor in [head_dim, tokens]: {detail}",
         "divide keys and values into heads before you cache them, and cache them in an order that ends in head_dim",

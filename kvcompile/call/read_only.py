@@ -6,6 +6,7 @@ The keys and values of an encoder are neither: they are computed once and read a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 _MARK = "_kvcompile_pack"
 _CACHE_RANKS = (3, 4)
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+"""A key in a name of Dynamo. It may have dots, which divide no attributes."""
 
 
 def pack_(owner: T) -> T:
@@ -64,7 +67,7 @@ def may_pack(value: Any, source: str) -> bool:
         return True
     if is_autograd_view(value) or not value.is_contiguous():
         return False
-    holder, _, attribute = source.rpartition(".")
+    holder, _, attribute = _STRING.sub("", source).rpartition(".")
     return bool(holder) and not attribute.startswith(("_parameters", "_buffers"))
 
 

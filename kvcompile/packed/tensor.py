@@ -34,7 +34,7 @@ from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blo
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tokens import launch_write, pack_in_chunks, read_packed, runs_kernels
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
-from kvcompile.packed.view_geometry import stride_of_clone
+from kvcompile.packed.view_geometry import laid_out_as, stride_of_clone
 
 CHANNELS = "dm"
 """Axes that hold channels."""
@@ -366,8 +366,7 @@ class PackedTensor(PackedSubclass):
         """
         x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)[:, :, self.start :]
         if self.data_is_traced:
-            x = self.from_stored_axes(x.contiguous())
-            return x.contiguous() if self.is_contiguous() else x
+            return laid_out_as(self, self.from_stored_axes(x.contiguous()))
         x, stride = self.from_stored_axes(x), stride_of_clone(self)
         is_clone = x.stride() == tuple(stride) and x.storage_offset() == 0  # `as_strided` counts from the storage
         return x if is_clone else x.new_empty_strided(self.shape, stride).copy_(x)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,18 @@ def geometry_of(x: Tensor) -> Tensor:
 def stride_of_clone(x: Tensor) -> tuple[int, ...]:
     """The strides of a clone of a plain tensor with the shape and strides of ``x`` (``torch.preserve_format``)."""
     return torch.empty_like(geometry_of(x)).stride()
+
+
+def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` with their dimensions in memory in the order of the dimensions of ``like``, in traced code.
+
+    Views of ``like`` are then views of ``values``, too. Strides whose order is not known keep their order.
+    """
+    stride = like.stride()
+
+    def compared(one: int, other: int) -> int:
+        is_inner, is_outer = stride[one] < stride[other], stride[one] > stride[other]
+        return int(statically_known_true(is_inner)) - int(statically_known_true(is_outer))
+
+    order = sorted(range(like.dim()), key=functools.cmp_to_key(compared))
+    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])

@@ -45,12 +45,17 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
     return cache.view_as_part(size, stride, packed, skipped=start * cache.stride(dim), **changes)
 
 
+def _is_from_data(index: int) -> bool:
+    """Whether only the data of a call determines a number."""
+    return isinstance(index, torch.SymInt) and bool(free_unbacked_symbols(index))
+
+
 def _clamp(index: int, extent: int) -> int:
     """A slice bound, clamped to 0 and ``extent`` by the rules of Python.
 
     A bound that only the data of a call determines must lie between them. The compiled graph checks it.
     """
-    if isinstance(index, torch.SymInt) and free_unbacked_symbols(index):
+    if _is_from_data(index):
         check(index >= 0)
         check(index <= extent)
         return index
@@ -68,6 +73,8 @@ def _token_range(
     """
     layout = cache.packed_layout
     begin = cache.start + start
+    if _is_from_data(begin) or _is_from_data(length):  # so that the number of blocks does not depend on data
+        return cache.view_as_part(size, stride, start=begin, ends_cache=False, **changes)
     first = begin // BLOCK_TOKENS if layout.residual is None else 0
     last = num_blocks(begin + length)
     if cache.growing:
@@ -83,15 +90,27 @@ def _token_range(
     )
 
 
+def _index(index: int, dim: int, extent: int) -> int:
+    """An index counted from the first.
+
+    An index that only the data of a call determines must count from the first. The compiled graph checks it.
+    """
+    if _is_from_data(index):
+        check(index >= 0)
+        check(index < extent)
+        return index
+    if not -extent <= index < extent:
+        raise IndexError(f"index {index} is out of range for dimension {dim} of size {extent}")
+    return index + extent if index < 0 else index
+
+
 @handles(PackedTensor, aten.select.int)
 def _select(cache: PackedTensor, dim: int, index: int) -> Any:
     dim = dim % cache.dim()
     axis = cache.axes[dim]
     if axis in CHANNELS:
         return NotImplemented
-    if not -cache.shape[dim] <= index < cache.shape[dim]:
-        raise IndexError(f"index {index} is out of range for dimension {dim} of size {cache.shape[dim]}")
-    index = index + cache.shape[dim] if index < 0 else index
+    index = _index(index, dim, cache.shape[dim])
     keep = [other for other in range(cache.dim()) if other != dim]
     geometry: dict[str, Any] = {
         "size": [cache.shape[other] for other in keep],

@@ -38,6 +38,9 @@ _ALONG = (
 )
 """Operators along one dimension, which must not be the last."""
 
+_RANK = 3
+"""The dimensions of a cache with merged heads."""
+
 
 @dataclass
 class DividedHeads:
@@ -58,6 +61,8 @@ def divide_heads(graph: Graph) -> DividedHeads:
     """Divide the caches of a functional graph with markers, in place."""
     divided = DividedHeads()
     for first, head_dim in _caches(graph).items():
+        if len(shape_of(first)) != _RANK:
+            continue  # it is a state of a cache that has been divided, or no cache with merged heads
         states = _states(first)
         if states is not None and (first.op == "placeholder" or not _outputs(graph).isdisjoint(states)):
             _Division(graph, head_dim, divided).run(first, states)
@@ -143,7 +148,7 @@ def _head_dim(root: Node, chain: tuple[Node, ...], operand: Node) -> int | None:
 
     None otherwise.
     """
-    if root.op == "output" or len(shape_of(root)) != 3 or len(shape_of(operand)) != 4:
+    if root.op == "output" or len(shape_of(root)) != _RANK or len(shape_of(operand)) != 4:
         return None
     index_map = follow(IndexMap.identity(shape_of(root)), *chain)
     if index_map is None or not isinstance(shape_of(root)[-1], int):
@@ -152,9 +157,9 @@ def _head_dim(root: Node, chain: tuple[Node, ...], operand: Node) -> int | None:
     heads, channels = ([factor for factor in index_map.dims[dim] if factor.axis == last] for dim in (1, 3))
     if len(heads) != 1 or len(channels) != 1 or len(index_map.factors(last)) != 2:
         return None
-    size, head_dim = heads[0].size, channels[0].size
+    size, head_dim = heads[0].size, heads[0].step  # only the first channels of each head may be read
     whole = isinstance(size, int) and isinstance(head_dim, int) and size * head_dim == shape_of(root)[last]
-    in_order = channels[0].step == 1 and heads[0].step == head_dim and index_map.starts[last] == 0
+    in_order = channels[0].step == 1 and channels[0].size <= head_dim and index_map.starts[last] == 0
     return int(head_dim) if whole and in_order and size > 1 else None
 
 

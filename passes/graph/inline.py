@@ -131,18 +131,20 @@ def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: 
 def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Equal for calls that trace the same operations; None if ``fn`` captures variables or takes other than constants.
 
-    Sizes must be numbers. A tensor is described by all that its operations may depend on.
+    Sizes must be numbers. A tensor is described by all that its operations may depend on, and by the first argument
+    that is the same tensor: the trace of a call with one tensor in two places has one input for both.
     """
     if not isinstance(fn, FunctionType) or fn.__closure__ is not None or fn.__kwdefaults__:
         return None
+    given = (*args, *(fn.__defaults__ or ()))
     described = []
-    for arg in (*args, *(fn.__defaults__ or ())):
+    for arg in given:
         value = arg.meta["val"] if isinstance(arg, Node) else arg
         if isinstance(value, torch.Tensor):
             value = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device)
         elif isinstance(value, torch.SymInt) or not isinstance(value, Hashable):
             return None
-        described.append((type(arg), value))
+        described.append((type(arg), value, next(place for place, other in enumerate(given) if other is arg)))
     return fn.__code__, tuple(described)
 
 

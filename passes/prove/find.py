@@ -37,6 +37,7 @@ from kvcompile.passes.graph.permutations import (
     repeats_sequence,
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
+from kvcompile.passes.graph.sizes_from_data import has_size_from_data
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
@@ -204,6 +205,9 @@ class CacheFinder:
             cache.returned = self._returned_as(read, axes)
         elif kind != "read-only":
             cache.kept, cache.returned = self._returned(read)
+        for state in filter(None, (base, cache.root, cache.returned)):
+            if has_size_from_data(state):
+                raise Refusal(Reason.size_from_data, role=role, op=operation(state))
         if cache.dtype not in _FLOATS:
             raise Refusal(Reason.unsupported_dtype, role=role, dtype=cache.dtype)
         if base.op == "placeholder":

@@ -58,6 +58,9 @@ def _layout(cache: Cache, formats: FormatPair | None, packed: PackedInput | None
             raise Refusal(Reason.packed_otherwise, role=cache.role, how="as other parts of a larger tensor")
         if packed.layout.role != cache.role:
             raise Refusal(Reason.packed_otherwise, role=cache.role, how=f"as a {packed.layout.role}")
+        if packed.layout.head_dim != cache.head_dim:
+            how = f"with heads of {packed.layout.head_dim} channels instead of {cache.head_dim}"
+            raise Refusal(Reason.packed_otherwise, role=cache.role, how=how)
         if packed.axes != cache.input_axes:
             how = f"with its dimensions in the order {packed.axes} instead of {cache.input_axes}"
             raise Refusal(Reason.packed_otherwise, role=cache.role, how=how)

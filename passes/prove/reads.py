@@ -21,6 +21,7 @@ from kvcompile.passes.graph.aten import CASTS, WRITE_OPS, Size, arguments, shape
 from kvcompile.passes.graph.index_map import Factor, IndexMap, follow
 from kvcompile.passes.graph.names import cache_name, operation, operations
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS
+from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.graph.states import first_state
 from kvcompile.passes.refusal import Reason, Refusal
 
@@ -92,6 +93,8 @@ def trace_read(operand: Node, stop: frozenset[Node], role: str) -> Read:
     index_map = _map_of_root(root)
     for node in chain:
         _check_cast(node, role)
+        if has_unread_size([node]):
+            raise Refusal(Reason.size_from_data, role=role, op=operation(node))
         viewed = _view_of_gathered(index_map, node) if gathers else follow(index_map, node)
         if viewed is None:
             raise Refusal(Reason.unknown_read, role=role, op=operation(node))

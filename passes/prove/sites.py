@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kvcompile.passes.graph.aten import shape_of
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import with_graph_break
+from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.prove.cache import ComputedAttention
 from kvcompile.passes.prove.candidate import Candidate
 from kvcompile.passes.prove.find import CacheFinder
 from kvcompile.passes.refusal import Reason, Refusal
+
+_FROM_DATA = "a size of its query, keys, values or mask is only known from the data of a step"
 
 
 def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
@@ -22,6 +26,8 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
             _prove(finder, marker, candidate)
         except Refusal as refusal:
             candidate.site.refuse(with_graph_break(refusal, gm.graph))
+        except GuardOnDataDependentSymNode:  # a size decides, and only the data of a step determine it
+            candidate.site.refuse(Refusal(Reason.unrecognised, detail=_FROM_DATA))
     for candidate in candidates:
         if not candidate.accepted:
             continue
@@ -58,3 +64,5 @@ def _check_shapes(marker: Marker) -> None:
     if marker.mask is not None and (len(shape_of(marker.mask)) > 4 or len(shape_of(marker.query)) != 4):
         shapes = {"mask": list(shape_of(marker.mask)), "query": list(shape_of(marker.query))}
         raise Refusal(Reason.unknown_mask, **shapes)
+    if has_unread_size(node for node in (marker.query, marker.mask) if node is not None):
+        raise Refusal(Reason.unrecognised, detail=_FROM_DATA)

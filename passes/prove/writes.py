@@ -47,6 +47,7 @@ from kvcompile.passes.graph.aten import arguments, same_sizes, shape_of, sliced_
 from kvcompile.passes.graph.cast_to_cache import converted
 from kvcompile.passes.graph.inline import inline, size_node
 from kvcompile.passes.graph.names import operation
+from kvcompile.passes.graph.sizes_from_data import has_unread_size
 from kvcompile.passes.refusal import Reason, Refusal
 
 aten = torch.ops.aten
@@ -93,6 +94,8 @@ def match_write(node: Node, axes: str, role: str) -> CacheWrite | None:
     """
     matcher = _MATCHERS.get(node.target) if node.op == "call_function" else None
     write = _with_later_sizes(lambda: matcher(node, axes, role)) if matcher else None
+    if write is not None and has_unread_size((node, *node.all_input_nodes, *write.own)):
+        raise Refusal(Reason.size_from_data, role=role, op=operation(node))
     if write is not None and _dtype(write.base) != _dtype(node):
         raise _refuse(node, role, f"it makes {_dtype(node)} of a cache of {_dtype(write.base)}")
     return write

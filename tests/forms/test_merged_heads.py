@@ -234,3 +234,40 @@ def test_other_uses_are_refused_and_stay_right(read: Callable[..., Tensor]) -> N
         assert type(cache) is Tensor
         assert torch.equal(cache, other)
     assert None not in [site.reason_code for site in kvcompile.last_report().sites]
+
+
+def test_new_rows_that_are_returned_twice_keep_the_shape_that_the_model_knows() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        k, v = k + 1, v + 1
+        copies = k.clone(), v.clone()
+        return attend(q, k, v) + attend(q, *copies), k, v, *copies
+
+    given = torch.randn(B, H, 6, D), *torch.randn(2, B, 6, WIDTH)
+    out, *rows = compiled(step, LOSSLESS)(*given)
+    expected, *others = step(*given)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for row, other in zip(rows, others, strict=True):
+        assert torch.equal(dense(row), other)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_graph_that_divides_a_packed_cache_into_other_heads_reads_its_values(writes: bool) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys[:, 3:5], values[:, 3:5] = k, v
+        return attend(q, keys, values)
+
+    def other_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if writes:
+            keys[:, 7:9], values[:, 7:9] = k, v
+        keys, values = (x.view(B, S, 2 * KV, D // 2).transpose(1, 2) for x in (keys, values))
+        return F.scaled_dot_product_attention(q[..., : D // 2], keys, values)
+
+    caches = [torch.randn(B, S, WIDTH) for _ in range(2)]
+    expected_caches = [x.clone() for x in caches]
+    for fn in (step, other_step):
+        run = torch.compile(fn, backend="kvquant", options={"policy": LOSSLESS, "on_unsupported": "ignore"})
+        given = torch.randn(B, H, 2, D), *torch.randn(2, B, 2, WIDTH)
+        torch.testing.assert_close(run(*given, *caches), fn(*given, *expected_caches), rtol=1e-4, atol=1e-5)
+    check_caches(caches, expected_caches)
+    (site,) = kvcompile.last_report().sites
+    assert "with heads of 32 channels instead of 16" in str(site.reason)

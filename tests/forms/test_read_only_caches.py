@@ -114,6 +114,16 @@ def test_without_the_mark_they_stay_plain_and_the_reason_names_the_remedy() -> N
     assert "kvcompile.pack_" in str(site.remedy)
 
 
+def test_an_argument_under_a_key_with_a_dot_is_no_attribute() -> None:
+    def step(q: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        return attend(q, memory["layer.keys"], memory["layer.values"])
+
+    keys, values = caches()
+    compiled(step, LOSSY)(queries(), {"layer.keys": keys, "layer.values": values})
+    assert type(keys) is type(values) is Tensor
+    assert [site.reason_code for site in kvcompile.last_report().sites] == ["plain_read_only"]
+
+
 def test_a_marked_view_stays_plain_and_the_report_says_why() -> None:
     both = torch.stack(caches())
     keys, values = both[0], both[1]

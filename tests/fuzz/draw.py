@@ -14,10 +14,12 @@ from fuzz.program import (
     OF_FIXED_SIZE,
     PAGES,
     POOLS,
+    READ_ONLY,
     SHIFTING,
     SLOTS,
     STATIC,
     WINDOW,
+    WITH_POSITIONS,
     Attention,
     Layer,
     Program,
@@ -35,13 +37,18 @@ from fuzz.step_text import (
     STACKS,
     VALUES,
 )
-from fuzz.twists import OF_POOLS, TWISTS
-from fuzz.write_text import BY_INDEX, BY_START, FORMS, ONE_TOKEN, SHIFTS
+from fuzz.twists import OF_POOLS, SCATTERED, TWISTS
+from fuzz.write_text import BY_INDEX, BY_START, FORMS, FROM_DATA, ONE_TOKEN, SHIFTS
 
+ORDERS = (
+    *("bhtd", "bthd", "tbhd", "btm", "bhdt", "htd", "thd", "btd"),
+    *("bdt", "hdt", "tbm", "thbd", "htbd", "hbtd", "hbdt"),
+)
 AXES = {
-    STATIC: ("bhtd", "bthd", "tbhd", "htd", "thd", "btd", "thbd", "htbd", "hbtd"),
-    FUNCTIONAL: ("bhtd", "bthd", "tbhd", "htd", "thd", "btd", "thbd", "htbd", "hbtd"),
-    SHIFTING: ("bhtd", "bthd", "tbhd"),
+    STATIC: ORDERS,
+    FUNCTIONAL: ORDERS,
+    READ_ONLY: ORDERS,
+    SHIFTING: ("bhtd", "bthd", "tbhd", "btm", "bhdt", "tbm"),
     SLOTS: ("thd",),
     PAGES: ("pthd", "phtd"),
 }
@@ -49,6 +56,12 @@ STEP_TOKENS = ((1, 1), (1, 1), (2, 2), (2, 2), (1, 1, 1), (3, 1), (2, 1, 1), (0,
 
 NOT_THROUGH_VIEWS = (*SHIFTS, "where", "functional", "sequence_by_sequence")
 """Writes that are refused if they go through a view of the stored tensor; only programs with a twist have them."""
+
+NOT_DIVIDED = ("scatter_", "scatter", "index_put_", "index_put")
+"""Writes of a cache with merged heads that are refused: by an index for each channel, or through a transposed view."""
+
+TOKENS_FIRST = ("index_put_", "index_put")
+"""Writes that bring tokens to the first dimension. Behind the channels of a transposed cache they are refused."""
 
 QUANTIZED_TWICE = ("where", "functional", "cat_twice")
 """Writes that one side carries out by quantizing the whole cache again: compiled code for two ``cat`` in a step, eager
@@ -63,17 +76,20 @@ def usually(first: object, others: object) -> st.SearchStrategy:
 
 
 @st.composite
-def writes(draw: st.DrawFn, kind: str, tokens: tuple[int, ...], twisted: bool, lossy: bool) -> Write:
+def writes(draw: st.DrawFn, kind: str, axes: str, tokens: tuple[int, ...], twisted: bool, lossy: bool) -> Write:
     forms = [form for form in FORMS[kind] if set(tokens) == {1} or form not in ONE_TOKEN]
     forms = [form for form in forms if not lossy or form not in QUANTIZED_TWICE]
+    forms = [form for form in forms if 0 not in tokens or form not in FROM_DATA]
+    forms = [form for form in forms if twisted or "m" not in axes or form not in NOT_DIVIDED]
+    forms = [form for form in forms if twisted or axes[-1] != "t" or form not in TOKENS_FIRST]
     form = draw(st.sampled_from(forms))
     positions = draw(usually("given", POSITIONS)) if kind in OF_FIXED_SIZE and form not in BY_START else "given"
-    if positions == "negative" and form not in BY_INDEX:
+    if (positions == "negative" and form not in BY_INDEX) or (positions == "from_data" and 0 in tokens):
         positions = "given"
     values = draw(usually("plain", VALUES))
     if values == "wide" and form not in (*BY_START, "shift"):
         values = "plain"  # PyTorch casts in copies only
-    through_view = draw(st.booleans()) and (twisted or form not in NOT_THROUGH_VIEWS)
+    through_view = draw(st.booleans()) and "m" not in axes and (twisted or form not in NOT_THROUGH_VIEWS)
     return Write(form, positions, through_view, values)
 
 
@@ -84,17 +100,18 @@ def attentions(draw: st.DrawFn, kind: str, axes: str, sizes: Sizes) -> Attention
     masks = [mask for mask in MASKS if mask != "causal" or form == "sdpa"]
     if form != "sdpa" and sizes.groups == 1:
         repeats = ["gqa"]
-    reads = [read for read in READS if kind in OF_FIXED_SIZE or read not in ("filled", "first", "narrow")]
+    reads = [read for read in READS if kind in WITH_POSITIONS or read not in ("filled", "first", "narrow")]
     mask = draw(usually("bool", masks))
-    is_rank_3 = kind not in POOLS and axes in ("htd", "thd")
+    is_rank_3 = kind not in POOLS and axes in ("htd", "thd", "hdt")
     if form == "sdpa" and is_rank_3 and sizes.groups == 1 and mask not in ("padding", "bool_4", "alibi", "lowest"):
         form = draw(st.sampled_from(("sdpa", "rank_3")))
+    reads = [read for read in reads if form != "rank_3" or read != "sequences"]  # selected from a slice: refused
     return Attention(
         form=form,
         read=draw(usually("whole", reads)),
         repeat=draw(st.sampled_from(repeats)),
         mask=mask,
-        mask_is_argument=kind in (*OF_FIXED_SIZE, *POOLS) and mask not in ("none", "causal") and draw(st.booleans()),
+        mask_is_argument=kind in (*WITH_POSITIONS, *POOLS) and mask not in ("none", "causal") and draw(st.booleans()),
         scale=draw(st.sampled_from((None, 0.3))),
         scores=draw(st.sampled_from(list(SCORES))) if form == "written" else "matmul",
         softcap=form in ("written", "grouped") and draw(st.integers(0, 3)) == 3,
@@ -105,7 +122,7 @@ def attentions(draw: st.DrawFn, kind: str, axes: str, sizes: Sizes) -> Attention
 @st.composite
 def all_sizes(draw: st.DrawFn, axes: str, kind: str) -> Sizes:
     batch = 1 if "b" not in axes and kind not in POOLS else draw(st.sampled_from((2, 1, 3)))
-    kv_heads = 1 if "h" not in axes else draw(st.sampled_from((2, 1, 3)))
+    kv_heads = draw(st.sampled_from((2, 3) if "m" in axes else (2, 1, 3))) if {"h", "m"} & {*axes} else 1
     tokens = draw(st.sampled_from((12, 9, 64, 65, 70)))
     return Sizes(batch, kv_heads, draw(st.sampled_from((1, 2))), tokens, draw(st.sampled_from((16, 32))))
 
@@ -121,11 +138,12 @@ def layers(
     has_twist: bool,
     lossy: bool,
 ) -> Layer:
-    key = draw(writes(kind, tokens, twisted, lossy))
-    value = key if draw(st.booleans()) else draw(writes(kind, tokens, twisted, lossy))
+    key = draw(writes(kind, axes, tokens, twisted, lossy))
+    value = key if draw(st.booleans()) else draw(writes(kind, axes, tokens, twisted, lossy))
     if kind == WINDOW:
         value = replace(value, form=key.form)  # so that there are as many values as keys
     twists = [name for name in TWISTS if kind not in POOLS or name in OF_POOLS]
+    twists = [name for name in twists if "m" not in axes or name not in SCATTERED]
     safe = [name for name in twists if TWISTS[name].is_safe and (name != "written_twice" or kind in OF_FIXED_SIZE)]
     twist = draw(st.sampled_from(twists)) if has_twist else draw(usually("none", safe))
     return Layer(kind, axes, key, value, draw(st.booleans()), draw(attentions(kind, axes, sizes)), twist)
@@ -184,8 +202,8 @@ def programs(
         policy,
         operators=draw(st.integers(0, 7)) < 7,  # traced meanings and symbols take twice as long to compile
         dynamic=draw(st.integers(0, 3)) == 3,
-        starts_packed=draw(st.booleans()),  # then no graph is compiled for plain caches
-        again=tuple(draw(st.lists(_steps_with(tokens, actions), max_size=4))),
+        starts_packed=draw(st.integers(0, 3)) > 0,  # then no graph is compiled for plain caches
+        again=tuple(draw(st.lists(_steps_with(tokens, actions), max_size=8))),
     )
 
 

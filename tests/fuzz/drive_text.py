@@ -6,7 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fuzz.places import index
-from fuzz.program import BLOCK_SIZE, EXTENDED, GROWING, PAGES, POOLS, RETURNED, SLOTS, WINDOW, Layer, Program, Step
+from fuzz.program import (
+    BLOCK_SIZE,
+    EXTENDED,
+    GROWING,
+    PAGES,
+    POOLS,
+    READ_ONLY,
+    RETURNED,
+    SLOTS,
+    WINDOW,
+    Layer,
+    Program,
+    Step,
+)
 from fuzz.step_text import arguments, indented, mask_text, step_text, stored_names
 from fuzz.twists import TWISTS
 from fuzz.write_text import KEEP
@@ -169,7 +182,7 @@ class _Drive:
         layer, sizes = self._layer(name), self.program.sizes
         pages = self.batch * -(-sizes.tokens // BLOCK_SIZE) + 1
         of_axis = {"b": self.batch, "h": sizes.kv_heads, "t": self._tokens(name), "d": sizes.head_dim, "p": pages}
-        of_axis["n"] = self.batch * sizes.kv_heads
+        of_axis["m"] = sizes.kv_heads * sizes.head_dim
         if layer.kind == SLOTS:
             of_axis["t"] = pages * BLOCK_SIZE
         if layer.kind == PAGES:
@@ -187,8 +200,11 @@ class _Drive:
         layer, shape = self._layer(name), self._shape(name)
         if layer.kind in POOLS or name.startswith("kv"):
             return self._plain(name)
-        role, grows = "key" if name.startswith("k") else "value", ", growing=True" if layer.kind in EXTENDED else ""
-        return f'new.cache("{role}", "{layer.axes}", {", ".join(map(str, shape))}{grows})'
+        role, options = "key" if name.startswith("k") else "value", ", growing=True" if layer.kind in EXTENDED else ""
+        if "m" in layer.axes:
+            options += f", head_dim={self.program.sizes.head_dim}"
+        cache = f'new.cache("{role}", "{layer.axes}", {", ".join(map(str, shape))}{options})'
+        return f"kvcompile.pack_({cache})" if layer.kind == READ_ONLY else cache
 
     def _in_memory(self, name: str) -> str:
         shape = self._shape(name)

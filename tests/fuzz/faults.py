@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fuzz.fault import Fault
 from fuzz.faults_of_analysis import ANALYSIS
+from fuzz.faults_of_forms import FORMS
 from fuzz.faults_of_rewrite import REWRITE
 
-FAULTS: tuple[Fault, ...] = (*ANALYSIS, *REWRITE)
+FAULTS: tuple[Fault, ...] = (*ANALYSIS, *REWRITE, *FORMS)

@@ -55,7 +55,7 @@ class LongRun:
     _written: float = 0.0
 
     def until(self, end: float, processes: int, initializer: Callable[[], None]) -> None:
-        """Run seeds until ``time.time()`` is ``end``. A seed that has begun is finished."""
+        """Run seeds until ``time.time()`` is ``end``. A program that has begun is finished."""
         numbers = itertools.count(self.first)
         while time.time() < end:
             try:
@@ -75,7 +75,7 @@ class LongRun:
                 while running or time.time() < end:
                     while len(running) < processes and time.time() < end:
                         number = next(numbers)
-                        running[pool.submit(_seed, number, self.how)] = number
+                        running[pool.submit(_seed, number, self.how, end)] = number
                     for future in wait(running, timeout=_MINUTE, return_when=FIRST_COMPLETED).done:
                         found, failure = future.result()
                         self.add(running.pop(future), found, failure)
@@ -128,11 +128,11 @@ class LongRun:
         print(f"calls that ran plain: {sum(total.plain_calls.values())}")
 
 
-def _seed(number: int, how: dict[str, Any]) -> tuple[Statistics, str]:
+def _seed(number: int, how: dict[str, Any], end: float) -> tuple[Statistics, str]:
     """The counts of the programs of a seed, and the first failure as text."""
     found = Statistics()
     try:
-        search(programs(), number, PROGRAMS_OF_A_SEED, found=found, **how)
+        search(programs(), number, PROGRAMS_OF_A_SEED, found=found, end=end, **how)
     except Failure as failure:
         return found, str(failure)
     finally:

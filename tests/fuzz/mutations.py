@@ -12,7 +12,8 @@ from fuzz.fault import Event, noting_calls
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import GROUPS, SEED, corner_programs
 from fuzz.oracle import Outcome
-from fuzz.probes import PROBES, Probe
+from fuzz.probe import Probe
+from fuzz.probes import PROBES
 from fuzz.program import Program
 from fuzz.search import run, search
 
@@ -30,7 +31,7 @@ class Case:
     """A program of the fixed seeds, or a probe.
 
     Attributes:
-        number: its place among them, from 1 on.
+        number: its place among them, from 1 on; it tells cases apart.
         program: the program.
         calls: its calls of functions that have faults.
     """
@@ -50,16 +51,14 @@ class Catch:
     Attributes:
         title: the title of the fault.
         reaching: the number of programs that call its function.
-        tries: how many of them ran.
-        number: the program that shows the fault; 0 if no program does.
-        verdict: the difference that it makes: ``wrong`` or ``crash``.
+        tries: how many of them ran, or ``probe`` if a probe shows the fault.
+        verdict: the difference that it makes: ``wrong`` or ``crash``; empty if no program shows it.
     """
 
     title: str
     reaching: int
-    tries: int
-    number: int = 0
-    verdict: str = "not caught"
+    tries: int | str
+    verdict: str = ""
 
 
 def mutation_table(pool: Any, most_tries: int, with_seeds: bool) -> int:
@@ -72,17 +71,21 @@ def mutation_table(pool: Any, most_tries: int, with_seeds: bool) -> int:
     """
     cases = fixed_cases(pool, with_seeds)
     print(f"{len(cases)} programs, {len(FAULTS)} faults\n")
-    print("| fault | function | programs that call it | tries | caught by program | as |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| fault | function | programs that call it | tries | shown as |")
+    print("|---|---|---|---|---|", flush=True)
     missed = 0
     tasks = [(fault.title, in_order(fault.title, cases), most_tries) for fault in FAULTS]
     for fault, catch in zip(FAULTS, pool.imap(_first_catch, tasks), strict=True):
-        counts = f"{catch.reaching} | {catch.tries} | {catch.number or '-'} | {catch.verdict}"
-        print(f"| {fault.title} | `{fault.place}` | {counts} |", flush=True)
-        missed += not catch.number and catch.title not in SURVIVORS
+        shown = f"{catch.tries} | {catch.verdict}" if catch.verdict else f"- | {_unseen(catch.title)}"
+        print(f"| {fault.title} | `{fault.place}` | {catch.reaching} | {shown} |", flush=True)
+        missed += not catch.verdict and catch.title not in SURVIVORS
     for title, why in SURVIVORS.items():
         print(f"\n{title}: {why}")
     return int(missed > 0)
+
+
+def _unseen(title: str) -> str:
+    return "explained" if title in SURVIVORS else "not detected"
 
 
 def fixed_cases(pool: Any, with_seeds: bool) -> list[Case]:
@@ -137,12 +140,11 @@ def in_order(title: str, cases: list[Case]) -> list[Case]:
 def _first_catch(task: tuple[str, list[Case], int]) -> Catch:
     title, cases, most_tries = task
     fault = next(fault for fault in FAULTS if fault.title == title)
-    tries = 0
-    for case in cases[:most_tries]:
-        tries += 1
+    programs = sum(isinstance(case.program, Program) for case in cases)
+    for tries, case in enumerate(cases[:most_tries], start=1):
         with fault.planted():
             result = case.run()
         if result.failed:
-            return Catch(title, len(cases), tries, case.number, result.verdict)
+            return Catch(title, programs, tries if isinstance(case.program, Program) else "probe", result.verdict)
     torch._dynamo.reset()
-    return Catch(title, len(cases), tries)
+    return Catch(title, programs, most_tries)

@@ -54,14 +54,14 @@ class New:
         """Normally distributed numbers."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def cache(self, role: str, axes: str, *shape: int, growing: bool = False) -> Tensor:
-        """A cache of normally distributed numbers."""
+    def cache(self, role: str, axes: str, *shape: int, growing: bool = False, head_dim: int | None = None) -> Tensor:
+        """A cache of normally distributed numbers; ``head_dim`` is needed if heads share a dimension."""
         plain = self(*shape)
         if self.policy is None:
             return plain
         formats = Policy.load(self.policy).formats_for("", 0, 1)
         assert formats is not None
-        layout = formats.layout(role, shape[-1], self.dtype)
+        layout = formats.layout(role, head_dim or shape[axes.index("d")], self.dtype)
         return PackedTensor.from_dense(plain, layout, axes, growing=growing)
 
     def range(self, first: int, end: int) -> Tensor:
@@ -112,7 +112,7 @@ class Difference(AssertionError):
 
 def step_of(text: str) -> dict[str, Any]:
     """The names that the text of a compiled function defines, for :func:`drive_of`."""
-    return _defined(text, {"torch": torch, "F": F, "nn": nn, "copy": copy, "math": math})
+    return _defined(text, {"torch": torch, "F": F, "nn": nn, "copy": copy, "math": math, "kvcompile": kvcompile})
 
 
 def drive_of(text: str, step: dict[str, Any]) -> Drive:
@@ -193,7 +193,8 @@ def compare(drive: Drive, how: How) -> Outcome:
         drive: takes ``compile`` and ``new``; yields what must be equal.
         how: how it runs.
     """
-    with torch.no_grad(), how.attending(), torch._dynamo.config.patch(recompile_limit=64):
+    dynamo = torch._dynamo.config.patch(recompile_limit=64, capture_scalar_outputs=True)
+    with torch.no_grad(), how.attending(), dynamo:
         try:
             plain = drive(lambda step: step, how.new(packed=not how.loses_nothing))
             expected = [_values(item) for item in plain]

@@ -1,4 +1,7 @@
-"""Text for the dimensions of a stored cache: its view [batch, heads, tokens, head_dim], and vectors in its order."""
+"""Text for the dimensions of a stored cache: its view [batch, heads, tokens, head_dim], and vectors in its order.
+
+The letters are those of :mod:`kvcompile.kernels.layout.axes`; ``m`` is heads and channels in one dimension.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def permuted(text: str, axes: str, wanted: str) -> str:
 
 
 def heads_first(stored: str, axes: str) -> str:
-    """The view [batch, heads, tokens, head_dim] of a stored cache."""
+    """The view [batch, heads, tokens, head_dim] of a stored cache; ``k`` has new vectors in these dimensions."""
+    if "m" in axes:
+        stored, axes = f"{stored}.unflatten({axes.index('m')}, (k.shape[1], -1))", axes.replace("m", "hd")
     present = "".join(axis for axis in HEADS_FIRST if axis in axes)
     text = permuted(stored, axes, present)
     for dim, axis in enumerate(HEADS_FIRST):
@@ -28,6 +33,8 @@ def heads_first(stored: str, axes: str) -> str:
 
 def stored_order(vectors: str, axes: str) -> str:
     """Vectors [batch, heads, tokens, head_dim] in the dimensions ``axes``; a missing dimension has size 1."""
+    if "m" in axes:
+        return f"{stored_order(vectors, axes.replace('m', 'hd'))}.flatten({axes.index('m')})"
     for dim, axis in enumerate(HEADS_FIRST):
         if axis not in axes:
             vectors = f"{vectors}.squeeze({dim})"

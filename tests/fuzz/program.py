@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from fuzz.twists import TWISTS
 
 STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES = "static", "shifting", "growing", "window", "slots", "pages"
-FUNCTIONAL = "functional"
-KINDS = (STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES, FUNCTIONAL)
+FUNCTIONAL, READ_ONLY = "functional", "read_only"
+KINDS = (STATIC, SHIFTING, GROWING, WINDOW, SLOTS, PAGES, FUNCTIONAL, READ_ONLY)
 POOLS = (SLOTS, PAGES)
 EXTENDED = (GROWING, WINDOW)
 RETURNED = (*EXTENDED, FUNCTIONAL)
 """Caches that a step returns; the caller may keep the cache that it has passed."""
 OF_FIXED_SIZE = (STATIC, FUNCTIONAL)
-
-RANK_3 = ("htd", "thd", "btd")
-"""Orders of caches of one sequence, or of one head."""
+WITH_POSITIONS = (*OF_FIXED_SIZE, READ_ONLY)
+"""Caches in which the positions of the queries are those of the new tokens."""
 
 BLOCK_SIZE = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def search(
     stops: bool = True,
     on_result: Callable[[Program, Outcome], None] | None = None,
     found: Statistics | None = None,
+    end: float = math.inf,
     **how: Any,
 ) -> Statistics:
     """Draw and run ``count`` programs; the same ``number`` draws the same programs.
@@ -129,6 +131,7 @@ def search(
         stops: whether a failing program ends the search.
         on_result: called after each program.
         found: counts what happened, also if a program fails.
+        end: no program begins after this time (``time.time()``). A failing program is not made smaller then.
         how: arguments of :func:`run`.
 
     Raises:
@@ -136,6 +139,7 @@ def search(
     """
     found = found if found is not None else Statistics()
     failing: list[Failure] = []
+    last: Program | None = None
     seen: set[Program] = set()
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
 
@@ -151,12 +155,19 @@ def search(
     @seed(number)
     @given(programs)
     def check(program: Program) -> None:
+        nonlocal last
+        if time.time() >= end:
+            if failing and program == last:
+                raise failing[-1]
+            return
         if program in seen and not failing:
             return
         seen.add(program)
         step, earlier = step_of(step_text(program)), list[Program]()
         outcomes: Counter[str] = Counter()
         for each in program.runs:
+            if time.time() >= end:
+                break
             begin = time.perf_counter()
             result = run(each, step, **how)
             result.earlier = outcomes.copy()
@@ -171,6 +182,7 @@ def search(
                 torch._dynamo.reset()
                 needs_earlier = bool(earlier) and not run(each, **how).failed
                 failing.append(Failure(each, result, tuple(earlier) if needs_earlier else ()))
+                last = program
                 torch._dynamo.reset()
                 raise failing[-1]
             earlier.append(each)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fuzz.places import HEADS_FIRST, heads_first, index, stored_order
 from fuzz.program import (
     BLOCK_SIZE,
-    OF_FIXED_SIZE,
     PAGES,
     POOLS,
     RETURNED,
@@ -13,6 +12,7 @@ from fuzz.program import (
     SLOTS,
     STATIC,
     WINDOW,
+    WITH_POSITIONS,
     Attention,
     Layer,
     Program,
@@ -30,6 +30,7 @@ POSITIONS = {
     "clamped": "pos.clamp(0, {tokens} - 1)",
     "summed": "pos[:1] + torch.ones_like(pos).cumsum(0) - 1",
     "chosen": "torch.where(pos < {tokens}, pos, pos - {tokens})",
+    "from_data": "pos[0].item() + torch.arange(k.shape[2], device=k.device)",
 }
 
 VALUES = {
@@ -47,6 +48,7 @@ READS = {
     "first": "{x}[:, :, :{first}]",
     "narrow": "{x}.narrow(2, 0, {first})",
     "contiguous": "{x}.contiguous()",
+    "turned": "{x}.mT.contiguous().mT",
     "sequences": "{x}[:k.shape[0]]",
     "rounded": "{x}.to(torch.float64).to(q.dtype)",
 }
@@ -253,7 +255,7 @@ def _attention(program: Program, layer: Layer) -> list[str]:
 
 def rows_text(layer: Layer) -> str:
     """The position of each query, as text."""
-    if layer.kind in (*OF_FIXED_SIZE, *POOLS):
+    if layer.kind in (*WITH_POSITIONS, *POOLS):
         return "pos"
     return "torch.arange(q.shape[2], device=q.device) + (keys.shape[2] - q.shape[2])"
 

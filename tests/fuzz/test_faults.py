@@ -11,7 +11,8 @@ import pytest
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import GROUPS
 from fuzz.mutations import SURVIVORS
-from fuzz.probes import PROBES, Probe
+from fuzz.probe import Probe
+from fuzz.probes import PROBES
 from fuzz.program import STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import Failure, as_test, run, search
 

@@ -103,3 +103,19 @@ def test_key_and_value_caches_of_different_capacities_are_read_together(keys: in
             yield run(c, new(2, 2, 1, 16), new(2, 2, 1, 16), new(2, 2, 1, 16), pos), c["k0"], c["v0"]
 
     check(drive, policy="float32", dtype="float32", operators=True, dynamic=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_merged_dimensions_of_a_transposed_cache_are_a_view_in_compiled_code(dynamic: bool) -> None:
+    def step(q, k0, v0):
+        keys, values = (x.transpose(2, 3).transpose(1, 2).flatten(2) for x in (k0, v0))
+        keys, values = (x.unflatten(2, (-1, 8)).transpose(1, 2) for x in (keys, values))
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    def drive(compile, new):
+        run = compile(step)
+        for tokens in (12, 13, 14):
+            k0, v0 = (new.cache(role, "bhdt", 2, 2, 16, tokens) for role in ("key", "value"))
+            yield run(new(2, 4, 1, 8), k0, v0), k0, v0
+
+    check(drive, policy="float32", dtype="float32", operators=True, dynamic=dynamic, starts_packed=True)

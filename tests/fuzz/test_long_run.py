@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from fuzz import long_run
+from fuzz import search as search_module
+from fuzz.draw import programs
 from fuzz.long_run import LongRun, added
-from fuzz.search import Statistics
+from fuzz.oracle import Outcome
+from fuzz.program import Program
+from fuzz.search import Failure, Statistics, search
 
 
-def _counted(number: int, how: dict[str, object]) -> tuple[Statistics, str]:
+def _counted(number: int, how: dict[str, object], end: float) -> tuple[Statistics, str]:
     if number == 5 and not Path(str(how["mark"])).exists():
         Path(str(how["mark"])).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,3 +53,21 @@ def test_seeds_run_until_the_end_and_a_process_that_dies_is_a_failure(
 
 def _nothing() -> None:
     pass
+
+
+def test_no_program_begins_after_the_end_and_a_failing_one_stays_as_large_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[Program] = []
+
+    def fails(program: Program, *args: object, **how: object) -> Outcome:
+        ran.append(program)
+        return Outcome("wrong", "it differs")
+
+    monkeypatch.setattr(search_module, "run", fails)
+    monkeypatch.setattr(search_module.time, "time", lambda: float(len(ran)))
+    assert search(programs(), 1, 10, end=0.0).programs == 0
+    assert not ran
+    with pytest.raises(Failure) as failure:
+        search(programs(), 1, 10, end=1.0)
+    assert ran == [failure.value.program]

@@ -12,8 +12,9 @@ from fuzz.search import Failure, run, search
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_packed_programs_equal_plain_ones(group: Group) -> None:
-    found = search(group.strategy, SEED, group.count)
+@pytest.mark.parametrize("seed", [SEED, pytest.param(SEED + 1, marks=pytest.mark.slow)])
+def test_packed_programs_equal_plain_ones(seed: int, group: Group) -> None:
+    found = search(group.strategy, seed, group.count)
     assert found.verdicts["invalid"] <= 0.5 * found.programs, "most programs must run at all"
     if group.is_safe:
         assert found.share_rewritten >= SHARE_REWRITTEN, f"{found.rewritten} of {found.safe}: {found.outcomes}"

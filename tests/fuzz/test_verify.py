@@ -8,7 +8,8 @@ import pytest
 
 from fuzz.faults import FAULTS
 from fuzz.fixed_seeds import corner_programs
-from fuzz.probes import PROBES, Probe
+from fuzz.probe import Probe
+from fuzz.probes import PROBES
 from fuzz.program import GROWING, STATIC, Attention, Layer, Program, Sizes, Step, Write
 from fuzz.search import run
 
@@ -53,22 +54,33 @@ UNSEEN = (
     "caches with aliases are adopted",
     "packed inputs may share memory",
     "new tokens keep their own dtype",
+    "packed caches are read in any order and width",
 )
 """The faults of probes that docs/verify.md lists under what the check cannot see."""
 
+FAILING = (
+    "written sizes that only data determine count as known",
+    "caches may get a size that only data determine",
+)
+"""The faults of probes that make compilation fail before the check."""
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.drive.__name__)
+
+@pytest.mark.parametrize(
+    "probe",
+    [pytest.param(probe, marks=[pytest.mark.slow] if place % 2 else []) for place, probe in enumerate(PROBES)],
+    ids=lambda probe: probe.drive.__name__,
+)
 def test_the_fault_of_a_probe_is_refused_too(probe: Probe) -> None:
     (fault,) = [fault for fault in FAULTS if fault.title == probe.fault]
     with fault.planted():
         result = probe.run(verify=True)
-    assert (result.outcomes["differs"] > 0) == (probe.fault not in UNSEEN)
-    assert result.failed == (probe.fault in UNSEEN)
+    assert (result.outcomes["differs"] > 0) == (probe.fault not in (*UNSEEN, *FAILING))
+    assert result.failed == (probe.fault in (*UNSEEN, *FAILING))
 
 
 def test_programs_without_a_fault_stay_packed() -> None:
     """A sample of the corner programs; all of them run so in the slow tests."""
-    _check(corner_programs()[::7])
+    _check(corner_programs()[::15])
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ TWISTS = {
     "last_sequence_written": Twist(written="{keys}[-1:].index_copy_(2, pos, k[-1:] * 2.0)"),
     "masked": Twist(written="{K}.masked_fill_({K} > 1.0, 0.0)"),
     "where_by_channel": Twist(written="{K}.copy_(torch.where({K} > 1.0, torch.zeros_like({K}), {K}))"),
+    "part_of_stored_filled": Twist(written="{K}[..., 1:3] = 0.25"),
     "every_second_token_written": Twist(written="{keys}[:, :, ::2] = 0.5"),
     "scattered_by_channel": Twist(
         written="places = torch.arange(k.shape[3], device=k.device).expand(k.shape) % {keys}.shape[2]\n"
@@ -103,6 +104,13 @@ TWISTS = {
     "updated_out_of_place": Twist(written="{K} = {K}.index_copy({t}, pos, {x} * 3.0)"),
     "reversed_and_written_back": Twist(written="{K}.copy_({K}.flip({t}))"),
     # Other reads.
+    "part_of_stored_read": Twist(after="extra{number} = {K}[..., 1:3] * 1.0", returns=True),
+    "other_heads": Twist(
+        read="merged = [x.transpose(1, 2).flatten(2) for x in (keys, values)]\n"
+        "other = [x.unflatten(2, (-1, {half})).transpose(1, 2) for x in merged]\n"
+        f"second = {_ATTEND}(q[..., :{{half}}].repeat(1, 2, 1, 1), *other, enable_gqa=True).mean()",
+        after="out = out + second",
+    ),
     "tail": Twist(read_as="{x}[:, :, 1:]"),
     "last_tokens": Twist(read_as="{x}[:, :, -3:]"),
     "every_second_token": Twist(read_as="{x}[:, :, ::2]"),
@@ -122,6 +130,9 @@ TWISTS = {
     "base_written": Twist(written="base.narrow(0, 0, 1).fill_(0.5)", needs_base=True),
     "base_read": Twist(after="extra{number} = base.sum()", returns=True, needs_base=True),
 }
+
+SCATTERED = ("scattered_by_channel", "scattered_by_head")
+"""AOTAutograd cannot trace these twists of merged heads: the scattered view has no strides of a view of the cache."""
 
 OF_POOLS = ("none", "second_reader", "half_of_value", "returned", "summed", "old_values", "scaled", "scaled_after",
             "roles_swapped", "keys_are_values", "copied", "copied_after", "zeroed_before", "masked", "scaled_copy",

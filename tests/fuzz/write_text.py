@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuzz.places import index, stored_order
-from fuzz.program import BLOCK_SIZE, FUNCTIONAL, GROWING, PAGES, SHIFTING, SLOTS, STATIC, WINDOW
+from fuzz.program import BLOCK_SIZE, FUNCTIONAL, GROWING, PAGES, READ_ONLY, SHIFTING, SLOTS, STATIC, WINDOW
 
 KEEP = 6
 """How many tokens a window keeps."""
@@ -127,6 +127,20 @@ def _slice_of_sequences(to: Target) -> list[str]:
     return [f"{to.at(b=':k.shape[0]', t='start:start + k.shape[2]')} = {to.x}"]
 
 
+def _narrow_from_data(to: Target) -> list[str]:
+    return ["first = pos[0].item()", f"{to.name}.narrow({to.dim}, first, k.shape[2]).copy_({to.x})"]
+
+
+def _slice_from_data(to: Target) -> list[str]:
+    n = "k.shape[2]"
+    return [
+        "first = pos[0].item()",
+        "torch._check(first >= 0)",
+        f"torch._check(first + {n} <= {to.name}.shape[{to.dim}])",
+        f"{to.at(t=f'first:first + {n}')} = {to.x}",
+    ]
+
+
 WRITES: dict[str, Callable[[Target], list[str]]] = {
     "index_copy_": _index_copy,
     "assignment": _assignment,
@@ -142,6 +156,8 @@ WRITES: dict[str, Callable[[Target], list[str]]] = {
     "token_by_token": _token_by_token,
     "sequence_by_sequence": _sequence_by_sequence,
     "slice_of_sequences": _slice_of_sequences,
+    "narrow_from_data": _narrow_from_data,
+    "slice_from_data": _slice_from_data,
 }
 """Writes of a cache of fixed size."""
 
@@ -151,7 +167,10 @@ BY_INDEX = ("assignment", "index_put_", "per_sequence", "index_put")
 ONE_TOKEN = ("select", "where", "select_scatter", "masked")
 """Writes of exactly one token."""
 
-BY_START = ("slice", "narrow", "select", "slice_of_sequences", "slice_scatter", "select_scatter")
+FROM_DATA = ("narrow_from_data", "slice_from_data")
+"""Writes that read the first position from a tensor, which must not be empty."""
+
+BY_START = ("slice", "narrow", "select", "slice_of_sequences", "slice_scatter", "select_scatter", *FROM_DATA)
 """Writes that take a number, not a tensor, for the first position."""
 
 
@@ -282,8 +301,12 @@ def _pages_as_slots(to: Target) -> list[str]:
 
 PAGE_WRITES = {"assignment": _pages_assignment, "as_slots": _pages_as_slots}
 
+READ_ONLY_WRITES = {"none": lambda to: [], "index_copy_": _index_copy}
+"""A step may only read its keys and its values, or one of both."""
+
 FORMS = {
     STATIC: WRITES,
+    READ_ONLY: READ_ONLY_WRITES,
     FUNCTIONAL: OUT_OF_PLACE,
     SHIFTING: SHIFTS,
     GROWING: GROWTHS,

@@ -39,6 +39,10 @@ def scaled_sum(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return (x * factor).sum(0) + y, x.t()
 
 
+def difference(x: Tensor, y: Tensor) -> Tensor:
+    return x - y
+
+
 def run(graph: Graph, outputs: list[Node], *inputs: Tensor) -> list[Tensor]:
     graph.output(tuple(outputs))
     graph.lint()
@@ -53,6 +57,16 @@ def test_equal_arguments_are_traced_once_and_computed_alike(traced: list[str]) -
     assert [node.meta["val"].shape for node in outputs] == [(4,), (4, 3)] * 2
     expected = [*scaled_sum(*inputs[:2], 2.0), *scaled_sum(inputs[2], inputs[1], 2.0)]
     for result, value in zip(run(graph, outputs, *inputs), expected, strict=True):
+        assert torch.equal(result, value)
+
+
+def test_one_tensor_in_two_places_is_not_traced_for_two_tensors(traced: list[str]) -> None:
+    inputs = [torch.randn(4), torch.randn(4)]
+    graph, (x, y) = graph_of(*inputs)
+    outputs = [inline(graph, difference, x, x), inline(graph, difference, x, y), inline(graph, difference, y, y)]
+    assert traced == ["difference"] * 2
+    zero = torch.zeros(4)
+    for result, value in zip(run(graph, outputs, *inputs), [zero, inputs[0] - inputs[1], zero], strict=True):
         assert torch.equal(result, value)
 
 
