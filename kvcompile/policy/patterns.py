@@ -1,6 +1,7 @@
 """Regular expressions for names of modules, with bounds on the time and the memory that any of them can take.
 
-A pattern is a regular expression of Python's ``re``. The package ``regex`` matches it, because it supports a time limit.
+A pattern is a regular expression of Python's ``re``. The package ``regex`` matches it, because ``re`` has no time
+limit.
 """
 
 from __future__ import annotations
