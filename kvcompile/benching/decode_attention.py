@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, num_sets, read_ceiling, time_graph, time_in_turns
 from kvcompile.benching.workloads import (
+from kvcompile.errors import one_line
     DEVICE,
     DTYPE,
     Caches,
@@ -84,8 +85,15 @@ class PackedDecode:
 
 
 def plain_inputs(shape: Shape, q_len: int = 1) -> Inputs:
-    """Sets of arguments of PyTorch's attention; successive calls take successive sets."""
-    return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+    """Sets of arguments of PyTorch's attention; successive calls take successive sets.
+
+    Raises:
+        BenchError: they do not fit into the memory.
+    """
+    try:
+        return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+    except (RuntimeError, MemoryError) as error:
+        raise BenchError(f"context {shape.context}: no memory for plain keys and values: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
