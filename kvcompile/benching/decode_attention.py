@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, num_sets, read_ceiling, time_graph, time_in_turns
 from kvcompile.benching.workloads import (
-from kvcompile.errors import one_line
     DEVICE,
     DTYPE,
     Caches,
@@ -30,6 +29,7 @@ from kvcompile.errors import one_line
     runnable,
     time_sdpa,
 )
+from kvcompile.errors import one_line
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.passes.site import FormatPair
 
