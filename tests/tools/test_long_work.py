@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Task, TaskID
 from small_models import save, small_model, some_bytes
 from typer.testing import CliRunner
 
@@ -86,6 +87,13 @@ def test_the_bar_shows_what_runs_the_percentage_and_the_time_left(monkeypatch: p
     assert "int8: compiling graph 1 of 2" in shown
     assert "25%" in shown
     assert "left:" in shown
+
+
+def test_the_time_left_counts_the_compilation_that_still_runs() -> None:
+    task = Task(TaskID(0), "int8: compiling graph 1 of 2", total=4, completed=1, _get_time=lambda: 100.0, start_time=0)
+    assert progress.TimeLeft().render(task).plain == "left: 0:05:00"
+    task.completed = 0
+    assert progress.TimeLeft().render(task).plain == "left: -:--:--"
 
 
 def test_a_new_part_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
