@@ -36,7 +36,7 @@ class Recipe:
         num_layers, context, batch_size, learning_rate: further parameters.
     """
 
-    seconds: float = 25
+    seconds: float = 15
     steps: int | None = None
     seed: int = 0
     num_layers: int = 2

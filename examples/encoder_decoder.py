@@ -14,6 +14,7 @@ import torch
 from tiny_models import VOCAB_SIZE, tiny_bart
 
 import kvcompile
+from kvcompile.compat.transformers import cache_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     print(report)
     for part in ("self_attention_cache", "cross_attention_cache"):
-        before, after = (kvcompile.cache_nbytes(getattr(output.past_key_values, part)) for output in (plain, result))
+        before, after = (kvcompile.cache_nbytes(getattr(cache_of(output), part)) for output in (plain, result))
         print(f"{part}, all layers: {before} bytes in float32 -> {after} bytes packed")
     print(f"{100 * (result.sequences == plain.sequences).float().mean():.0f} % of the tokens are the same")
 

@@ -14,6 +14,7 @@ from tiny_models import VOCAB_SIZE, tiny_llama
 from transformers import CompileConfig
 
 import kvcompile
+from kvcompile.compat.transformers import cache_of
 
 
 def with_static_cache(prompt: torch.Tensor, policy: str, **arguments: Any) -> Any:
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         with kvcompile.collect_reports() as report:
             result = generate(prompt, options.policy, **sampling)
         same = (result.sequences == plain.sequences)[:, prompt.shape[1] :].float().mean()
-        before, after = (kvcompile.cache_nbytes(output.past_key_values) for output in (plain, result))
+        before, after = (kvcompile.cache_nbytes(cache_of(output)) for output in (plain, result))
         print(f"--- {name} cache ---\n{report}")
         print(f"cache of all layers: {after} bytes; plain and growing, in float32: {before} bytes")
         print(f"{100 * same:.0f} % of the tokens are the same\n")

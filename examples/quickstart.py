@@ -1,6 +1,6 @@
 """The main purpose of kvcompile: one model under plain Inductor and under ``backend="kvquant"``, in turns.
 
-    python examples/quickstart.py                                # trains a small byte-level Llama first (25 seconds)
+    python examples/quickstart.py                                # trains a small byte-level Llama first (15 seconds)
     python examples/quickstart.py --policy turboquant_4bit_nc
     python examples/quickstart.py --model PATH_OR_HUB_ID --policy policy.yaml
 
@@ -226,7 +226,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=dtypes, help="of model and plain cache (default: float32 on a CPU)")
     parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens to predict (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=25, help="CPU time for training (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=15, help="CPU time for training (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="train this many steps instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default: %(default)s)")

@@ -19,7 +19,7 @@ from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
 from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
 from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
-from kvcompile.compat.backends import ensure_registered
+from kvcompile.compat.backends import allow_registration_by_threads, ensure_registered
 from kvcompile.compat.graphs import copied_graph
 from kvcompile.compat.inductor import BoxedBool, can_call_subgraphs, compile_fx, compile_fx_inner
 from kvcompile.compat.observing import dynamo_timed
@@ -54,6 +54,8 @@ from kvcompile.report.recompile_limit import watch
 from kvcompile.report.weight_bytes import weight_bytes
 from kvcompile.verification.check import VERIFY, verify
 from kvcompile.verification.dump import write_dump
+
+allow_registration_by_threads()
 
 
 class _NothingRewritten(GiveUp):

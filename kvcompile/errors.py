@@ -5,16 +5,35 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_MESSAGE = 280
+"""The maximum length of a message about something that the user gave, in characters."""
+
 
 class KVCompileError(Exception):
     """Base of every error that kvcompile raises on purpose."""
 
 
-class PolicyError(KVCompileError, ValueError):
-    """A policy is wrong: the message names the file, the rule and the field."""
+class InputError(KVCompileError, ValueError):
+    """Something that the user gave is wrong; the message is one line of at most 280 characters, whatever was given."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(" ".join(message.splitlines()), MAX_MESSAGE))
 
 
-class OptionsError(KVCompileError, ValueError):
+class PolicyError(InputError):
+    """A policy is wrong: the message names the file, the rule and the field.
+
+    Attributes:
+        faults: a line of at most 280 characters for each fault. The message has the first one.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = tuple(cut(fault, MAX_MESSAGE) for fault in faults)
+        others = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+        super().__init__(cut(faults[0], MAX_MESSAGE - len(others)) + others)
+
+
+class OptionsError(InputError):
     """``mode`` or ``options`` of ``torch.compile`` is wrong: the message names it and lists the valid names."""
 
 
@@ -22,11 +41,11 @@ class AliasedCacheError(KVCompileError):
     """A compiled graph writes one of two packed caches with shared storage; the other one could miss the write."""
 
 
-class CacheFileError(KVCompileError, ValueError):
+class CacheFileError(InputError):
     """A cache cannot be saved, or a file cannot be loaded as a cache: the message names the place and the remedy."""
 
 
-class PackageError(KVCompileError, ValueError):
+class PackageError(InputError):
     """A step cannot be packaged, or a package cannot be loaded or called: the message says why."""
 
 

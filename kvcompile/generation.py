@@ -41,6 +41,7 @@ from kvcompile.compat.transformers import (
     PREPARE_CACHE,
     cache_argument_of_generate,
     makes_dynamic_caches,
+    renamed_cache,
 )
 from kvcompile.compat.transformers import mask_length as mask_length_of
 from kvcompile.errors import KVCompileError, OptionsError, PolicyError
@@ -137,7 +138,7 @@ class Generation:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with self._requested(Request(is_custom=kwargs.get("custom_generate") is not None)) as request:
-            result = self._original("generate")(*args, **kwargs)
+            result = self._original("generate")(*args, **renamed_cache(kwargs, self._cache_argument))
             returned: Any = getattr(result, self._cache_argument, None)
             if returned is not None and returned is request.served:
                 hand_out(returned)

@@ -29,6 +29,7 @@ from kvcompile.benching.workloads import (
     runnable,
     time_sdpa,
 )
+from kvcompile.errors import one_line
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.passes.site import FormatPair
 
@@ -84,8 +85,15 @@ class PackedDecode:
 
 
 def plain_inputs(shape: Shape, q_len: int = 1) -> Inputs:
-    """Sets of arguments of PyTorch's attention; successive calls take successive sets."""
-    return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+    """Sets of arguments of PyTorch's attention; successive calls take successive sets.
+
+    Raises:
+        BenchError: they do not fit into the memory.
+    """
+    try:
+        return [(shape.query(q_len), *shape.key_and_value()) for _ in range(num_sets(shape.plain_bytes))]
+    except (RuntimeError, MemoryError) as error:
+        raise BenchError(f"context {shape.context}: no memory for plain keys and values: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)

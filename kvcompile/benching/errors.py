@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvcompile.errors import KVCompileError
+from kvcompile.errors import InputError
 
 
-class BenchError(KVCompileError, ValueError):
+class BenchError(InputError):
     """A measurement is impossible: the message names the option or the device, and the remedy."""
 
 

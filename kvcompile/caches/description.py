@@ -311,7 +311,7 @@ class Reader:
     def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
         return CacheFileError(
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
-            "another kvcompile wrote the file, or it is damaged: compute it again from its prompt"
+            "it is damaged, or of another kvcompile: compute it again from its prompt"
         )
 
 

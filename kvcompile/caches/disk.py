@@ -15,10 +15,13 @@ from torch import Tensor
 
 from kvcompile.errors import CacheFileError, one_line
 from kvcompile.files import digests
+from kvcompile.files.reading import is_folder
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise CacheFileError if ``path`` is something else than a regular file or nothing."""
+    """Raise CacheFileError if ``path`` is something else than a regular file or nothing, or has no folder."""
+    if not is_folder(path.parent):
+        raise CacheFileError(f"save_cache: {path.parent} is not a folder; make it first")
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = "a symbolic link" if path.is_symlink() else "no regular file"
         raise CacheFileError(f"save_cache: {path} is {kind}, which is not replaced; give the path of a regular file")

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvcompile.caches.static import attention_modules
+from kvcompile.caches.static import attention_modules, check_holds
 from kvcompile.compat.continuous_batching import allocator_classes, register_pages, size_pages
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels import paged  # noqa: F401 - defines the operator
@@ -78,8 +78,7 @@ def _layouts(pair: FormatPair, head_dim: int, dtype: torch.dtype, layer: int) ->
                 f"generate_batch: layer {layer}: pages cannot keep tokens in full precision, as {layout.description} "
                 "does; choose a format without residual_length and sink_tokens, such as int4_per_token_head"
             )
-        if (reason := layout.unsupported(dtype)) is not None:
-            raise PolicyError(f"generate_batch: layer {layer}: {layout.format_name} cannot hold it: {reason}")
+        check_holds(layout, dtype, f"generate_batch: layer {layer}")
     return layouts
 
 

@@ -16,7 +16,7 @@ from kvcompile.compat.transformers import with_cache
 from kvcompile.context_parallel import shard_of
 from kvcompile.errors import KVCompileError, PolicyError
 from kvcompile.kernels.layout.context_shard import ContextShard
-from kvcompile.kernels.layout.packed_layout import Role
+from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.packed.shard import PackedShard
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.passes.graph.modules import layer_index
@@ -104,6 +104,12 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
     return {index: name for name in innermost if (index := layer_index(name)) is not None}
 
 
+def check_holds(layout: PackedLayout, dtype: torch.dtype, place: str) -> None:
+    """Raise PolicyError unless a layout can hold a cache of ``dtype``; ``place`` names the call and the layer."""
+    if (reason := layout.unsupported(dtype)) is not None:
+        raise PolicyError(f"{place}: {layout.format_name} cannot hold its {layout.role}s: {reason}")
+
+
 def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | None, place: str) -> None:
     """Initialise a layer like ``filled``, with packed keys and values."""
     dtype, device = filled.keys.dtype, filled.keys.device
@@ -112,8 +118,7 @@ def _pack(layer: Any, filled: Any, formats: FormatPair, shard: ContextShard | No
     layer.__dict__.update({name: value for name, value in vars(filled).items() if isinstance(value, int)})
     for (name, role), plain in zip(_TENSORS, _both(filled), strict=True):
         layout = formats.layout(role, plain.shape[3], dtype)
-        if (reason := layout.unsupported(dtype)) is not None:
-            raise PolicyError(f"static_cache: {place}: {layout.format_name} cannot hold its {name}: {reason}")
+        check_holds(layout, dtype, f"static_cache: {place}")
         if shard is not None and layout.residual is not None:
             raise PolicyError(
                 f"static_cache: {place}: ranks cannot split {layout.description}, which keeps tokens in full "

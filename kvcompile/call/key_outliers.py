@@ -203,8 +203,7 @@ def promoted(policy: Policy, sites: Sequence[Site], num_layers: int, found: Sequ
     for site in sites:
         if site.module not in remedies:
             continue
-        matching = (rule for rule in policy.rules if rule.match.matches(site.module, site.layer, num_layers))
-        choice = next(matching, policy.default).model_dump(exclude_none=True)
+        choice = policy.choice_for(site.module, site.layer, num_layers).model_dump(exclude_none=True)
         choice |= {"match": Match(module=site.module), "key": RoleFormat(dtype=remedies[site.module])}
         rules.append(Rule.model_validate(choice))
     return policy.model_copy(update={"rules": (*rules, *policy.rules)})

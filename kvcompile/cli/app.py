@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvcompile.cli.output import NEGATIVE, USAGE_ERROR, print_error
-from kvcompile.errors import KVCompileError
+from kvcompile.errors import MAX_MESSAGE, KVCompileError, cut
 
 COMMANDS = ("plan", "policy", "eval", "compare", "tune", "calibrate", "explain", "verify", "bench", "doctor")
 """Modules of this package, in the order of the help."""
@@ -27,7 +27,7 @@ class ErrorReporter(TyperGroup):
         except KVCompileError as error:
             print_error(str(error))
         except OSError as error:
-            print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            print_error(cut(f"{error.filename}: {error.strerror}" if error.filename else str(error), MAX_MESSAGE))
         raise typer.Exit(USAGE_ERROR)
 
 

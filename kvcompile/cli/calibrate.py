@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from kvcompile.tables import table
 
 if TYPE_CHECKING:
     from kvcompile.evaluation.text import Text
+    from kvcompile.policy.static_scales import Numbers
 
 TRANSFORMS = ".safetensors"
 
@@ -87,7 +89,7 @@ def calibrate(
         else:
             _write_scales(subject, read, output, as_json)
     except KeyboardInterrupt:
-        print_interrupted("nothing was written, because a calibration needs all windows")
+        print_interrupted("nothing was written")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -128,12 +130,19 @@ def _write_scales(subject: Any, read: Text, output: Path, as_json: bool) -> None
     from kvcompile.evaluation.magnitudes import largest_magnitudes
     from kvcompile.policy.static_scales import CalibrationFile
 
-    with progress_bar() as on_progress:
-        largest = largest_magnitudes(subject, read.windows[:, : read.schedule.prefill], on_progress)
-    found = CalibrationFile(largest=largest)
+    windows = read.windows[:, : read.schedule.prefill]
+    measured: list[Numbers] = []
+    with contextlib.suppress(KeyboardInterrupt), progress_bar() as on_progress:
+        largest_magnitudes(subject, windows, on_progress, measured.append)
+    if not measured:
+        raise KeyboardInterrupt
+    found = CalibrationFile(largest=measured[-1])
     output.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
     if as_json:
         print_json(found.model_dump(mode="json"))
-        return
-    rows = [[module, *(f"{sizes[role]:.4g}" for role in ("key", "value"))] for module, sizes in found.largest.items()]
-    print(table(["module", "largest key", "largest value"], rows, text_columns=1))
+    else:
+        rows = [[name, *(f"{sizes[role]:.4g}" for role in ("key", "value"))] for name, sizes in found.largest.items()]
+        print(table(["module", "largest key", "largest value"], rows, text_columns=1))
+    if len(measured) < len(windows):
+        print_interrupted(f"{output} has the magnitudes of {len(measured)} of {len(windows)} windows")
+        raise typer.Exit(INTERRUPTED)

@@ -104,17 +104,20 @@ def validate(files: Files, config: Config = None, as_json: JsonOption = False) -
 
 def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
     """Whether a file is a valid policy, with its faults, or with notes if it is valid."""
+    from kvcompile.files.reading import MAX_TEXT, check_file
     from kvcompile.planning.errors import PlanError
     from kvcompile.planning.stored_caches import store_caches
     from kvcompile.policy.policy import Policy
 
-    with file.open("rb"):  # an unreadable file is a mistake in the arguments (2), and not the answer no (1)
-        pass
+    try:
+        check_file(file, MAX_TEXT)
+    except OSError as error:  # a mistake in the arguments (2), and not the answer no (1)
+        raise PolicyError(f"{file}: cannot be read: {error.strerror or error}") from None
     try:
         policy = Policy.from_file(file)
         notes = store_caches(str(file), policy, model).notes if model is not None else ()
     except (PolicyError, PlanError) as error:
-        return {"file": str(file), "valid": False, "faults": str(error).splitlines(), "notes": []}
+        return {"file": str(file), "valid": False, "faults": list(getattr(error, "faults", [str(error)])), "notes": []}
     return {"file": str(file), "valid": True, "faults": [], "notes": list(notes)}
 
 

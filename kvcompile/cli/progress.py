@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
+from rich.text import Text
+
+
+class TimeLeft(ProgressColumn):
+    """The time left at the mean speed of the running part, which includes the compilations so far."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.total is None or task.elapsed is None:
+            return Text("left: -:--:--")
+        left = task.elapsed * (task.total - task.completed) / task.completed
+        return Text(f"left: {timedelta(seconds=round(left))}")
 
 
 @contextmanager
@@ -25,8 +45,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         BarColumn(table_column=Column(ratio=1)),
         TaskProgressColumn(),
         TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
+        TimeLeft(),
     )
     with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)

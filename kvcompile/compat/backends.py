@@ -7,9 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo import lookup_backend, register_backend
+from torch._dynamo.backends import registry
 from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 
+NAME = "kvquant"
+"""The name of our backend in Dynamo's registry."""
+
 _REGISTERING = threading.Lock()
+
+
+class _Backends(dict[str, Callable[..., Any]]):
+    """Dynamo's table of loaded backends, in which ``kvquant`` may be registered again.
+
+    ``lookup_backend`` loads an entry point and registers it without a lock, and ``register_backend`` raises an error if
+    a name is in the table. Two threads that look ``kvquant`` up for the first time both load it, and the second one
+    would fail. Without this table the second one fails.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return name != NAME and super().__contains__(name)
+
+
+def allow_registration_by_threads() -> None:
+    """Make the first look-ups of ``kvquant`` by several threads succeed, if Dynamo still has this table."""
+    if isinstance(table := getattr(registry, "_COMPILER_FNS", None), dict):
+        registry._COMPILER_FNS = _Backends(table)
 
 
 def ensure_registered(backend: Callable[..., Any], name: str) -> None:
@@ -23,8 +45,6 @@ def ensure_registered(backend: Callable[..., Any], name: str) -> None:
             lookup_backend(name)  # also loads and registers the backend of an entry point
         except InvalidBackend:
             register_backend(backend, name=name, tags=("experimental",))  # the tag hides it from list_backends()
-        except AssertionError:
-            lookup_backend(name)  # another thread has registered it between Dynamo's look and its own registration
 
 
 def error_of_backend(error: Exception) -> Exception:

@@ -23,6 +23,19 @@ def cache_argument(function: Callable[..., Any]) -> str:
     return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
 
 
+def renamed_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """``arguments`` with the cache under ``name``, whichever of its two names it has."""
+    other = "past_key_values" if name == "cache" else "cache"
+    if other not in arguments or name in arguments:
+        return arguments
+    return {name if key == other else key: value for key, value in arguments.items()}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in an output of a model or of ``generate()``; None if it has none."""
+    return output.get("cache", output.get("past_key_values"))
+
+
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """The keyword by which a call of ``model`` takes ``cache``."""
     return {cache_argument(type(model).forward): cache}

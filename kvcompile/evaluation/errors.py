@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.errors import KVCompileError
+from kvcompile.errors import InputError
 
 
-class EvaluationError(KVCompileError, ValueError):
+class EvaluationError(InputError):
     """An evaluation is impossible: the message names the model, the file or the option, and the remedy."""

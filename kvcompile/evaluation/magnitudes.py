@@ -16,7 +16,10 @@ from kvcompile.policy.static_scales import Numbers
 
 
 def largest_magnitudes(
-    model: Any, windows: Tensor, on_progress: Callable[[str, int, int], None] = lambda doing, done, total: None
+    model: Any,
+    windows: Tensor,
+    on_progress: Callable[[str, int, int], None] = lambda doing, done, total: None,
+    on_window: Callable[[Numbers], None] = lambda largest: None,
 ) -> Numbers:
     """The largest magnitude of the keys and the values of every module that computes attention.
 
@@ -24,6 +27,7 @@ def largest_magnitudes(
         model: a Hugging Face causal language model.
         windows: int64 [num_windows, n], the tokens that the model reads.
         on_progress: called with a description, the number of finished windows, and the number of all windows.
+        on_window: called after each window with the magnitudes so far.
 
     Raises:
         EvaluationError: a key or value is not finite.
@@ -41,4 +45,5 @@ def largest_magnitudes(
     for done, window in enumerate(windows):
         on_progress("reading", done, len(windows))
         listen(model, window, look)
+        on_window({module: dict(sizes) for module, sizes in largest.items()})
     return largest

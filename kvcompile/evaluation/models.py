@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.compat.modules import is_compiled_in_place, original_module
-from kvcompile.errors import did_you_mean
+from kvcompile.errors import KVCompileError, cut, did_you_mean
 from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.files.reading import MAX_CONFIG, check_file, is_folder, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+MAX_LAYERS = 10_000
+"""The maximum number of layers of a model with random weights."""
 
 
 def silence_transformers() -> None:
@@ -44,6 +48,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     place = find_device(device)
     found = _dtype(dtype, place)
     with _mistakes_named(name):
+        _check_name(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=found)
     return model.eval().to(place)
 
@@ -64,14 +69,16 @@ def random_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if name.endswith(".json") and not Path(name).is_file():
-        raise EvaluationError(f"--model {name}: no such file")
     place = find_device(device)
     found = _dtype(dtype, place)
     with _mistakes_named(name):
+        _check_name(name)
         config = AutoConfig.from_pretrained(name)
-    if num_layers is not None:
-        _keep_layers(config.get_text_config(decoder=True), num_layers)
+        text = config.get_text_config(decoder=True)
+        if num_layers is not None:
+            _keep_layers(text, num_layers)
+        if text.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers: expected at most {MAX_LAYERS}, got {text.num_hidden_layers}")
     if found == "auto":
         found = getattr(config, "dtype", None) or "float32"
     with _mistakes_named(name), place:
@@ -84,6 +91,14 @@ def has_weights(name: str) -> bool:
     if path.is_dir():
         return any(path.glob(pattern) for pattern in ("*.safetensors", "*.bin"))
     return not path.exists()
+
+
+def _check_name(name: str) -> None:
+    """Raise OSError if a name is a file that Transformers cannot read as a config."""
+    if name.endswith(".json"):
+        check_file(Path(name), MAX_CONFIG)
+    elif is_path(Path(name)) and not is_folder(Path(name)):
+        raise OSError("it is neither a folder nor a .json file")
 
 
 def _keep_layers(config: Any, num_layers: int) -> None:
@@ -111,8 +126,10 @@ def _mistakes_named(name: str) -> Iterator[None]:
     """Turn the errors that Transformers raises about a model into EvaluationErrors that name the model."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise EvaluationError(f"--model {name}: {first_line(error)}") from error
+    except KVCompileError:
+        raise
+    except Exception as error:  # Transformers lets any error of wrong numbers through
+        raise EvaluationError(f"--model {cut(name)}: {first_line(error)}") from error
 
 
 def find_device(device: str | None) -> torch.device:
@@ -148,5 +165,7 @@ def reads_bytes(model: Any) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an error's message, with its type if the message alone says nothing."""
+    lines = [*(line.strip() for line in str(error).strip().splitlines()), "", ""]
+    line = f"{lines[0]} {lines[1]}" if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__} {line}".strip() if isinstance(error, LookupError) or not line else line

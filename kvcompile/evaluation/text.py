@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.errors import cut
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import first_line, reads_bytes, text_config
 from kvcompile.evaluation.schedule import Schedule
@@ -81,7 +82,6 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
 
     Raises:
         EvaluationError: there is no text, no tokenizer or too little text, or a window exceeds the model's context.
-        OSError: the file cannot be read.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and schedule.num_tokens > limit:
@@ -90,7 +90,11 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
             f"model reads at most {limit}; give smaller numbers"
         )
     path = text_path(model, model_name, path)
-    tokens = _tokens(read_file(path, MAX_TEXT), model, model_name)
+    try:
+        data = read_file(path, MAX_TEXT)
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
+        raise EvaluationError(f"{cut(str(path))}: cannot be read: {cut(str(error))}") from None
+    tokens = _tokens(data, model, model_name)
     if len(tokens) < schedule.window_tokens:
         raise EvaluationError(
             f"{path}: {len(tokens)} tokens, but a window takes {schedule.window_tokens}; give more text, or a smaller "

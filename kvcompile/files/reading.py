@@ -9,6 +9,9 @@ from pathlib import Path
 MAX_TEXT = 1 << 18
 """The maximum size of a policy, in bytes."""
 
+MAX_CONFIG = 1 << 24
+"""The maximum size of a model's config, in bytes."""
+
 
 def read_file(path: Path, most: int) -> bytes:
     """The content of a regular file.
@@ -43,6 +46,12 @@ def status_of_file(path: Path) -> os.stat_result:
     return status
 
 
+def check_file(path: Path, most: int) -> None:
+    """Raise OSError unless a regular file of at most ``most`` bytes is at ``path``."""
+    if (size := status_of_file(path).st_size) > most:
+        raise OSError(f"it has {size} bytes, and at most {most} are read")
+
+
 def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
     """The text of a regular file in UTF-8. Raises OSError as :func:`read_file`, and UnicodeError."""
     return read_file(path, most).decode("utf-8")
@@ -53,6 +62,22 @@ def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long, or with a null character
+        return False
+
+
+def is_path(path: Path) -> bool:
+    """Whether anything is at ``path``; False for a path at which nothing can be."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is at ``path``; False for a path that no folder can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
         return False
 
 

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import cut, shown
-from kvcompile.files.reading import read_text_file
+from kvcompile.files.reading import MAX_CONFIG, read_text_file
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.families import FAMILIES, Family
 
 _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""
-
-MAX_CONFIG = 1 << 24
-"""The maximum size of a config, in bytes."""
 
 MAX_INTEGER = 1 << 31
 """The largest size that a config may have."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvcompile.errors import KVCompileError
+from kvcompile.errors import InputError
 
 
-class PlanError(KVCompileError, ValueError):
+class PlanError(InputError):
     """A plan cannot be made: the message names the config's field or the argument, and the remedy."""
 
 

@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-import regex
 import yaml
 from pydantic import (
     BeforeValidator,
@@ -45,7 +44,7 @@ from kvcompile.errors import PolicyError, cut, did_you_mean, shown
 from kvcompile.files.reading import expanded, is_file, read_text_file
 from kvcompile.kernels.formats import get_format
 from kvcompile.passes.site import FormatPair, Site
-from kvcompile.policy import presets
+from kvcompile.policy import patterns, presets
 from kvcompile.policy.choice import Choice, RoleFormat, Strict
 from kvcompile.policy.layers import LayerSet
 from kvcompile.policy.text import parse_json, parse_yaml
@@ -60,14 +59,8 @@ OnUnsupported = Literal["error", "warn", "ignore"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
-MAX_FAULTS, MAX_LINE = 10, 300
-"""The maximum number of faults in one message, and the maximum length of a line for a fault."""
-
-MAX_PATTERN = 1000
-"""The maximum length of a pattern of module names, in characters."""
-
-MATCH_SECONDS = 1.0
-"""The maximum time for matching one name, in seconds."""
+MAX_FAULTS = 10
+"""The maximum number of faults that are listed."""
 
 EXACT_TOKENS = ("residual_length", "sink_tokens")
 """The fields with numbers of tokens in full precision."""
@@ -102,13 +95,10 @@ class Match(Strict):
     @field_validator("module")
     @classmethod
     def _check_module(cls, module: str | None) -> str | None:
-        if module is not None and len(module) > MAX_PATTERN:
-            raise PolicyError(f"module has {len(module)} characters; give at most {MAX_PATTERN}")
+        if module is not None and len(module) > patterns.MAX_LENGTH:
+            raise PolicyError(f"module has {len(module)} characters; give at most {patterns.MAX_LENGTH}")
         if module is not None and module.startswith("re:"):
-            try:
-                regex.compile(module[3:])
-            except (regex.error, RecursionError) as error:
-                raise PolicyError(f"{shown(module)} is not a regular expression: {cut(str(error))}") from None
+            patterns.check_pattern(module[3:])
         return module
 
     @model_validator(mode="after")
@@ -117,39 +107,28 @@ class Match(Strict):
             raise PolicyError("give layers or module; formats for all layers belong in default")
         return self
 
-    def matches(self, module: str, layer: int | None, num_layers: int) -> bool:
+    def matches(self, module: str, layer: int | None, num_layers: int, matcher: patterns.Matcher) -> bool:
         """Whether a site matches.
 
         Args:
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none.
             num_layers: layers of the whole model, which negative indices count from.
+            matcher: matches the regular expressions of the policy.
 
         Raises:
-            PolicyError: the regular expression takes too long on this name.
+            PolicyError: the regular expressions take too long.
         """
         if self.layers is not None and (layer is None or layer not in LayerSet.parse(self.layers).indices(num_layers)):
             return False
         if self.module is None:
             return True
         if self.module.startswith("re:"):
-            return _matches(self.module[3:], module)
+            return matcher.matches(self.module[3:], module)
         return fnmatch.fnmatchcase(module, self.module)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value!r}" for name, value in self if value is not None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression matches a whole name; the package ``regex`` supports a time limit."""
-    try:
-        return regex.fullmatch(pattern, module, timeout=MATCH_SECONDS) is not None
-    except TimeoutError:
-        raise PolicyError(
-            f"{shown('re:' + pattern)} takes more than {MATCH_SECONDS} s on {shown(module)}; write it without "
-            "repetitions within repetitions"
-        ) from None
 
 
 class Rule(Choice):
@@ -255,10 +234,9 @@ class Policy(Strict):
         path = expanded(Path(name))
         if is_file(path):
             return cls.from_file(path)
-        known = presets.known_names()
         raise PolicyError(
-            f"{origin}{shown(name)} is neither a preset nor a file{did_you_mean(name, known)} "
-            f"(presets: {', '.join(presets.PRESETS)})"
+            f"{origin}{shown(name)} is neither a preset nor a file{did_you_mean(name, presets.known_names())} "
+            f"(presets: {', '.join(list(presets.PRESETS)[:4])}, ...; kvcompile.preset_names() has all)"
         )
 
     @classmethod
@@ -267,10 +245,10 @@ class Policy(Strict):
         try:
             return cls.model_validate(data, context={"folder": folder})
         except ValidationError as error:
-            lines = [cut(line, MAX_LINE) for line in _fault_lines(error, source)]
+            lines = list(_fault_lines(error, source))
             if len(lines) > MAX_FAULTS:
                 lines[MAX_FAULTS:] = [f"{source}: {len(lines) - MAX_FAULTS} more faults"]
-            raise PolicyError("\n".join(lines)) from None
+            raise PolicyError(*lines) from None
 
     def formats_for(
         self, module: str, layer: int | None, num_layers: int, *, sizes_only: bool = False
@@ -287,9 +265,8 @@ class Policy(Strict):
             PolicyError: the policy has static scales, but none for this module; or it has no transforms for a
                 calibrated format.
         """
-        index = self._rule_for(module, layer, num_layers)
-        rule = self.rules[index] if index is not None else None
-        formats = (rule or self.default).formats(module, layer)
+        choice = self.choice_for(module, layer, num_layers)
+        formats = choice.formats(module, layer)
         if formats is None:
             return None
         for name in (formats.key, formats.value):
@@ -299,12 +276,17 @@ class Policy(Strict):
                     f"{name} needs a calibration of the model: give `transforms: FILE` beside its dtype (`python -m "
                     "kvcompile calibrate --output FILE.safetensors` writes one)"
                 )
-        tokens = self.exact_tokens | (rule.exact_tokens if rule is not None else {})
+        tokens = self.exact_tokens | (choice.exact_tokens if isinstance(choice, Rule) else {})
         return replace(
             formats,
             residual_length=tokens.get("residual_length", formats.residual_length),
             sink_tokens=tokens.get("sink_tokens", formats.sink_tokens),
         )
+
+    def choice_for(self, module: str, layer: int | None, num_layers: int) -> Choice:
+        """The rule that decides about the attention site in ``module``, or the default; as :meth:`formats_for`."""
+        index = self._rule_for(module, layer, num_layers)
+        return self.default if index is None else self.rules[index]
 
     @property
     def exact_tokens(self) -> dict[str, int]:
@@ -320,8 +302,15 @@ class Policy(Strict):
         return [transforms for transforms in named.values() if transforms is not None]
 
     def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
-        matches = (i for i, rule in enumerate(self.rules) if rule.match.matches(module, layer, num_layers))
-        return next(matches, None)
+        indices = (i for i, rule in enumerate(self.rules) if self._matches(rule, module, layer, num_layers))
+        return next(indices, None)
+
+    def _matches(self, rule: Rule, module: str, layer: int | None, num_layers: int) -> bool:
+        return rule.match.matches(module, layer, num_layers, self._matcher)
+
+    @functools.cached_property
+    def _matcher(self) -> patterns.Matcher:
+        return patterns.Matcher()
 
     def unmatched_rules(self, sites: Iterable[Site], num_layers: int) -> list[str]:
         """One line for every rule that decides no site of a whole model; ``sites`` are all its attention sites."""
@@ -331,7 +320,7 @@ class Policy(Strict):
         for i, rule in enumerate(self.rules):
             if i in used:
                 continue
-            taken = any(rule.match.matches(site.module, site.layer, num_layers) for site in sites)
+            taken = any(self._matches(rule, site.module, site.layer, num_layers) for site in sites)
             what = "decides nothing: earlier rules take every site it matches" if taken else "matches no attention site"
             names = ", ".join(site.module or "top level" for site in sites[:3]) + (", ..." if len(sites) > 3 else "")
             lines.append(f"policy: rule {i + 1} ({rule.match}) {what} (sites: {names or 'none'})")
@@ -345,7 +334,7 @@ class Policy(Strict):
         """
         lines = self.unmatched_rules(sites, num_layers)
         if lines and self.strict:
-            raise PolicyError("\n".join(lines))
+            raise PolicyError(*lines)
         for line in lines:
             log.warning(line)
 

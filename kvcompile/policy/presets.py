@@ -5,7 +5,7 @@ A policy may also describe a format: the dtype of its elements, the granularity 
 
 from __future__ import annotations
 
-from kvcompile.errors import PolicyError, did_you_mean
+from kvcompile.errors import PolicyError, did_you_mean, shown
 from kvcompile.kernels.formats import CALIBRATED_FORMATS, FORMATS, LATENT_FORMATS, is_calibrated
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.passes.site import FormatPair
@@ -97,8 +97,10 @@ def resolve(name: str) -> FormatPair | None:
         return (PRESETS | CALIBRATED_PRESETS)[name]
     if name in FORMATS or name in LATENT_FORMATS or is_calibrated(name):
         return FormatPair(name, name)
-    known = known_names()
-    raise PolicyError(f"unknown dtype {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")
+    raise PolicyError(
+        f"unknown dtype {shown(name)}{did_you_mean(name, known_names())} (known: {', '.join(list(PRESETS)[:4])}, ...; "
+        "docs/policy.md has all)"
+    )
 
 
 def exact_tokens(name: str | None) -> tuple[int, int]:

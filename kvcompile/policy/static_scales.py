@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcompile.errors import PolicyError, cut, one_line
-from kvcompile.files.reading import read_text_file, status_of_file
+from kvcompile.files.reading import is_folder, read_text_file, status_of_file
 from kvcompile.kernels.formats import with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
@@ -80,7 +80,7 @@ class StaticScales:
         Raises:
             PolicyError: the file cannot be read, has another form, or has no scales.
         """
-        if path.is_dir():
+        if is_folder(path):
             files = sorted(path.glob("*.safetensors"))
             if not files:
                 raise PolicyError(f"scales: {path} is a folder without safetensors files")
@@ -134,11 +134,11 @@ class StaticScales:
         if found is not None:
             return self.numbers[found]
         same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
-        known = one_line(", ".join(list(self.numbers)[:3])) + (", ..." if len(self.numbers) > 3 else "")
+        known = one_line(", ".join(list(self.numbers)[:2])) + (", ..." if len(self.numbers) > 2 else "")
         raise PolicyError(
             f"scales: {self.source} has no scales for {module or 'attention at top level'}"
             f"{f', and several modules in layer {layer}' if same_layer else ''} (it has: {known}); calibrate this "
-            "model, or give the module another format in a rule"
+            "model, or give another format in a rule"
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kvcompile
 from kvcompile import collect_reports
+from kvcompile.compat.transformers import renamed_cache
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.report.report import Report
 
@@ -107,3 +110,25 @@ def test_a_quantized_cache_of_transformers_stays_as_it_is() -> None:
     assert prefill.reason_code == "no_cache"  # it attends to its own keys; the cache quantizes them for later steps
     assert {site.reason_code for site in steps} == {"already_quantized"}
     assert "holds torch.int8: the model quantizes it" in str(steps[0].reason)
+
+
+def test_the_cache_of_a_call_has_either_name() -> None:
+    assert renamed_cache({"cache": 1, "do_sample": False}, "past_key_values") == {
+        "past_key_values": 1,
+        "do_sample": False,
+    }
+    assert renamed_cache({"past_key_values": 1}, "cache") == {"cache": 1}
+    assert renamed_cache({"cache": 1, "past_key_values": 2}, "cache") == {"cache": 1, "past_key_values": 2}, (
+        "an error there"
+    )
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_of_a_compiled_model_takes_a_cache_under_both_names_without_a_warning(name: str) -> None:
+    model = tiny_llama(num_layers=1)
+    kvcompile.compile(model, policy="int8_per_token_head")
+    cache = kvcompile.static_cache(model, batch_size=1, max_len=64, policy="int8_per_token_head")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model.generate(torch.arange(5)[None], max_new_tokens=2, do_sample=False, **{name: cache})
+    assert cache.get_seq_length() == 6

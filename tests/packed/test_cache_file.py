@@ -309,3 +309,8 @@ def test_a_file_has_the_permissions_of_the_umask(file: Path) -> None:
 def test_metadata_of_the_file_itself_are_refused(file: Path) -> None:
     with pytest.raises(CacheFileError, match="'digest' itself; choose another name"):
         kvcompile.save_cache(torch.ones(2), file, {"digest": "0"})
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CacheFileError, match=r"save_cache: .*nowhere is not a folder"):
+        kvcompile.save_cache(torch.zeros(2), tmp_path / "nowhere" / "cache.safetensors")

@@ -7,20 +7,16 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import make_pages
 import pytest
-import torch
 import torch.distributed as dist
 import walk_parts
 from calibrated_bases import write_transforms
 from documented_commands import PAGES, ROOT, blocks, command_line, commands, runs_elsewhere
 from model_configs import LLAMA_3_1_8B, write_config
-from tiny_llama import fresh_cache, tiny_llama
 from typer.testing import CliRunner
 
-import kvcompile
 from kvcompile.cli.app import app
 from kvcompile.passes.refusal import Reason
 from kvcompile.policy.policy import Policy
@@ -125,17 +121,6 @@ def test_other_commands_are_of_files_that_exist_or_run_elsewhere(command: str) -
 # Python
 
 
-def given() -> dict[str, Any]:
-    """The variables that snippets use without defining them."""
-    model = tiny_llama(num_layers=1)
-    input_ids = torch.randint(0, 97, (1, 5))
-    inputs = {"input_ids": input_ids, "max_new_tokens": 1}  # one graph for each generate()
-    cache = fresh_cache(model, "static")
-    tokens = torch.randint(0, 97, (65,))
-    return {"kvcompile": kvcompile, "torch": torch, "model": model, "input_ids": input_ids, "inputs": inputs,
-            "cache": cache, "tokens": tokens}  # fmt: skip
-
-
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize(
     "page",
@@ -148,16 +133,17 @@ def given() -> dict[str, Any]:
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippets run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module.
+    """The snippets define all names that they use, as in a new process.
 
-    A page on several ranks runs on one.
+    They run as a module with a file, because ``triton.jit`` reads the source and Dynamo the module. A page on several
+    ranks runs on one.
     """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     file = folder / f"snippets_of_{page.stem}.py"
     file.write_text("\n".join(blocks(page, "python")))
     module = ModuleType(file.stem)
-    vars(module).update(given(), __file__=str(file))
+    vars(module).update(__file__=str(file))
     monkeypatch.setitem(sys.modules, file.stem, module)
     try:
         exec(compile(file.read_text(), file, "exec"), vars(module))

@@ -103,3 +103,24 @@ def test_the_example_of_a_policy_is_one() -> None:
     assert policy.formats_for("layers.31.self_attn", 31, 32) == FormatPair("fp8_e4m3", "fp8_e4m3")
     assert policy.formats_for("layers.5.cross_attn", 5, 32) is None
     assert policy.formats_for("layers.5.self_attn", 5, 32) == FormatPair("turboquant_4bit", "int4_per_token_head")
+
+
+def test_every_divergence_is_in_the_table_of_presets_by_size() -> None:
+    quality = (ROOT / "docs" / "quality.md").read_text()
+    measured = {
+        name: (prefill, later)
+        for name, prefill, later in re.findall(
+            r"^\| `(\w+)` \|(?:[^|]+\|){5} ([\d.e-]+) \| ([\d.e-]+) \|", quality, re.MULTILINE
+        )
+    }
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*\bKL [^|]*) \|$", README, re.MULTILINE)
+    assert len(rows) >= 8
+    for name, text in rows:
+        figures = re.findall(r"\d\.\d+e-\d", text)
+        rivals = [figure for rival in re.findall(r"`(\w+)`", text) for figure in measured[rival][:1]]
+        assert figures[0] == measured[name][0], name
+        assert set(figures[1:]) <= {measured[name][1], *rivals}, name
+
+
+def test_no_preset_is_called_better_without_a_figure() -> None:
+    assert "better than" not in README

@@ -368,13 +368,16 @@ default: {dtype: fp8_e4m3}
 on_unsupported: raise
 """
     )
-    assert sorted(error_of(path).splitlines()) == sorted(
+    with pytest.raises(PolicyError, match=r"policy.yaml: version.* \(and 6 more faults\)$") as caught:
+        Policy.load(path)
+    assert sorted(caught.value.faults) == sorted(
         [
             f"{path}: version: input should be 1, got 2",
             f"{path}: rule 1: match: unknown field 'layer'; did you mean 'layers'? (known: layers, module)",
             f"{path}: rule 2: match.layers: '9-3' is empty: it ends before it starts",
             f"{path}: rule 2: key: group_size needs a granularity: per_group, or per_channel",
-            f"{path}: rule 3: match.module: 're:(' is not a regular expression: missing ) at position 1",
+            f"{path}: rule 3: match.module: 're:(' is not a regular expression: missing ), unterminated subpattern at "
+            "position 0",
             f"{path}: rule 4: match: give layers or module; formats for all layers belong in default",
             f"{path}: on_unsupported: input should be 'error', 'warn' or 'ignore', got 'raise'",
         ]

@@ -170,8 +170,9 @@ def test_the_version_is_that_of_the_package() -> None:
         ("plan --config config.json --kv-budget 1GiB --bandwidth l4 --efficiency fp7=0.5", "no policy reads"),
         ("plan --config config.json --memory 80GiB --weights int3", "'int3' is not a known format; did you mean 'int"),
         ("policy show nowhere.yaml", "'nowhere.yaml' is neither a preset nor a file"),
-        ("policy validate nowhere.yaml", "nowhere.yaml: No such file or directory"),
-        ("policy validate .", "Is a directory"),
+        ("policy validate nowhere.yaml", "nowhere.yaml: cannot be read: No such file or directory"),
+        ("policy validate .", ".: cannot be read: it is not a regular file"),
+        ("policy validate /dev/zero", "/dev/zero: cannot be read: it is not a regular file"),
         ("policy show policy.yaml --config nowhere", "nowhere: no such file"),
     ],
 )

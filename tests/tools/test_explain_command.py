@@ -121,7 +121,8 @@ class Verified(Report):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("--model nowhere/config.json --layers 1", "--model nowhere/config.json: no such file"),
+        ("--model nowhere/config.json --layers 1", "No such file or directory: 'nowhere/config.json'"),
+        ("--model /dev/zero", "--model /dev/zero: it is neither a folder nor a .json file"),
         ("--model config.json --layers 9", "--layers 9: the model has 2"),
         ("--model . --policy nix", "'nix' is neither a preset nor a file"),
         ("--model . --tokens 300", "--tokens 300, and 4 tokens before them, exceed --context 256"),
@@ -133,3 +134,27 @@ def test_mistakes_are_plain_lines(command: str, message: str) -> None:
     assert out == ""
     assert err.startswith("kvcompile: error: ")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected at most 10000"),
+        ({"hidden_size": 10**30}, ""),
+        ({"num_attention_heads": 0}, ""),
+        ({"model_type": "x" * 10**5}, "has model type `xxx"),
+        ({"layer_types": 10**5 * ["full_attention"]}, "must be equal to the number of `layer_types`"),
+        ({"vocab_size": 2**50}, ""),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_made_is_one_short_line(
+    change: dict[str, Any], message: str, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "bad.json").write_text(json.dumps(config | change))
+    out, err = run("explain --model bad.json", code=2)
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line.startswith("kvcompile: error: --model bad.json: ")
+    assert message in line
+    assert len(line) <= 300

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Task, TaskID
 from small_models import save, small_model, some_bytes
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from kvcompile.evaluation.results import Evaluation
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text, read_text
 from kvcompile.passes.site import CacheSummary, Site
+from kvcompile.policy.static_scales import StaticScales
 from kvcompile.report.data import GraphReport
 from kvcompile.report.report import Report, collect_reports
 from kvcompile.tables import WIDTH, broken, table, width
@@ -86,6 +88,14 @@ def test_the_bar_shows_what_runs_the_percentage_and_the_time_left(monkeypatch: p
     assert "int8: compiling graph 1 of 2" in shown
     assert "25%" in shown
     assert "left:" in shown
+
+
+def test_the_time_left_counts_the_compilation_that_still_runs() -> None:
+    task = Task(TaskID(0), "int8: compiling graph 1 of 2", total=4, completed=1, _get_time=lambda: 100.0)
+    task.start_time = 0.0
+    assert progress.TimeLeft().render(task).plain == "left: 0:05:00"
+    task.completed = 0
+    assert progress.TimeLeft().render(task).plain == "left: -:--:--"
 
 
 def test_a_new_part_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +162,20 @@ def test_other_interrupted_commands_say_that_nothing_was_written(
     _, err = run(f"{command} --output new.file", INTERRUPTED)
     assert "interrupted: nothing was written" in err
     assert not (folder / "new.file").exists()
+
+
+def test_an_interrupted_calibration_of_scales_writes_the_windows_that_were_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(model: Any, windows: Any, on_progress: Any, on_window: Any) -> None:
+        on_window({"layers.0": {"key": 2.0, "value": 1.0}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcompile.evaluation.magnitudes.largest_magnitudes", interrupted)
+    out, err = run("calibrate --model . --data text.txt --prefill 16 --windows 2 --output scales.json", INTERRUPTED)
+    assert "layers.0" in out
+    assert "interrupted: scales.json has the magnitudes of 1 of 2 windows" in err
+    assert StaticScales.read(folder / "scales.json").numbers == {"layers.0": {"key": 2.0, "value": 1.0}}
 
 
 def test_an_interrupted_bench_prints_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""Regular expressions for names of modules, with bounds on the time and the memory that any of them can take.
+
+A pattern is a regular expression of Python's ``re``. The package ``regex`` matches it, because ``re`` has no time
+limit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+import regex
+
+from kvcompile.errors import PolicyError, cut, shown
+
+MAX_LENGTH = 1000
+"""The maximum length of a pattern, in characters."""
+
+MAX_COPIES = 100
+"""The maximum product of the counts in braces, because a compiled pattern has a copy for each repetition."""
+
+SECONDS = 0.5
+"""The processor time for all patterns of a policy together."""
+
+_COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise PolicyError unless ``pattern`` is a regular expression of bounded size."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise PolicyError(f"{_named(pattern)} is not a regular expression: {cut(str(error))}") from None
+    counts = [max(int(count or 1) for count in counts if count is not None) for counts in _counts(pattern)]
+    if "{" in _COUNT.sub("", pattern) or math.prod(max(1, count) for count in counts) > MAX_COPIES:
+        raise PolicyError(
+            f"{_named(pattern)}: braces may only hold counts such as {{2}} or {{1,3}}, which multiply to at most "
+            f"{MAX_COPIES}; write * or +"
+        )
+
+
+def _counts(pattern: str) -> list[tuple[str | None, ...]]:
+    """The least and the largest count of every repetition in braces."""
+    return [found.groups() for found in _COUNT.finditer(pattern)]
+
+
+class Matcher:
+    """Matches the patterns of one policy."""
+
+    def __init__(self) -> None:
+        self._seconds_left = SECONDS
+        self._results: dict[tuple[str, str], bool] = {}
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Whether a checked pattern matches a whole name.
+
+        Raises:
+            PolicyError: the patterns of the policy have taken too long.
+        """
+        known = self._results.get((pattern, name))
+        return self._timed(pattern, name) if known is None else known
+
+    def _timed(self, pattern: str, name: str) -> bool:
+        begin = time.thread_time()
+        try:
+            if self._seconds_left <= 0:
+                raise TimeoutError
+            found = regex.fullmatch(pattern, name, timeout=self._seconds_left) is not None
+        except TimeoutError:
+            raise PolicyError(
+                f"{_named(pattern)} takes too long on {shown(name)}: the regular expressions of a policy have "
+                f"{SECONDS} s together; write them without repetitions within repetitions"
+            ) from None
+        finally:
+            self._seconds_left -= time.thread_time() - begin
+        self._results[pattern, name] = found
+        return found
+
+
+def _named(pattern: str) -> str:
+    return shown(f"re:{pattern}")
