@@ -5,10 +5,11 @@ A probe is a ``drive`` as the fuzzer writes it (:mod:`fuzz.oracle`): it yields e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +48,14 @@ PROBES: list[Probe] = []
 def probe_of(fault: str) -> Probe:
     """The probe for a fault."""
     return next(probe for probe in PROBES if probe.fault == fault)
+
+
+def in_parts(probes: Sequence[Probe], always: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: a third of the probes, and those of the faults ``always``. The others are slow."""
+    return [
+        pytest.param(probe, marks=() if i % 3 == 0 or probe.fault in always else pytest.mark.slow)
+        for i, probe in enumerate(probes)
+    ]
 
 
 def shows(fault: str, **how: Any) -> Callable[[Drive], Drive]:
