@@ -142,7 +142,7 @@ def given() -> dict[str, Any]:
     [
         pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
         for page in PAGES
-        if blocks(page, "python")
+        if blocks(page, "python") and page.name != "README.md"  # test_readme.py
     ],
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(
