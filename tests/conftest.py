@@ -14,9 +14,10 @@ import torch
 import torch._functorch.config
 from cheaper_compilation import make_compilation_cheaper, skip_present_objects_in_collections
 from node_by_node import running_node_by_node
+from processor_times import ProcessorTimes
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Settings that make compilation in tests cheaper.
 
     One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
@@ -31,10 +32,13 @@ def pytest_configure() -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import PyTorch first
+    if file := config.getoption("processor_times"):
+        config.pluginmanager.register(ProcessorTimes(file))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="run every N-th of the selected tests, from the K-th")
+    parser.addoption("--processor-times", metavar="FILE", type=Path, help="append the processor time of each test")
     parser.addoption("--outside-sources", metavar="DIR", help="checkouts of other projects, for tests marked outside")
 
 

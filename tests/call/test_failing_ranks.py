@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import failing_rank_program as program
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import SUPPORT
+from ranks import SUPPORT, environment_of_ranks
 
 SECONDS = 240
 """The programs of a test end within this time."""
@@ -29,11 +28,7 @@ def run(cases: str, size: int, output: Path) -> list[dict[str, Any] | str]:
     This process holds the store of the ranks, as torchrun does. Unlike torchrun, it stops no rank if another one ends.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, str(SUPPORT)])), "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    shared = environment_of_ranks(store, size)
     command = [sys.executable, str(SUPPORT / "failing_rank_program.py"), cases, str(output)]
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)

@@ -75,7 +75,7 @@ def test_what_a_mask_shows_is_found_out_once_for_all_layers() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])])
 def test_packed_bytes_are_those_of_the_formats_arithmetic(
     preset: str, device: str, request: pytest.FixtureRequest
 ) -> None:

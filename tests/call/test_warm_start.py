@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +70,50 @@ def copies(values: list[Tensor]) -> list[Tensor]:
     return [value.clone() for value in values]
 
 
-def test_stored_code_gives_the_same_answers_caches_and_report(cache_on_disk: None) -> None:
-    new, plain, pos = tokens(), caches(), torch.tensor([5])
-    with kvcompile.collect_reports() as cold:
-        first, *counts = in_new_process(step, *new, *(before := copies(plain)), pos)
-    assert counts == [0, 1]
+@dataclass(frozen=True)
+class Stored:
+    """A call of ``step`` whose code is on disk: its arguments, result and report, and its caches afterwards."""
+
+    new: tuple[Tensor, Tensor, Tensor]
+    plain: list[Tensor]
+    pos: Tensor
+    result: Tensor
+    counts: list[int]
+    caches: list[Tensor]
+    report: kvcompile.Report
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Stored]:
+    """Code is generated once for the tests that find it on disk."""
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True), torch.no_grad():
+        torch.manual_seed(0)
+        new, plain, pos = tokens(), caches(), torch.tensor([5])
+        with kvcompile.collect_reports() as report:
+            result, *counts = in_new_process(step, *new, *(packed := copies(plain)), pos)
+        yield Stored(new, plain, pos, result, counts, packed, report)
+    torch._dynamo.reset()
+
+
+def test_stored_code_gives_the_same_answers_caches_and_report(stored: Stored) -> None:
+    assert stored.counts == [0, 1]
     with kvcompile.collect_reports() as warm:
-        second, *counts = in_new_process(step, *new, *(after := copies(plain)), pos)
+        result, *counts = in_new_process(step, *stored.new, *(after := copies(stored.plain)), stored.pos)
     assert counts == [1, 0]
-    assert torch.equal(first, second)
+    assert torch.equal(stored.result, result)
     assert all(type(cache) is PackedTensor for cache in after)
-    assert all(torch.equal(a.packed, b.packed) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a.packed, b.packed) for a, b in zip(stored.caches, after, strict=True))
+    cold = stored.report
     assert cold.graphs[0].passes
     assert not warm.graphs[0].passes
     assert [graph.sites for graph in warm.graphs] == [graph.sites for graph in cold.graphs]
     assert warm.calls == cold.calls
 
 
-def test_another_policy_finds_no_stored_code(cache_on_disk: None) -> None:
-    new, plain, pos = tokens(), caches(), torch.tensor([5])
-    assert in_new_process(step, *new, *copies(plain), pos)[1:] == (0, 1)
-    assert in_new_process(step, *new, *(other := copies(plain)), pos, policy="int4_per_token_head")[1:] == (0, 1)
-    assert other[0].packed_layout.format_name == "int4_per_token_head"
+def test_another_policy_finds_no_stored_code(stored: Stored) -> None:
+    other = copies(stored.plain)
+    assert in_new_process(step, *stored.new, *other, stored.pos, policy="bfloat16")[1:] == (0, 1)
+    assert other[0].packed_layout.format_name == "bfloat16"
 
 
 @pytest.mark.slow
@@ -148,11 +170,9 @@ def test_code_travels_as_artifacts_of_pytorch(cache_on_disk: None) -> None:
     assert torch.equal(first, second)
 
 
-def test_debug_runs_every_pass_although_code_is_stored(cache_on_disk: None, tmp_path: Path) -> None:
-    new, plain, pos = tokens(), caches(), torch.tensor([5])
-    in_new_process(step, *new, *copies(plain), pos)
+def test_debug_runs_every_pass_although_code_is_stored(stored: Stored, tmp_path: Path) -> None:
     with kvcompile.debug(tmp_path / "dump", depyf=False):
-        in_new_process(step, *new, *copies(plain), pos)
+        in_new_process(step, *stored.new, *copies(stored.plain), stored.pos)
     assert list((tmp_path / "dump").rglob("*fuse_attention*"))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from devices import cases_by_device
-from hand_written_decoder import HEAD_DIM, WRITES, Decoder, Write, index_copy
+from hand_written_decoder import HEAD_DIM, WRITES, Decoder, Write
 from torch._dynamo.utils import counters
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -31,41 +30,30 @@ def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
     return model
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Generated code has parallel loops."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-# One preset for each form, in float32, is enough on a CPU.
+# One preset for each form, in float32, is enough on a CPU. The passes make the same of all forms, so that the generated
+# code of the first form is that of all.
 ON_CPU = [(write, preset, "fp32") for write, preset in zip(WRITES, itertools.cycle(PRESETS), strict=False)]
 
 
+@pytest.mark.usefixtures("node_by_node_on_cpu")
 @pytest.mark.parametrize(
-    ("write", "preset", "dtype_name", "device"), cases_by_device(itertools.product(WRITES, PRESETS, DTYPES), ON_CPU)
+    ("write", "preset", "dtype_name", "device"),
+    cases_by_device(itertools.product(WRITES, PRESETS, DTYPES), ON_CPU, generated_on_cpu=ON_CPU[:1]),
 )
 def test_compiled_logits_equal_eager_logits_on_packed_buffers(
-    write: Write, preset: str, dtype_name: str, device: str, request: pytest.FixtureRequest
+    write: Write, preset: str, dtype_name: str, device: str
 ) -> None:
-    if device == "cpu":
-        # The passes make the same of the other forms; what Inductor meets is index_copy.
-        request.getfixturevalue("two_threads" if write is index_copy else "without_code_generation")
     dtype = DTYPES[dtype_name]
-    # On a CPU the generated code of a chunk of any size is compared in test_attention_forms.py.
-    sizes = [100, *[1] * 31] if device == "cpu" and write is index_copy else CHUNKS
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     model = Decoder(write, batch=2).to(device, dtype).eval()
     expected_model = with_packed_buffers(model, preset)
     compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
-    ids = torch.randint(0, 97, (2, sum(sizes)), device=device)
+    ids = torch.randint(0, 97, (2, sum(CHUNKS)), device=device)
     start = 0
     with torch.no_grad():
-        for chunk in ids.split(sizes, dim=1):
+        for chunk in ids.split(CHUNKS, dim=1):
             logits, expected = compiled(chunk, start), expected_model(chunk, start)
             start += chunk.shape[1]
             assert (logits - expected).norm() < TOLERANCE[dtype] * expected.norm()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_steps import growing_step
 from devices import cases_by_device
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -29,8 +30,8 @@ ON_CPU = [
     ("bf16", "int4_per_token_head", "static"),
 ]
 """What runs on a CPU, node by node: each preset but int8, which the last test has, and each dtype. What passes do with
-one kind of cache they do with the other. Generated code is compared in the last test, in test_hand_written_model.py and
-in test_output_code.py."""
+one kind of cache they do with the other. Generated code is compared in the last test, in test_attention_forms.py and in
+test_output_code.py."""
 
 
 def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
@@ -123,11 +124,14 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
     assert isinstance(cache.layers[0].keys, PackedTensor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "generates_code"),
+    [("static", False), ("dynamic", False), pytest.param("dynamic", True, marks=pytest.mark.slow)],
+)
 def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_cache_not_at_all(
-    kind: str, request: pytest.FixtureRequest
+    kind: str, generates_code: bool, request: pytest.FixtureRequest
 ) -> None:
-    if kind == "static":  # the lengths of growing caches are symbols, on which Inductor puts guards
+    if not generates_code:
         request.getfixturevalue("without_code_generation")
     model = tiny_llama(num_layers=1)
     compiled = torch.compile(model, backend="kvquant", options={"policy": "int8_per_token_head"})
@@ -141,4 +145,24 @@ def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_ca
                 logits = compiled(input_ids=ids, past_key_values=cache).logits
                 assert relative_error(logits, expected_logits) < TOLERANCE[torch.float32]
             num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] == num_graphs[1] <= 3
+
+
+def test_generated_code_of_a_growing_cache_serves_all_lengths_and_a_second_cache() -> None:
+    """The lengths of growing caches are symbols, on which Inductor puts guards."""
+    layouts = [PackedLayout("int8_per_token_head", role, 32) for role in ("key", "value")]
+    compiled = torch.compile(growing_step, backend="kvquant", options={"policy": "int8_per_token_head"})
+    num_graphs = []
+    for _ in range(2):
+        caches, expected = (
+            [PackedTensor.zeros((1, 2, 0, 32), torch.float32, layout, growing=True) for layout in layouts]
+            for _ in range(2)
+        )
+        for count in (100, *[1] * 30):
+            new = torch.randn(3, 1, 2, count, 32).unbind()
+            out, *caches = compiled(*new, *caches)
+            expected_out, *expected = growing_step(*new, *expected)
+            assert relative_error(out, expected_out) < TOLERANCE[torch.float32]
+        assert all(type(cache) is PackedTensor and cache.shape[2] == 130 for cache in caches)
+        num_graphs.append(counters["stats"]["unique_graphs"])
     assert num_graphs[0] == num_graphs[1] <= 3

@@ -91,7 +91,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+SLOW_VARIANTS = ("sampled beams", "a static cache", "a prompt of one token")
+"""Each is like two others: it samples or has beams, has a static cache, or a short prompt."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, id=name, marks=pytest.mark.slow if name in SLOW_VARIANTS else ())
+        for name, arguments in VARIANTS.items()
+    ],
+)
 def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
     arguments: dict[str, Any], made: list[Any]
 ) -> None:

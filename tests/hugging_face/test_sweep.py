@@ -20,14 +20,14 @@ from sweep_models import ARCHITECTURES
     [
         ("bloom", "eager", "dynamic"),
         ("cohere2", "sdpa", "static"),
-        ("falcon", "sdpa", "static"),
         ("gemma2", "eager", "static"),
-        ("gpt2", "sdpa", "static"),
         ("gpt_oss", "eager", "static"),
-        ("mbart", "sdpa", "static"),
-        ("mixtral", "eager", "static"),
-        ("opt", "sdpa", "static"),
         ("t5", "eager", "static"),
+        pytest.param("falcon", "sdpa", "static", marks=pytest.mark.slow),
+        pytest.param("gpt2", "sdpa", "static", marks=pytest.mark.slow),
+        pytest.param("mbart", "sdpa", "static", marks=pytest.mark.slow),
+        pytest.param("mixtral", "eager", "static", marks=pytest.mark.slow),
+        pytest.param("opt", "sdpa", "static", marks=pytest.mark.slow),
     ],
 )
 def test_every_cached_layer_is_rewritten_and_computes_what_eager_code_does(

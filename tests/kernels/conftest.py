@@ -34,6 +34,28 @@ def poisoned_outputs():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def capability(request: pytest.FixtureRequest) -> int:
+    """The compute capability for which kernels are compiled ahead of time."""
+    return getattr(request, "param", 90)
+
+
+@pytest.fixture
+def compiled(capability: int, monkeypatch: pytest.MonkeyPatch):
+    """The kernels that launchers have compiled for ``capability``, by name."""
+    from aot_compilation import CompileOnly, stand_ins  # not above: it needs Triton
+
+    return stand_ins(CompileOnly, capability, monkeypatch)
+
+
+@pytest.fixture
+def counted(capability: int, monkeypatch: pytest.MonkeyPatch):
+    """One item for each version of a kernel that launchers would have compiled for ``capability``, by name."""
+    from aot_compilation import CountOnly, stand_ins
+
+    return stand_ins(CountOnly, capability, monkeypatch)
+
+
 if INTERPRETED:
     import triton.language as tl
     from triton.runtime import interpreter

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from aot_compilation import CompileOnly, NoDriver
 from deepseek_v4_cases import Requests, empty_cache, poisoned_output, random_tokens
 from formats_of_every_kind import in_turn
-from test_aot_compile import CompileOnly, NoDriver
 
 from kvcompile.kernels.deepseek_v4 import kernels
 from kvcompile.kernels.lang import launcher

@@ -160,7 +160,8 @@ def test_a_decode_step_launches_only_what_was_compiled_before() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 def test_triton_compiles_for_descriptions_of_tensors(monkeypatch) -> None:
-    from test_aot_compile import NoDriver, triton
+    import triton
+    from aot_compilation import NoDriver
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(triton.runtime.driver, "_active", NoDriver(90))

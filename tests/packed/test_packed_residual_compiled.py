@@ -1,7 +1,7 @@
 """Compiled models on caches with a residual give the same results as eager code, and store in place.
 
-On a CPU most tests run the rewritten graphs node by node, and the last test runs code that Inductor generates. On a GPU
-all tests run code that Inductor generates.
+On a CPU most tests run the rewritten graphs node by node: one with the plain PyTorch of stores and attention, others
+with operators. The last test runs code that Inductor generates. On a GPU all tests run code that Inductor generates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_packed_tensor_compiled
 import torch
+from decode_steps import step
 from hand_written_decoder import Decoder, masked_update, slice_assignment
 from test_packed_tensor_compiled import PROGRAMS, compare
 from torch import Tensor
@@ -24,8 +25,8 @@ from kvcompile.kernels.layout.packed_layout import PackedLayout, Residual
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
 
-transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, fresh_cache, tiny_llama  # noqa: E402
+pytest.importorskip("transformers")
+from tiny_llama import DEVICES, fresh_cache, tiny_llama
 
 SINKS = {
     "default": {"key": {"dtype": "int8", "granularity": "per_channel"}, "value": {"dtype": "turboquant_4bit"}},
@@ -42,7 +43,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler", "operators_traced")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def packed(plain: Tensor, role: str, policy: Any, *, growing: bool = False) -> PackedTensor:
@@ -86,28 +87,35 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches_without_recompiling
     kind: str, policy: Any, device: str
 ) -> None:
     model = tiny_llama(device=device, num_layers=1)
-    step, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
+    run, cache, expected_cache = compiled(model, policy), fresh_cache(model, kind), eager_cache(model, kind, policy, 2)
     graphs = []
     for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
-        logits = step(input_ids=ids, past_key_values=cache).logits
+        logits = run(input_ids=ids, past_key_values=cache).logits
         assert_near(logits, model(input_ids=ids, past_key_values=expected_cache).logits)
         graphs.append(counters["stats"]["unique_graphs"])
     assert isinstance(cache.layers[0].keys, PackedTensor)
     assert graphs[3] == graphs[-1] <= 4
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("static", "int4"), ("dynamic", SINKS)], ids=["static", "dynamic"])
+@pytest.mark.usefixtures("operators_traced")
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param("static", "int4", id="static"),
+        pytest.param("dynamic", SINKS, id="dynamic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_cache_that_eager_code_filled_is_adopted_with_its_recent_tokens_as_they_are(
     kind: str, policy: Any, device: str
 ) -> None:
     model = tiny_llama(device=device, num_layers=1)
-    step, cache = compiled(model, policy), fresh_cache(model, kind)
+    run, cache = compiled(model, policy), fresh_cache(model, kind)
     ids = torch.randint(0, 97, (2, 105), device=device)
     model(input_ids=ids[:, :100], past_key_values=cache)
     filled = cache.layers[0].keys[:, :, 64:100].clone()
     expected_cache = pack_layers(cache, policy, growing=kind == "dynamic")
     for token in ids[:, 100:].split(1, dim=1):
-        logits = step(input_ids=token, past_key_values=cache).logits
+        logits = run(input_ids=token, past_key_values=cache).logits
         assert_near(logits, model(input_ids=token, past_key_values=expected_cache).logits)
     assert torch.equal(cache.layers[0].keys[:, :, 64:100].clone().dequantize(), filled)
 
@@ -118,9 +126,9 @@ def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, d
     expected_model = copy.deepcopy(model)
     expected_model.keys = packed(model.keys, "key", policy)
     expected_model.values = packed(model.values, "value", policy)
-    step, start = compiled(model, policy), 0
+    run, start = compiled(model, policy), 0
     for ids in torch.randint(0, 97, (2, sum(CHUNKS)), device=device).split(CHUNKS, dim=1):
-        assert_near(step(ids, start), expected_model(ids, start))
+        assert_near(run(ids, start), expected_model(ids, start))
         start += ids.shape[1]
     assert isinstance(model.keys, PackedTensor)
     torch.testing.assert_close(model.keys.dequantize(), expected_model.keys.dequantize(), rtol=1e-3, atol=1e-3)
@@ -129,8 +137,8 @@ def test_a_hand_written_cache_means_the_same_compiled(write: Any, policy: Any, d
 @pytest.mark.usefixtures("without_code_generation")
 def test_the_report_says_what_stays_as_it_is_and_how_many_bytes_that_takes() -> None:
     model = tiny_llama(torch.bfloat16, num_layers=1)
-    step, cache = compiled(model, "int4"), fresh_cache(model, "static")
-    step(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
+    run, cache = compiled(model, "int4"), fresh_cache(model, "static")
+    run(input_ids=torch.randint(0, 97, (2, 3)), past_key_values=cache)
     (site,) = last_report().sites
     key, value = site.caches
     assert (key.format, value.format) == ("int4_per_channel (64 recent)", "int4_per_token_head")
@@ -149,22 +157,21 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
 
 
 def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
-    model = tiny_llama(torch.bfloat16, num_layers=1)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=4096)
-    ids = torch.randint(0, 97, (2, 64))  # the decoded token begins a block, which takes the slot
-    step = compiled(model, "int4")
-    model(input_ids=ids, past_key_values=cache)
-    expected_cache = pack_layers(cache, "int4", growing=False)
-    logits, codes = run_and_get_code(step, input_ids=ids[:, :1], past_key_values=cache)
-    expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
-    assert (logits.logits - expected.logits).norm() < 2e-2 * expected.logits.norm()
-    keys, expected_keys = cache.layers[0].keys, expected_cache.layers[0].keys
+    q, k, v = torch.randn(3, 2, 2, 1, 64).bfloat16()
+    caches = [torch.randn(2, 2, 4096, 64).bfloat16() for _ in range(2)]
+    expected_caches = [packed(cache, role, "int4") for cache, role in zip(caches, ("key", "value"), strict=True)]
+    position = torch.tensor([64])  # begins a block, which takes the slot
+    out, codes = run_and_get_code(compiled(step, "int4"), q, k, v, *caches, position)
+    expected = step(q, k, v, *expected_caches, position)
+    assert (out - expected).norm() < 2e-2 * expected.norm()
+    keys, expected_keys = caches[0], expected_caches[0]
     tags = keys.packed_layout.tags(keys.packed)
     assert torch.equal(tags, keys.packed_layout.tags(expected_keys.packed))
     assert tags.eq(2).all()
-    # The new token differs: compiled code rounds its projection to bfloat16 in other places.
-    torch.testing.assert_close(keys[:, :, 64].dequantize(), expected_keys[:, :, 64].dequantize(), rtol=0.05, atol=0.01)
-    assert torch.equal(keys[:, :, :64].dequantize(), expected_keys[:, :, :64].dequantize())
+    for cache, expected_cache in zip(caches, expected_caches, strict=True):
+        assert torch.equal(cache[:, :, :64].dequantize(), expected_cache[:, :, :64].dequantize())
+        actual, wanted = (x[:, :, 64].dequantize() for x in (cache, expected_cache))
+        torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.01)
     body = codes[-1][codes[-1].index("def call") :]
     assert not re.search(r"clone\(|\.copy_\(", body)
     for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", body):

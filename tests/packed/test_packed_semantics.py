@@ -358,7 +358,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=120, derandomize=True, **SETTINGS)
+@settings(max_examples=60, derandomize=True, **SETTINGS)
 @given(st.data())
 def test_a_random_program_means_the_same_on_packed_and_plain_caches(data: Any) -> None:
     run(data, 6)

@@ -103,9 +103,11 @@ def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
     compare(step, fixed, torch.tensor([63, 64]), backend="inductor", dynamic=dynamic)
 
 
-# One format with a rotation, a scale, a zero point and two codes a byte; one with two planes of codes; one without a
-# scale. kernels/test_formats.py traces the code of every format.
-@pytest.mark.parametrize("name", ["int4_per_token_head", "turboquant_2.5bit", "fp8_e5m2_scale0.37"])
+# One format with a rotation, a scale, a zero point and two codes a byte; one without a scale; one with two planes of
+# codes. kernels/test_formats.py traces the code of every format.
+@pytest.mark.parametrize(
+    "name", ["int4_per_token_head", "fp8_e5m2_scale0.37", pytest.param("turboquant_2.5bit", marks=pytest.mark.slow)]
+)
 def test_formats_of_every_structure_are_traceable_with_symbolic_sizes(name):
     layout = PackedLayout(name, "value", HEAD_DIM)
     compare(decode_step, lambda: pair(layout)[0], torch.tensor([63, 64]), backend="aot_eager", dynamic=True)

@@ -127,7 +127,7 @@ def test_other_commands_are_of_files_that_exist_or_run_elsewhere(command: str) -
     [
         pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
         for page in PAGES
-        if blocks(page, "python")
+        if blocks(page, "python") and page.name != "README.md"  # test_readme.py
     ],
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(

@@ -1,4 +1,4 @@
-"""The commands, the table and the policy in the README are correct. Its code runs in test_docs.py."""
+"""The commands, the table, the code and the policy in the README are correct."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def calls_of_regions(graph: Graph) -> list[str]:
 
 
 @pytest.mark.usefixtures("operators_traced")
-@pytest.mark.parametrize("policy", ["int4_per_token_head", "int4"])
+@pytest.mark.parametrize("policy", ["int4_per_token_head", pytest.param("int4", marks=pytest.mark.slow)])
 def test_layers_share_attention_and_the_encoding_of_tokens(
     policy: str, rewritten_graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

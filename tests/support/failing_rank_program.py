@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from cheaper_compilation import make_compilation_cheaper
 from context_parallel_program import WIDTH, Model, outputs
 from node_by_node import running_node_by_node
 from torch import Tensor
@@ -119,6 +120,7 @@ CASES: dict[str, Callable[[Any], None]] = {
 
 
 def main(names: str, output: Path) -> None:
+    make_compilation_cheaper()
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

@@ -27,6 +27,15 @@ def save_results(result: Any, output: Path) -> None:
     dist.destroy_process_group()
 
 
+def environment_of_ranks(store: dist.TCPStore, world_size: int) -> dict[str, str]:
+    """The environment of processes that find each other in ``store``, a store of this process."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, str(SUPPORT)])), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
 def run_on_ranks(program: str, world_size: int, device: str, output: Path, *arguments: object) -> Any:
     """What ``program`` saves in ``output``, which is its last argument. It fails if the ranks wait for each other.
 
@@ -34,15 +43,13 @@ def run_on_ranks(program: str, world_size: int, device: str, output: Path, *argu
     """
     if device == "cuda" and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, str(SUPPORT)])), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = environment_of_ranks(store, world_size)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, SUPPORT / "forked_ranks.py", world_size, SUPPORT / program, *arguments, output]
     done = subprocess.run(
-        [*torchrun, str(SUPPORT / program), *map(str, arguments), str(output)],
-        env=environment, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(output, weights_only=False)

@@ -1,6 +1,6 @@
 """One rank of tests/call/test_repeated_heads_on_ranks.py: more ranks than KV heads, so every rank has the same ones.
 
-torchrun runs ``repeated_heads_program.py OUTPUT.pt``; rank 0 writes the results of all ranks.
+``forked_ranks.py`` runs ``repeated_heads_program.py OUTPUT.pt``; rank 0 writes the results of all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of tests/packed/test_saved_by_ranks.py: caches that grids of ranks save and load.
 
-torchrun runs ``saved_by_ranks_program.py FOLDER OUTPUT.pt``; rank 0 writes the results of all ranks.
+``forked_ranks.py`` runs ``saved_by_ranks_program.py FOLDER OUTPUT.pt``; rank 0 writes the results of all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of tests/hugging_face/test_tensor_parallel.py: a model that Transformers distributes, on packed caches.
 
-torchrun runs ``tensor_parallel_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the result of :func:`run`.
+``forked_ranks.py`` runs ``tensor_parallel_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the result of :func:`run`.
 """
 
 from __future__ import annotations

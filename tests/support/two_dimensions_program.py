@@ -1,6 +1,6 @@
 """One rank of tests/call/test_two_dimensions.py: four ranks, of which two divide the heads and two the tokens.
 
-torchrun runs ``two_dimensions_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the results of all ranks.
+``forked_ranks.py`` runs ``two_dimensions_program.py CHECKPOINT OUTPUT.pt``; rank 0 writes the results of all ranks.
 """
 
 from __future__ import annotations
