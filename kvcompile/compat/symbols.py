@@ -4,9 +4,35 @@
 lets a compiled graph assert what a trace assumes of a number that only the data of a call determines.
 """
 
+from typing import Any
+
+import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter as PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
 check = torch._check
+
+
+def without_excluded_cases(number: Any) -> Any:
+    """A SymInt without the case distinctions that the assumptions of its trace decide.
+
+    ``narrow`` writes its end with a case for a start of -1. PyTorch 2.11 cannot assert such an expression in a graph.
+    """
+    env, expression = number.node.shape_env, number.node.expr
+    chosen = {}
+    for cases in expression.atoms(sympy.Piecewise):
+        possible = [(value, condition) for value, condition in cases.args if not _is_false(env, condition)]
+        if possible and possible[0][1] == sympy.true:
+            chosen[cases] = possible[0][0]
+    return env.create_symintnode(expression.xreplace(chosen), hint=None) if chosen else number
+
+
+def _is_false(env: Any, condition: sympy.Basic) -> bool:
+    if isinstance(condition, sympy.And):
+        return any(_is_false(env, part) for part in condition.args)
+    if condition in (sympy.true, sympy.false):
+        return bool(condition == sympy.false)
+    return statically_known_true(env.create_symboolnode(sympy.Not(condition)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from kvcompile.compat.symbols import check
+from kvcompile.compat.symbols import check, without_excluded_cases
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, MIN_GROWING_BLOCKS, num_blocks
 from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
@@ -56,6 +56,7 @@ def _clamp(index: int, extent: int) -> int:
     A bound that only the data of a call determines must lie between them. The compiled graph checks it.
     """
     if _is_from_data(index):
+        index = without_excluded_cases(index)
         check(index >= 0)
         check(index <= extent)
         return index

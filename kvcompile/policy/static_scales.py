@@ -136,7 +136,7 @@ class StaticScales:
         same_layer = [name for name in self.numbers if layer is not None and layer_index(name) == layer]
         known = one_line(", ".join(list(self.numbers)[:2])) + (", ..." if len(self.numbers) > 2 else "")
         raise PolicyError(
-            f"scales: {self.source} has no scales for {module or 'attention at top level'}"
+            f"scales: {cut(self.source, 80)} has no scales for {module or 'attention at top level'}"
             f"{f', and several modules in layer {layer}' if same_layer else ''} (it has: {known}); calibrate this "
             "model, or give another format in a rule"
         )

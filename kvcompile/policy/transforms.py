@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvcompile.compat.tensors import without_modes
-from kvcompile.errors import PolicyError, one_line
+from kvcompile.errors import PolicyError, cut, one_line
 from kvcompile.files import digests
 from kvcompile.files.reading import status_of_file
 from kvcompile.kernels.formats import bases, with_basis
@@ -119,8 +119,8 @@ class Transforms:
         found = module_in(modules, module, layer)
         if found is None or f"{found}.{role}.mean" not in self.tensors:
             raise PolicyError(
-                f"transforms: {self.source} has none for the {role}s of {module or 'attention at top level'} (it has: "
-                f"{one_line(', '.join(modules[:3]))}{', ...' if len(modules) > 3 else ''}); calibrate this "
+                f"transforms: {cut(self.source, 80)} has none for the {role}s of {module or 'attention at top level'} "
+                f"(it has: {one_line(', '.join(modules[:3]))}{', ...' if len(modules) > 3 else ''}); calibrate this "
                 "model, or give the module another format in a rule"
             )
         return with_basis(fmt, self._reference(fmt, f"{found}.{role}"))

@@ -85,7 +85,11 @@ def behind_a_sum(cache: Tensor, x: Tensor, positions: Tensor) -> None:
     cache.narrow(1, positions[0].item() + positions[1].item(), x.shape[1]).copy_(x)
 
 
-@pytest.mark.parametrize("write", [selected, behind_a_sum])
+def narrowed(cache: Tensor, x: Tensor, positions: Tensor) -> None:
+    cache.narrow(1, positions[0].item(), x.shape[1]).copy_(x)  # PyTorch writes its end with a case for -1
+
+
+@pytest.mark.parametrize("write", [selected, behind_a_sum, narrowed])
 @one_graph
 def test_caches_that_arrive_packed_stay_packed(write: Callable[..., None]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

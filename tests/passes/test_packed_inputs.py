@@ -79,7 +79,7 @@ def test_a_growing_cache_that_is_written_in_place_is_written_between_graphs() ->
 
 
 def test_a_write_to_a_growing_cache_that_came_into_a_graph_would_be_refused() -> None:
-    cache: Any = SimpleNamespace(role="key", input_axes="bhtd", kind="static")
+    cache: Any = SimpleNamespace(role="key", input_axes="bhtd", kind="static", head_dim=D)
     with pytest.raises(Refusal, match="its key cache is growing") as raised:
         _layout(cache, None, PackedInput(PackedLayout("fp8_e4m3", "key", D), "bhtd", True))
     assert raised.value.reason is Reason.growing_written
