@@ -16,10 +16,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonRefere
 check = torch._check
 
 
-def without_excluded_cases(number: Any) -> Any:
-    """A SymInt without the case distinctions that the assumptions of its trace decide.
+def expression_of(number: Any) -> sympy.Expr:
+    """The expression of a SymInt without the case distinctions that the assumptions of its trace decide.
 
-    ``narrow`` writes its end with a case for a start of -1. PyTorch 2.11 cannot assert such an expression in a graph.
+    ``narrow`` writes its end with a case for a start of -1. PyTorch 2.11 cannot compute such an expression in a graph.
     """
     env, expression = number.node.shape_env, number.node.expr
     chosen = {}
@@ -27,7 +27,13 @@ def without_excluded_cases(number: Any) -> Any:
         possible = [(value, condition) for value, condition in cases.args if not _is_false(env, condition)]
         if possible and possible[0][1] == sympy.true:
             chosen[cases] = possible[0][0]
-    return env.create_symintnode(expression.xreplace(chosen), hint=None) if chosen else number
+    return expression.xreplace(chosen)
+
+
+def without_excluded_cases(number: Any) -> Any:
+    """A SymInt with the expression of :func:`expression_of`; an int if this is a number."""
+    expression = expression_of(number)
+    return number if expression == number.node.expr else number.node.shape_env.create_symintnode(expression, hint=None)
 
 
 def _is_false(env: Any, condition: sympy.Basic) -> bool:

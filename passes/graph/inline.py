@@ -16,7 +16,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from kvcompile.compat.inductor import select_decomp_table
 from kvcompile.compat.pytree import tree_map_only
-from kvcompile.compat.symbols import PythonReferenceAnalysis, sympy_interp
+from kvcompile.compat.symbols import PythonReferenceAnalysis, expression_of, sympy_interp
 from kvcompile.compat.tracing import FakeTensor, FakeTensorMode
 
 
@@ -176,7 +176,7 @@ def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     """A node that computes ``size`` from the graph's symbolic inputs, or the number itself."""
     if not isinstance(size, torch.SymInt):
         return size
-    expr = size.node.expr
+    expr = expression_of(size)
     if expr.is_number:
         return int(expr)
     tracer = GraphAppendingTracer(graph)  # one for all proxies: operations on two of them ask for it

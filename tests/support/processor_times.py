@@ -1,4 +1,4 @@
-"""The processor time of each test: ``pytest --processor-times FILE`` notes it, and this program sums it up by file.
+"""The processor time of each test: ``pytest tests --processor-times=FILE`` notes it, this program sums it up by file.
 
 Wall time says little where tests run beside each other and start programs. ``python processor_times.py FILE`` shows the
 files and the tests that take longest.
