@@ -7,6 +7,8 @@ from pathlib import Path
 
 from reference_parts import table
 
+from kvcompile.evaluation.results_text import short
+
 RESULTS = Path(__file__).parent / "quality_32k.json"
 
 
@@ -31,11 +33,11 @@ def long_context() -> str:
             f"{result['quality']:.4f}",
             f"{100 * result['change']:+.2f} %",
             f"{100 * result['change_error']:.2f}",
-            _short(result["mean_divergence"]),
-            _short(result["decode_divergence"]),
-            _short(result["decode_divergence_error"]),
+            short(result["mean_divergence"]),
+            short(result["decode_divergence"]),
+            short(result["decode_divergence_error"]),
             *(f"{100 * result['recalled'][index]['recalled']:.1f} %" for index in shown),
-            _short(result["recalled"][shown[-1]]["divergence"]),
+            short(result["recalled"][shown[-1]]["divergence"]),
         ]
         for result in evaluation["results"]
     ]
@@ -46,7 +48,3 @@ def long_context() -> str:
         f"{first['recalled'][shown[-1]]['questions']} of them more than {distances[shown[-1] - 1]} tokens after the "
         f"number.\n\n{table(header, rows=[reference, *rows])}"
     )
-
-
-def _short(divergence: float) -> str:
-    return f"{divergence:.1e}".replace("e-0", "e-")

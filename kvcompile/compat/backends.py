@@ -20,8 +20,8 @@ class _Backends(dict[str, Callable[..., Any]]):
     """Dynamo's table of loaded backends, in which ``kvquant`` may be registered again.
 
     ``lookup_backend`` loads an entry point and registers it without a lock, and ``register_backend`` raises an error if
-    a name is in the table. Two threads that look ``kvquant`` up for the first time both load it, and the second one
-    would fail. Without this table the second one fails.
+    a name is in the table. If two threads look ``kvquant`` up for the first time, both load it, and without this table
+    the second one fails.
     """
 
     def __contains__(self, name: object) -> bool:

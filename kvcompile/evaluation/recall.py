@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.text import Planted, Text
 
-DISTANCES = (512, 2048, 8192, 32768, 131072)
-"""The distances, in tokens, up to which numbers are counted together."""
+DISTANCES = tuple(512 * 4**i for i in range(12))
+"""The distances, in tokens, up to which numbers are counted together. The last one is beyond every context."""
 
 NUM_DIGITS = 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 MAX_TEXT = 1 << 18
@@ -59,25 +60,23 @@ def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
 
 def is_file(path: Path) -> bool:
     """Whether a regular file is at ``path``; False for a path that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or with a null character
-        return False
+    return _found(path.is_file)
 
 
 def is_path(path: Path) -> bool:
     """Whether anything is at ``path``; False for a path at which nothing can be."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+    return _found(path.exists)
 
 
 def is_folder(path: Path) -> bool:
     """Whether a folder is at ``path``; False for a path that no folder can have."""
+    return _found(path.is_dir)
+
+
+def _found(look: Callable[[], bool]) -> bool:
     try:
-        return path.is_dir()
-    except (OSError, ValueError):
+        return look()
+    except (OSError, ValueError):  # too long, or with a null character
         return False
 
 
