@@ -21,6 +21,7 @@ from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, blocks_per_program, ceil_div, precision
 from kvcompile.kernels.lang.triton import INTERPRETED
 from kvcompile.kernels.layout.operand import PackedOperand
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS
 from kvcompile.kernels.layout.references import strides_of
 
 PREFILL_ROWS = 128
@@ -81,7 +82,7 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     device = call.query.device
     padded_head_dim = max(call.key.padded_head_dim, call.value.padded_head_dim)
     config = _config(launcher.capability_of(device), padded_head_dim, launcher.shared_memory_of(device))
-    padded_len = ceil_div(call.kv_len, config.tokens) * config.tokens
+    padded_len = ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS  # whole blocks are dequantized, and whole tiles read
     pairs = batch * num_kv_heads
     pairs_at_once = _pairs_at_once(call, padded_len, pairs)
     row_tiles = ceil_div(call.group_size * q_len, config.rows)
