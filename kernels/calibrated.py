@@ -22,6 +22,7 @@ from torch import Tensor
 from kvcompile.kernels import launch
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import to_cache_dtype
 
 
@@ -58,8 +59,10 @@ def attention(
     v_format: str,
     v_head_dim: int,
     ranges: Tensor | None = None,
+    new_keys: NewTokens | None = None,
+    new_values: NewTokens | None = None,
 ) -> Tensor:
-    """:func:`kvcompile.kernels.launch.attention` for all formats.
+    """:func:`kvcompile.kernels.launch.attention` for all formats. Calibrated formats take no new tokens.
 
     Raises:
         ValueError: there is a :func:`refusal`.
@@ -75,7 +78,7 @@ def attention(
         query = _of_query_heads(key.format.query_in_plain(_of_kv_heads(query, num_kv_heads)), query)
     out = launch.attention(
         query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_plain.spec, v_plain.spec,
-        v_plain.head_dim, ranges,
+        v_plain.head_dim, ranges, new_keys=new_keys, new_values=new_values,
     )  # fmt: skip
     if value.format.is_calibrated:
         out = _of_query_heads(_with_mean(value.format, _of_kv_heads(out, num_kv_heads)), out)

@@ -26,6 +26,7 @@ from kvcompile.kernels.latent.tiles import LatentOperand
 from kvcompile.kernels.layout.operand import PackedOperand, operand_and_scale, packed_operand
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.kernels.layout.references import is_reference, strides_of
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.store import launch as store_launch
 from kvcompile.kernels.store.launch import Positions
 from kvcompile.kernels.tiles.visible_range import visible_range_kernel, with_four_dimensions
@@ -55,6 +56,8 @@ def attention(
     v_head_dim: int,
     ranges: Tensor | None = None,
     out_lse: Tensor | None = None,
+    new_keys: NewTokens | None = None,
+    new_values: NewTokens | None = None,
 ) -> Tensor:
     """:func:`kvcompile.kernels.spec.attention.attend` on a GPU, or ``attend_part`` with ``out_lse``.
 
@@ -70,6 +73,8 @@ def attention(
         v_head_dim: channels of a value.
         ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if nobody needs it.
+        new_keys, new_values: many tokens that the same call has written, for layouts that take them; otherwise None.
+            Without ``v_data`` both are the same.
 
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.
@@ -101,7 +106,7 @@ def attention(
     call = AttentionCall(
         query, k_data, v_data, mask_data, mask_strides, mask_kind, ranges, min(kv_len, q_len) if is_causal else kv_len,
         is_causal, scale * math.log2(math.e), softcap * math.log2(math.e), key, value, key_scale,
-        value_scale,
+        value_scale, new_keys, new_values,
     )  # fmt: skip
 
     with_lse = sinks is not None or out_lse is not None

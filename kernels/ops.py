@@ -7,7 +7,8 @@ means :func:`kvcompile.kernels.spec.attention.attend`, ``attention_part``
 with them on a GPU. No operator is differentiable.
 
 ``attention`` without ``v_data`` takes ``k_data`` as values, too. ``v_format`` and ``v_head_dim`` must then equal the
-format and head_dim of keys.
+format and head_dim of keys, and ``new_keys`` are also the new values. New tokens need both their vectors and their
+slots (:class:`kvcompile.kernels.spec.new_tokens.NewTokens`).
 
 Importing this module needs neither Triton nor a GPU.
 """
@@ -26,6 +27,7 @@ from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 -
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend, attend_part
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.kernels.tiles.visible_range import visible_range, with_four_dimensions
@@ -42,7 +44,8 @@ _library.define(
 )
 _library.define(
     "attention(Tensor query, Tensor k_data, Tensor? v_data, Tensor? mask, Tensor? sinks, SymInt kv_len, "
-    "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None) "
+    "bool is_causal, float scale, float softcap, str k_format, str v_format, SymInt v_head_dim, Tensor? ranges=None, "
+    "Tensor? new_keys=None, Tensor? new_key_slots=None, Tensor? new_values=None, Tensor? new_value_slots=None) "
     "-> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -229,6 +232,31 @@ def _attention_layouts(
     return key, value
 
 
+def _new_tokens(
+    name: str, x: Tensor | None, slots: Tensor | None, data: Tensor, layout: PackedLayout
+) -> NewTokens | None:
+    """New keys or values after a check; None if there are none, or too few for exact attention."""
+    if x is None or slots is None:
+        if x is not slots:
+            raise ValueError(f"kvcompile::attention: new_{name}s and new_{name}_slots are given together or not at all")
+        return None
+    batch, num_kv_heads, n, head_dim = x.shape if x.dim() == 4 else (0,) * 4
+    if (batch, num_kv_heads, head_dim) != (*data.shape[1:3], layout.head_dim) or not x.is_floating_point():
+        raise ValueError(
+            f"kvcompile::attention: new_{name}s must be floating point [{data.shape[1]}, {data.shape[2]}, n, "
+            f"{layout.head_dim}], but are {x.dtype} {list(x.shape)}"
+        )
+    if slots.dtype != torch.int64 or slots.shape not in ((n,), (batch, n)):
+        raise ValueError(
+            f"kvcompile::attention: new_{name}_slots must be int64 [{n}] or [{batch}, {n}], one per token of "
+            f"new_{name}s, but are {slots.dtype} {list(slots.shape)}"
+        )
+    if not layout.takes_new_tokens:
+        raise ValueError(f"kvcompile::attention: no attention to new tokens beside a cache in {layout.spec}")
+    new = NewTokens(x, slots)
+    return None if new.are_few else new
+
+
 def _attention(
     query: Tensor,
     k_data: Tensor,
@@ -243,12 +271,21 @@ def _attention(
     v_format: str,
     v_head_dim: int,
     ranges: Tensor | None = None,
+    new_keys: Tensor | None = None,
+    new_key_slots: Tensor | None = None,
+    new_values: Tensor | None = None,
+    new_value_slots: Tensor | None = None,
 ) -> Tensor:
     key, value = _attention_layouts(query, k_data, v_data, sinks, kv_len, k_format, v_format, v_head_dim)
+    of_keys = of_values = _new_tokens("key", new_keys, new_key_slots, k_data, key)
+    if v_data is not None:
+        of_values = _new_tokens("value", new_values, new_value_slots, v_data, value)
+    elif new_values is not None or new_value_slots is not None:
+        raise ValueError("kvcompile::attention: without v_data the keys serve as values; leave new_values out")
     if query.is_cuda:
         return calibrated.attention(
             query, k_data, v_data, mask, sinks, kv_len, is_causal, scale, softcap, k_format, v_format, v_head_dim,
-            ranges,
+            ranges, of_keys, of_values,
         )  # fmt: skip
     return attend(
         query,
@@ -262,6 +299,8 @@ def _attention(
         is_causal=is_causal,
         scale=scale,
         softcap=softcap,
+        new_keys=of_keys,
+        new_values=of_values,
     ).contiguous()
 
 
@@ -279,6 +318,10 @@ def _attention_fake(
     v_format: str,
     v_head_dim: int,
     ranges: Tensor | None = None,
+    new_keys: Tensor | None = None,
+    new_key_slots: Tensor | None = None,
+    new_values: Tensor | None = None,
+    new_value_slots: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:3], v_head_dim))
 

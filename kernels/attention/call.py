@@ -7,6 +7,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvcompile.kernels.layout.operand import PackedOperand
+from kvcompile.kernels.spec.new_tokens import NewTokens
+
+
+class Source(NamedTuple):
+    """Packed keys or packed values of an attention launch.
+
+    Attributes:
+        data: packed data.
+        operand: its compile-time description.
+        static_scale: the static scale of the format.
+        new: many new tokens, to which attention is exact; None if there are none.
+    """
+
+    data: Tensor
+    operand: PackedOperand
+    static_scale: float
+    new: NewTokens | None
 
 
 class AttentionCall(NamedTuple):
@@ -23,6 +40,7 @@ class AttentionCall(NamedTuple):
         softcap: bound of the scores times log2(e); 0 without a softcap.
         key, value: compile-time descriptions of keys and values.
         key_scale, value_scale: static scales of keys and values.
+        new_keys, new_values: many new tokens, to which attention is exact; None if there are none.
     """
 
     query: Tensor
@@ -40,6 +58,20 @@ class AttentionCall(NamedTuple):
     value: PackedOperand
     key_scale: float
     value_scale: float
+    new_keys: NewTokens | None = None
+    new_values: NewTokens | None = None
+
+    @property
+    def keys(self) -> Source:
+        return Source(self.k_data, self.key, self.key_scale, self.new_keys)
+
+    @property
+    def values(self) -> Source:
+        return Source(self.v_data, self.value, self.value_scale, self.new_values)
+
+    @property
+    def has_new_tokens(self) -> bool:
+        return self.new_keys is not None or self.new_values is not None
 
     @property
     def group_size(self) -> int:

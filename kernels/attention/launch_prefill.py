@@ -1,5 +1,7 @@
 """Launch prefill attention: dequantize the tokens that queries see, then run flash attention on them.
 
+New tokens of the call replace their dequantized values.
+
 On Hopper and later GPUs cuDNN serves long prompts without a mask, or with a causal one. It reaches 593 TFLOP/s on an
 H200. The Triton kernel of :mod:`kvcompile.kernels.attention.prefill`, which serves all other calls, reaches 487.
 """
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.compat.attention import cudnn_attention, cudnn_serves
-from kvcompile.kernels.attention.call import AttentionCall
+from kvcompile.kernels.attention.call import AttentionCall, Source
 from kvcompile.kernels.attention.dequantize import dequantize_kernel
+from kvcompile.kernels.attention.new_tokens import put_new_tokens
 from kvcompile.kernels.attention.prefill import prefill_attention_kernel
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, blocks_per_program, ceil_div, precision
@@ -37,17 +40,20 @@ CUDNN_FLOPS = 4e12
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How to run the prefill kernel: query rows of a program, tokens of a tile, warps, and tiles loaded ahead."""
+    """How to run the prefill kernel: query rows of a program, tokens of a tile, warps, and tiles loaded ahead.
+
+    The tokens of a tile divide BLOCK_TOKENS.
+    """
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
 
-    def shared_memory(self, padded_head_dim: int) -> int:
+    def shared_memory(self, padded_head_dim: int, itemsize: int = 2) -> int:
         """The bytes of shared memory that Triton takes before Hopper: queries, tiles that are loaded ahead, weights."""
         vectors = self.rows + 2 * self.tokens * max(1, self.num_stages - 1)
-        return 2 * (vectors * padded_head_dim + self.rows * self.tokens)
+        return itemsize * (vectors * padded_head_dim + self.rows * self.tokens)
 
 
 HOPPER = PrefillConfig(128, 64, 8, 3)
@@ -57,10 +63,14 @@ HOPPER_WIDE = PrefillConfig(128, 64, 8, 2)
 PORTABLE = (PrefillConfig(64, 64, 4, 2), PrefillConfig(64, 32, 4, 2), PrefillConfig(32, 32, 4, 2))
 """For all other devices; the first one that fits into shared memory is taken."""
 
+FLOAT32 = (PrefillConfig(32, 32, 4, 2), PrefillConfig(16, 16, 4, 1))
+"""For products in float32, on all devices."""
+
 
 def is_prefill(call: AttentionCall) -> bool:
-    """Whether :func:`attend_prefill` handles this call. Products in float32 always take the decode kernel."""
-    return call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= PREFILL_ROWS
+    """Whether :func:`attend_prefill` handles this call. Without new tokens, float32 always takes the decode kernel."""
+    many_rows = call.query.dtype != torch.float32 and call.group_size * call.query.shape[2] >= PREFILL_ROWS
+    return many_rows or call.has_new_tokens
 
 
 def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor, int]:
@@ -81,8 +91,11 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     num_kv_heads, v_head_dim = call.k_data.shape[2], call.value.head_dim
     device = call.query.device
     padded_head_dim = max(call.key.padded_head_dim, call.value.padded_head_dim)
-    config = _config(launcher.capability_of(device), padded_head_dim, launcher.shared_memory_of(device))
-    padded_len = ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS  # whole blocks are dequantized, and whole tiles read
+    capability, shared_memory = launcher.capability_of(device), launcher.shared_memory_of(device)
+    config = _config(capability, padded_head_dim, shared_memory, float32=call.query.dtype == torch.float32)
+    padded_len = (
+        ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS
+    )  # whole blocks are dequantized, and whole tiles read
     pairs = batch * num_kv_heads
     pairs_at_once = _pairs_at_once(call, padded_len, pairs)
     row_tiles = ceil_div(call.group_size * q_len, config.rows)
@@ -97,21 +110,19 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     bounds = _bounds(call)
     for first_pair in range(0, pairs, pairs_at_once):
         count = min(pairs_at_once, pairs - first_pair)
-        key = _dequantize(call, call.k_data, call.key, call.key_scale, first_pair, count, padded_len, bounds, config)
-        value = key
+        key = value = _dequantize(call, call.keys, first_pair, count, padded_len, bounds, config)
         if call.value is not call.key:
-            value = _dequantize(
-                call, call.v_data, call.value, call.value_scale, first_pair, count, padded_len, bounds, config
-            )
+            value = _dequantize(call, call.values, first_pair, count, padded_len, bounds, config)
         _launch_attention(call, key, value, first_pair, partial, lse, splits, row_tiles, config)
     return partial, lse, splits
 
 
-def _config(capability: int, padded_head_dim: int, shared_memory: int) -> PrefillConfig:
-    if capability == 9:
+def _config(capability: int, padded_head_dim: int, shared_memory: int, *, float32: bool = False) -> PrefillConfig:
+    if capability == 9 and not float32:
         return HOPPER if padded_head_dim <= 128 else HOPPER_WIDE
-    fitting = (config for config in PORTABLE if config.shared_memory(padded_head_dim) <= shared_memory)
-    return next(fitting, PORTABLE[-1])
+    configs, itemsize = (FLOAT32, 4) if float32 else (PORTABLE, 2)
+    fitting = (config for config in configs if config.shared_memory(padded_head_dim, itemsize) <= shared_memory)
+    return next(fitting, configs[-1])
 
 
 def _pairs_at_once(call: AttentionCall, padded_len: int, pairs: int) -> int:
@@ -140,25 +151,22 @@ def _attend_by_cudnn(call: AttentionCall, out: Tensor, pairs_at_once: int) -> bo
     for first, head in itertools.product(range(0, batch, sequences), range(0, num_kv_heads, heads)):
         part = slice(first, first + sequences), slice(head * call.group_size, (head + heads) * call.group_size)
         query, size = call.query[part], (min(sequences, batch - first), min(heads, num_kv_heads - head))
-        keys = _dequantized(call, call.k_data, call.key, call.key_scale, first * num_kv_heads + head, size)
-        values = _dequantized(call, call.v_data, call.value, call.value_scale, first * num_kv_heads + head, size)
+        keys, values = (
+            _dequantized(call, source, first * num_kv_heads + head, size) for source in (call.keys, call.values)
+        )
         if not cudnn_serves(query, keys, values, is_causal=call.is_causal):
             return False  # already in the first round, as rounds differ only in the number of heads
         out[part].copy_(cudnn_attention(query, keys, values, is_causal=call.is_causal, scale=scale))
     return True
 
 
-def _dequantized(
-    call: AttentionCall,
-    data: Tensor,
-    operand: PackedOperand,
-    static_scale: float,
-    first_pair: int,
-    size: tuple[int, int],
-) -> Tensor:
+def _dequantized(call: AttentionCall, source: Source, first_pair: int, size: tuple[int, int]) -> Tensor:
     """The values of ``size`` sequences and KV heads from ``first_pair`` on, [*size, kv_len, head_dim]."""
-    out = call.query.new_empty((*size, call.kv_len, operand.head_dim))
-    dequantize_pairs(data, operand, static_scale, out.flatten(0, 1), call.kv_len, first_pair, padded=False)
+    out = call.query.new_empty((*size, call.kv_len, source.operand.head_dim))
+    pairs = out.flatten(0, 1)
+    dequantize_pairs(source.data, source.operand, source.static_scale, pairs, call.kv_len, first_pair, padded=False)
+    if source.new is not None:
+        put_new_tokens(pairs, source.new, call.kv_len, first_pair)
     return out
 
 
@@ -171,9 +179,7 @@ def _bounds(call: AttentionCall) -> Tensor | None:
 
 def _dequantize(
     call: AttentionCall,
-    data: Tensor,
-    operand: PackedOperand,
-    static_scale: float,
+    source: Source,
     first_pair: int,
     count: int,
     padded_len: int,
@@ -181,10 +187,15 @@ def _dequantize(
     config: PrefillConfig,
 ) -> Tensor:
     """The dequantized tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
+    data, operand = source.data, source.operand
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
     dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies bit patterns
     out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
-    dequantize_pairs(data, operand, static_scale, out, call.kv_len, first_pair, bounds, config.tokens, padded=True)
+    dequantize_pairs(
+        data, operand, source.static_scale, out, call.kv_len, first_pair, bounds, config.tokens, padded=True
+    )
+    if source.new is not None:
+        put_new_tokens(out, source.new, call.kv_len, first_pair)
     return out
 
 

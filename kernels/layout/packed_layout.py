@@ -176,6 +176,14 @@ class PackedLayout:
             return None
         return f"head_dim {self.head_dim} is for CPUs; kernels for GPUs take up to {GPU_HEAD_DIM}"
 
+    @property
+    def takes_new_tokens(self) -> bool:
+        """Whether attention can be exact for new tokens (:mod:`kvcompile.kernels.spec.new_tokens`).
+
+        Kernels read calibrated formats in a basis that stores a part of the channels, and latents packed in any case.
+        """
+        return self.format.has_levels and not self.format.is_calibrated
+
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         return self.format.sections(self.head_dim)

@@ -15,7 +15,8 @@ Inductor's C++ reads every byte of the cache once and keeps its levels in regist
 PyTorch's own attention on dequantized keys and values instead.
 
 Exact blocks (:mod:`kvcompile.kernels.spec.residual`) are attended to in full precision. Their scores replace the scores
-of the same packed blocks, and their weights multiply the exact values instead of the packed values.
+of the same packed blocks, and their weights multiply the exact values instead of the packed values. The new tokens of a
+prompt (:mod:`kvcompile.kernels.spec.new_tokens`) replace what was read from the cache.
 
 Everything is traceable; ``kv_len``, the batch and the number of blocks may be symbolic.
 """
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
+from kvcompile.kernels.spec.new_tokens import NewTokens, with_new_tokens
 from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens
 from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
 
@@ -50,6 +52,8 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
+    new_keys: NewTokens | None = None,
+    new_values: NewTokens | None = None,
 ) -> Tensor:
     """Scaled dot product attention on packed caches, computed in float32.
 
@@ -68,6 +72,7 @@ def attend(
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
+        new_keys, new_values: tokens that the same call has written, to which attention is exact unless they are few.
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros for a query that sees no key.
@@ -77,8 +82,9 @@ def attend(
             both ``mask`` and ``is_causal`` are given.
     """
     out, _ = _attend(
-        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, with_lse=False
-    )
+        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap,
+        (new_keys, new_values), with_lse=False,
+    )  # fmt: skip
     return out.to(query.dtype)
 
 
@@ -98,7 +104,7 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Attention on a part of the tokens, in the form in which :func:`merge_parts` merges the parts.
 
-    It takes the arguments of :func:`attend`, and raises its errors. Give ``sinks`` to one part only.
+    It takes the arguments of :func:`attend` except new tokens, and raises its errors. Give ``sinks`` to one part only.
 
     Returns:
         The output, float32 [batch, num_heads, q_len, v_layout.head_dim], as if there were no other part; and its
@@ -107,8 +113,9 @@ def attend_part(
         scores far from zero would leave the sum no digits.
     """
     out, lse = _attend(
-        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, with_lse=True
-    )
+        query, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, scale, softcap, (None, None),
+        with_lse=True,
+    )  # fmt: skip
     assert lse is not None
     return out, lse
 
@@ -144,6 +151,7 @@ def _attend(
     is_causal: bool,
     scale: float | None,
     softcap: float,
+    new: tuple[NewTokens | None, NewTokens | None],
     *,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -169,9 +177,9 @@ def _attend(
         )  # fmt: skip
         return out, _log_sum(top, total, q) if with_lse else None
     if sinks is None and not softcap and not with_lse:
-        return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal), None
+        return _attend_dequantized(q, k_data, v_data, k_layout, v_layout, mask, kv_len, is_causal, new), None
     out, top, total = _attend_scores(
-        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap
+        q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap, new
     )  # fmt: skip
     return out, _log_sum(top, total, q) if with_lse else None
 
@@ -193,9 +201,10 @@ def _attend_dequantized(
     mask: Tensor | None,
     kv_len: int,
     is_causal: bool,
+    new: tuple[NewTokens | None, NewTokens | None],
 ) -> Tensor:
     """PyTorch's attention of scaled queries on dequantized keys and values, which stay in the bases of rotations."""
-    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len)
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0, enable_gqa=True)
     return _unrotated(out, v_layout)
 
@@ -208,15 +217,25 @@ def _dequantized_operands(
     v_layout: PackedLayout,
     mask: Tensor | None,
     kv_len: int,
+    new: tuple[NewTokens | None, NewTokens | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys, values and mask of attention on dequantized tokens."""
     k, v = (
-        read_tokens(data, layout, kv_len) if layout.format.is_calibrated else read_stored_tokens(data, layout, kv_len)
-        for data, layout in ((k_data, k_layout), (v_data, v_layout))
+        _dequantized(data, layout, kv_len, tokens)
+        for data, layout, tokens in zip((k_data, v_data), (k_layout, v_layout), new, strict=True)
     )
     if mask is not None:
         mask = torch.atleast_2d(mask if mask.dtype == torch.bool else mask.float())
     return _rotated(q, k_layout), k, v, mask
+
+
+def _dequantized(data: Tensor, layout: PackedLayout, kv_len: int, new: NewTokens | None) -> Tensor:
+    """The first ``kv_len`` tokens, in the original basis if the format is calibrated, else in the stored basis."""
+    if layout.format.is_calibrated:
+        return with_new_tokens(read_tokens(data, layout, kv_len), new)
+    if new is not None:
+        new = new._replace(x=layout.format.to_stored_basis(new.x.float()))
+    return with_new_tokens(read_stored_tokens(data, layout, kv_len), new)
 
 
 def _attend_scores(
@@ -230,13 +249,14 @@ def _attend_scores(
     kv_len: int,
     is_causal: bool,
     softcap: float,
+    new: tuple[NewTokens | None, NewTokens | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_attend_dequantized` with sinks and softcap.
 
     Returns:
         The output; the numbers that were subtracted from the scores, and the sums of exponentials, [..., 1].
     """
-    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len)
+    q, k, v, mask = _dequantized_operands(q, k_data, v_data, k_layout, v_layout, mask, kv_len, new)
     batch, num_heads, q_len, _ = q.shape
     num_kv_heads = k.shape[1]
     scores = (q.reshape(batch, num_kv_heads, -1, q.shape[-1]) @ k.transpose(-1, -2)).reshape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 INTERPRETED_TOGETHER = (
     ("test_attention_kernel.py", "test_visible_range.py", "test_attention_parts.py"),
-    ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py"),
+    ("test_prefill.py", "test_latent_kernels.py", "test_calibrated_kernels.py", "test_new_tokens.py"),
     (
         "test_store_kernel.py",
         "test_references.py",
@@ -22,6 +22,7 @@ KERNEL_TESTS = [
     "test_deepseek_v4_kernels.py",
     "test_dequantize.py",
     "test_latent_kernels.py",
+    "test_new_tokens.py",
     "test_prefill.py",
     "test_references.py",
     "test_store_kernel.py",

@@ -1,0 +1,60 @@
+"""Attention to the new tokens of a prompt in full precision.
+
+A call that brings many tokens still has their keys and values unquantized. Attention then takes these instead of what
+was read back from the packed cache, and a prompt loses no precision to quantization until the first decode step reads
+it. Tokens of earlier calls are read packed.
+
+Few new tokens, as in decode steps and in the verification of draft tokens, are read packed, too. A step of one token
+and a step that verifies several tokens then give equal results, and decode kernels read nothing but packed bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
+
+
+class NewTokens(NamedTuple):
+    """Keys or values that the same call has written.
+
+    Attributes:
+        x: [batch, num_kv_heads, n, head_dim], any float dtype, any strides.
+        slots: int64 [n] or [batch, n]: the tokens of the cache that they are. Tokens with a slot outside of
+            0 <= slot < kv_len have no influence; -1 marks tokens that were not written.
+    """
+
+    x: Tensor
+    slots: Tensor
+
+    @property
+    def are_few(self) -> bool:
+        """Whether attention reads them packed; False if their number is symbolic."""
+        n = self.x.shape[2]
+        return isinstance(n, int) and n <= MAX_FEW_TOKENS
+
+
+def with_new_tokens(tokens: Tensor, new: NewTokens | None) -> Tensor:
+    """``tokens`` with the new tokens in their slots, unless these are few.
+
+    Args:
+        tokens: [batch, num_kv_heads, kv_len, head_dim], read from a cache.
+        new: the new tokens, in the basis of ``tokens``.
+
+    Returns:
+        [batch, num_kv_heads, kv_len, head_dim] in the dtype of ``tokens``, which is not changed.
+    """
+    if new is None or new.are_few:
+        return tokens
+    kv_len, slots = tokens.shape[2], torch.atleast_2d(new.slots)
+    seen = (slots >= 0) & (slots < kv_len)
+    if not isinstance(new.x.shape[2], int):
+        count = torch.scalar_tensor(new.x.shape[2], dtype=torch.int64, device=slots.device)
+        seen = seen & (count > MAX_FEW_TOKENS)
+    # Skipped tokens go to a row behind the last token.
+    index = torch.where(seen, slots, kv_len)[:, None, :, None].expand(new.x.shape)
+    return F.pad(tokens, (0, 0, 0, 1)).scatter(2, index, new.x.to(tokens.dtype))[:, :, :kv_len]
