@@ -73,8 +73,8 @@ def attention(
         v_head_dim: channels of a value.
         ranges: :func:`visible_range` of a bool mask, int32 [batch or 1, q_len, 3]; computed here if it is None.
         out_lse: float32 [batch, num_heads, q_len, 2], which takes the log-sum-exp; None if nobody needs it.
-        new_keys, new_values: many tokens that the same call has written, for layouts that take them; otherwise None.
-            Without ``v_data`` both are the same.
+        new_keys, new_values: tokens that the same call has written, to which attention is exact, for layouts that
+            take them. Without ``v_data`` both are the same.
 
     Returns:
         [batch, num_heads, q_len, v_head_dim] in the dtype of ``query``, in float32 with ``out_lse``; contiguous.

@@ -27,7 +27,7 @@ from kvcompile.kernels.deepseek_v4 import ops as deepseek_v4_ops  # noqa: F401 -
 from kvcompile.kernels.gather import ops as gather_ops  # noqa: F401 - defines more operators
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Role
 from kvcompile.kernels.spec.attention import attend, attend_part
-from kvcompile.kernels.spec.new_tokens import NewTokens
+from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.kernels.spec.packing import read_tokens, to_cache_dtype, write_tokens_
 from kvcompile.kernels.spec.residual import blocks_of
 from kvcompile.kernels.tiles.visible_range import visible_range, with_four_dimensions
@@ -233,9 +233,9 @@ def _attention_layouts(
 
 
 def _new_tokens(
-    name: str, x: Tensor | None, slots: Tensor | None, data: Tensor, layout: PackedLayout
+    name: str, x: Tensor | None, slots: Tensor | None, data: Tensor, layout: PackedLayout, q_len: int
 ) -> NewTokens | None:
-    """New keys or values after a check; None if there are none, or too few for exact attention."""
+    """New keys or values after a check; None if there are none, or if they are read packed."""
     if x is None or slots is None:
         if x is not slots:
             raise ValueError(f"kvcompile::attention: new_{name}s and new_{name}_slots are given together or not at all")
@@ -253,8 +253,7 @@ def _new_tokens(
         )
     if not layout.takes_new_tokens:
         raise ValueError(f"kvcompile::attention: no attention to new tokens beside a cache in {layout.spec}")
-    new = NewTokens(x, slots)
-    return None if new.are_few else new
+    return None if reads_packed(q_len) else NewTokens(x, slots)
 
 
 def _attention(
@@ -277,9 +276,9 @@ def _attention(
     new_value_slots: Tensor | None = None,
 ) -> Tensor:
     key, value = _attention_layouts(query, k_data, v_data, sinks, kv_len, k_format, v_format, v_head_dim)
-    of_keys = of_values = _new_tokens("key", new_keys, new_key_slots, k_data, key)
+    of_keys = of_values = _new_tokens("key", new_keys, new_key_slots, k_data, key, query.shape[2])
     if v_data is not None:
-        of_values = _new_tokens("value", new_values, new_value_slots, v_data, value)
+        of_values = _new_tokens("value", new_values, new_value_slots, v_data, value, query.shape[2])
     elif new_values is not None or new_value_slots is not None:
         raise ValueError("kvcompile::attention: without v_data the keys serve as values; leave new_values out")
     if query.is_cuda:

@@ -360,8 +360,10 @@ class _GraphCompiler:
         refused: dict[int, Refusal] = {}
 
         def fresh(gm: GraphModule) -> Packing:
-            shard = self.options.shard
-            return Packing(gm, list(example_inputs), inputs, policy, cudagraphs, shard, dict(refused))
+            shard, exact_prompts = self.options.shard, self.options.policy.prefill == "exact"
+            return Packing(
+                gm, list(example_inputs), inputs, policy, cudagraphs, shard, exact_prompts, refused=dict(refused)
+            )
 
         difference = mismatch(inputs, self.example_inputs, example_inputs)
         if difference is not None:

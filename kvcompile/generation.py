@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import nn
 from kvcompile.backend import ConfiguredBackend
 from kvcompile.batching import drop_kept_manager, packed_manager
 from kvcompile.caches.pages import has_packed_pages
+from kvcompile.caches.prompt import updating_layers
 from kvcompile.caches.prompt_kernels import precompile_prompt
 from kvcompile.caches.requests import RequestCaches, can_crop, hand_out, make_room, packed_layers
 from kvcompile.caches.static import attention_modules
@@ -113,6 +113,7 @@ class Generation:
         self._of_thread = threading.local()
         self._recording = threading.Lock()
         self._looks = backend.options.policy.key_outliers != "ignore"
+        self._is_exact = backend.options.policy.prefill == "exact"
         self._has_served = False
         self._compiled = torch.compile(uncompiled_call(model), backend=backend, **how)
         self._recorded = torch.compile(uncompiled_call(model), backend=backend.with_mode("reduce-overhead"), **how)
@@ -180,9 +181,10 @@ class Generation:
         request, records = self._request, False
         cache_of_call: Any = kwargs.get(self._cache_argument)
         if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
-            cache, self._looks = request.served if self._looks else None, self._looks and request.served is None
+            looks, self._looks = self._looks and request.served is not None, self._looks and request.served is None
+            look = _look_at_keys(self._model, request.served) if looks else None
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
-            with _looking_at_keys(self._model, cache):
+            with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)
         if request is not None and request.records and not request.keeps_outputs:
             records = kwargs["input_ids"].is_cuda and cache_of_call.is_compileable
@@ -195,7 +197,8 @@ class Generation:
         if not self._has_served and cache is not None and ids is not None:
             self._has_served = True
             num_heads = getattr(self._model.config.get_text_config(decoder=True), "num_attention_heads", None)
-            precompile_prompt(packed_layers(cache), ids, num_heads if isinstance(num_heads, int) else None)
+            heads = num_heads if isinstance(num_heads, int) else None
+            precompile_prompt(packed_layers(cache), ids, heads, exact=self._is_exact)
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:
@@ -269,26 +272,16 @@ def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
     return config.max_new_tokens is not None and mask_length == config.max_length - config.max_new_tokens
 
 
-@contextmanager
-def _looking_at_keys(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Look for outlier keys while the block reads a prompt; the plain keys are gone once they are packed."""
-    layers = packed_layers(cache) if cache is not None else []
-    modules = attention_modules(model) if layers else {}
-    for index, layer in enumerate(cache.layers if cache is not None else []):
-        if layer in layers:
-            layer.update = partial(_update_and_look, layer, modules.get(index, ""))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.update
+def _look_at_keys(model: nn.Module, cache: Any) -> Callable[[Any, torch.Tensor], None]:
+    """A function that looks for outliers in the new keys of a layer, before they are packed into ``cache``."""
+    modules = attention_modules(model)
+    names = {id(layer): modules.get(index, "") for index, layer in enumerate(cache.layers)}
 
+    def look(layer: Any, keys: torch.Tensor) -> None:
+        if found := examine(keys, layer.keys.packed_layout.format_name, names[id(layer)]):
+            report.note(str(found))
 
-def _update_and_look(layer: Any, module: str, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``layer.update`` after a check of the new keys for outliers."""
-    if found := examine(keys, layer.keys.packed_layout.format_name, module):
-        report.note(str(found))
-    return type(layer).update(layer, keys, *args, **kwargs)
+    return look
 
 
 def is_generative(model: Any) -> bool:

@@ -33,6 +33,7 @@ class Packing:
         policy: chooses the formats of each layer.
         cudagraphs: whether Inductor is asked to record the graph as a CUDA graph.
         shard: the tokens of every cache that this process keeps; None if it keeps all.
+        exact_prompts: whether attention to the new tokens of a prompt is exact.
         refused: the sites that a check of an earlier rewrite refuses, by position.
         packed_stacks: the inputs that arrive as packed stacks, and their stacked dimensions.
         stacks: the inputs that were split into their parts.
@@ -53,6 +54,7 @@ class Packing:
     policy: ChooseFormats
     cudagraphs: bool = False
     shard: ContextShard | None = None
+    exact_prompts: bool = False
     refused: Mapping[int, Refusal] = field(default_factory=dict)
     packed_stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stacks: tuple[SplitStack, ...] = ()

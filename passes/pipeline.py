@@ -127,7 +127,9 @@ def _note_sites(packing: Packing) -> None:
 def _pack_caches(packing: Packing) -> None:
     packing.layouts = layouts_of(packing.accepted)
     summarise_caches(packing.accepted, packing.layouts, packing.sources())
-    packing.rewriter = CacheRewriter(packing.gm, packing.example_inputs, packing.shard)
+    packing.rewriter = CacheRewriter(
+        packing.gm, packing.example_inputs, packing.shard, exact_prompts=packing.exact_prompts
+    )
     assert packing.notes is not None
     for cache, layout in packing.layouts.values():
         with packing.notes.storing(packing.gm, cache):

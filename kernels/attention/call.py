@@ -17,7 +17,7 @@ class Source(NamedTuple):
         data: packed data.
         operand: its compile-time description.
         static_scale: the static scale of the format.
-        new: many new tokens, to which attention is exact; None if there are none.
+        new: new tokens, to which attention is exact; None if there are none.
     """
 
     data: Tensor
@@ -40,7 +40,7 @@ class AttentionCall(NamedTuple):
         softcap: bound of the scores times log2(e); 0 without a softcap.
         key, value: compile-time descriptions of keys and values.
         key_scale, value_scale: static scales of keys and values.
-        new_keys, new_values: many new tokens, to which attention is exact; None if there are none.
+        new_keys, new_values: new tokens, to which attention is exact; None if there are none.
     """
 
     query: Tensor

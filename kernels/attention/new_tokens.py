@@ -48,7 +48,7 @@ def put_new_tokens(out: Tensor, new: NewTokens, num_tokens: int, first_pair: int
     Args:
         out: dequantized tokens, contiguous [pairs, rows, channels], with at least ``num_tokens`` rows and ``head_dim``
             channels.
-        new: many new tokens.
+        new: the new tokens.
         num_tokens: the number of tokens in ``out``.
         first_pair: the first of the pairs, which count the KV heads of all sequences.
     """

@@ -72,7 +72,7 @@ def attend(
         is_causal: query ``i`` sees the keys 0 to ``i``, as in ``F.scaled_dot_product_attention``.
         scale: factor of the scores, ``1 / sqrt(head_dim)`` by default.
         softcap: if not 0, scores become ``softcap * tanh(scores / softcap)`` before the mask.
-        new_keys, new_values: tokens that the same call has written, to which attention is exact unless they are few.
+        new_keys, new_values: tokens that the same call has written, to which attention of many queries is exact.
 
     Returns:
         [batch, num_heads, q_len, v_layout.head_dim] in the dtype of ``query``; zeros for a query that sees no key.
@@ -221,7 +221,7 @@ def _dequantized_operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys, values and mask of attention on dequantized tokens."""
     k, v = (
-        _dequantized(data, layout, kv_len, tokens)
+        _dequantized(data, layout, kv_len, tokens, q.shape[2])
         for data, layout, tokens in zip((k_data, v_data), (k_layout, v_layout), new, strict=True)
     )
     if mask is not None:
@@ -229,13 +229,13 @@ def _dequantized_operands(
     return _rotated(q, k_layout), k, v, mask
 
 
-def _dequantized(data: Tensor, layout: PackedLayout, kv_len: int, new: NewTokens | None) -> Tensor:
+def _dequantized(data: Tensor, layout: PackedLayout, kv_len: int, new: NewTokens | None, q_len: int) -> Tensor:
     """The first ``kv_len`` tokens, in the original basis if the format is calibrated, else in the stored basis."""
     if layout.format.is_calibrated:
-        return with_new_tokens(read_tokens(data, layout, kv_len), new)
+        return with_new_tokens(read_tokens(data, layout, kv_len), new, q_len)
     if new is not None:
         new = new._replace(x=layout.format.to_stored_basis(new.x.float()))
-    return with_new_tokens(read_stored_tokens(data, layout, kv_len), new)
+    return with_new_tokens(read_stored_tokens(data, layout, kv_len), new, q_len)
 
 
 def _attend_scores(

@@ -4,8 +4,9 @@ A call that brings many tokens still has their keys and values unquantized. Atte
 was read back from the packed cache, and a prompt loses no precision to quantization until the first decode step reads
 it. Tokens of earlier calls are read packed.
 
-Few new tokens, as in decode steps and in the verification of draft tokens, are read packed, too. A step of one token
-and a step that verifies several tokens then give equal results, and decode kernels read nothing but packed bytes.
+Attention of few queries, as in decode steps and in the verification of draft tokens, reads new tokens packed, too. A
+step of one token and a step that verifies several tokens then give equal results, and decode kernels read nothing but
+packed bytes.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ class NewTokens(NamedTuple):
     x: Tensor
     slots: Tensor
 
-    @property
-    def are_few(self) -> bool:
-        """Whether attention reads them packed; False if their number is symbolic."""
-        n = self.x.shape[2]
-        return isinstance(n, int) and n <= MAX_FEW_TOKENS
+
+def reads_packed(q_len: int) -> bool:
+    """Whether attention of ``q_len`` queries reads new tokens as they are stored.
+
+    False if ``q_len`` is symbolic: :func:`with_new_tokens` then decides when the graph runs.
+    """
+    return isinstance(q_len, int) and q_len <= MAX_FEW_TOKENS
 
 
-def with_new_tokens(tokens: Tensor, new: NewTokens | None) -> Tensor:
-    """``tokens`` with the new tokens in their slots, unless these are few.
+def with_new_tokens(tokens: Tensor, new: NewTokens | None, q_len: int) -> Tensor:
+    """``tokens`` with the new tokens in their slots, unless few queries read them.
 
     Args:
         tokens: [batch, num_kv_heads, kv_len, head_dim], read from a cache.
         new: the new tokens, in the basis of ``tokens``.
+        q_len: the number of queries of a sequence.
 
     Returns:
         [batch, num_kv_heads, kv_len, head_dim] in the dtype of ``tokens``, which is not changed.
     """
-    if new is None or new.are_few:
+    if new is None or reads_packed(q_len):
         return tokens
     kv_len, slots = tokens.shape[2], torch.atleast_2d(new.slots)
     seen = (slots >= 0) & (slots < kv_len)
-    if not isinstance(new.x.shape[2], int):
-        count = torch.scalar_tensor(new.x.shape[2], dtype=torch.int64, device=slots.device)
-        seen = seen & (count > MAX_FEW_TOKENS)
+    if not isinstance(q_len, int):
+        seen = seen & (torch.scalar_tensor(q_len, dtype=torch.int64, device=slots.device) > MAX_FEW_TOKENS)
     # Skipped tokens go to a row behind the last token.
     index = torch.where(seen, slots, kv_len)[:, None, :, None].expand(new.x.shape)
     return F.pad(tokens, (0, 0, 0, 1)).scatter(2, index, new.x.to(tokens.dtype))[:, :, :kv_len]

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.kernels.precompile import precompile
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.packed.attention import attention_arguments
 from kvcompile.packed.tensor import PackedTensor
 
 
-def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None) -> None:
+def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None, *, exact: bool) -> None:
     """Start to compile the kernels of a prompt without padding; does nothing on a CPU.
 
     Args:
         layers: the layers of a static cache whose keys and values are packed.
         prompt: token ids, [batch, num_tokens].
         num_heads: query heads of every layer; None if unknown. Attention is then compiled when it runs.
+        exact: whether attention to many new tokens is exact.
     """
     if not prompt.is_cuda:
         return
@@ -36,7 +38,13 @@ def precompile_prompt(layers: list[Any], prompt: Tensor, num_heads: int | None) 
             precompile(torch.ops.kvcompile.store.default, store, {})
         if num_heads is not None:
             query = _of_projection(layer.keys, num_heads, num_tokens)
-            arguments = attention_arguments(query, (layer.keys, layer.values), num_tokens, None, True, None)
+            caches = layer.keys, layer.values
+            if exact:
+                new = (
+                    NewTokens(_of_projection(x, x.shape[1], num_tokens), prompt.new_empty(num_tokens)) for x in caches
+                )
+                caches = tuple(x.with_new_tokens(tokens) for x, tokens in zip(caches, new, strict=True))
+            arguments = attention_arguments(query, caches, num_tokens, None, True, None)
             precompile(torch.ops.kvcompile.attention.default, (), arguments)
 
 

@@ -29,6 +29,7 @@ from kvcompile.compat.tensors import is_autograd_view, new_wrapper
 from kvcompile.kernels.formats import bases
 from kvcompile.kernels.layout.axes import WHOLE_AXES, from_stored_order, in_stored_order, sizes_by_axis
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
@@ -96,9 +97,11 @@ class PackedTensor(PackedSubclass):
     Attributes:
         cache_meta: meaning of the bytes; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
         packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of the cache has a view of this tensor.
+        new_tokens: tokens that are read in full precision instead of as they are stored; see :meth:`with_new_tokens`.
     """
 
     cache_meta: CacheMeta
+    new_tokens: NewTokens | None = None
     _lineage: Lineage | None
 
     @staticmethod
@@ -364,12 +367,28 @@ class PackedTensor(PackedSubclass):
 
         These strides equal the strides of this tensor without gaps between elements.
         """
-        x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)[:, :, self.start :]
+        x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)
+        if self.new_tokens is not None:
+            x = with_new_tokens(x, self.new_tokens, self.new_tokens.x.shape[2])
+        x = x[:, :, self.start :]
         if self.data_is_traced:
             return laid_out_as(self, self.from_stored_axes(x.contiguous()))
         x, stride = self.from_stored_axes(x), stride_of_clone(self)
         is_clone = x.stride() == tuple(stride) and x.storage_offset() == 0  # `as_strided` counts from the storage
         return x if is_clone else x.new_empty_strided(self.shape, stride).copy_(x)
+
+    def with_new_tokens(self, new: NewTokens) -> PackedTensor:
+        """A view of this cache for code that reads it right after ``new`` was written to it.
+
+        Attention and :meth:`dequantize` read the new tokens in full precision. Views of the view read them as they are
+        stored. Set ``new_tokens`` of the view to None before something else is written to the cache. The cache itself
+        is returned if the new tokens are few, or if its layout takes none.
+        """
+        if reads_packed(new.x.shape[2]) or not self.packed_layout.takes_new_tokens:
+            return self
+        view = self.view_as_part(self.shape, self.stride())
+        view.new_tokens = new
+        return view
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
         """Values with this tensor's axes -> [batch, heads, tokens, head_dim]."""

@@ -13,6 +13,7 @@ A policy is YAML or JSON, a dict, the name of a preset, or a :class:`Policy`:
     default: {dtype: int8_per_token_head}                    # required
     residual_length: 64                                      # recent tokens in the dtype of the cache
     sink_tokens: 0                                           # first tokens in the dtype of the cache
+    prefill: exact                                           # exact | packed: how a prompt attends to its own tokens
     on_unsupported: warn                                     # error | warn | ignore
     key_outliers: warn                                       # ignore | warn | promote
     strict: false                                            # true: a rule that matches nothing is an error
@@ -56,6 +57,8 @@ POLICY_VARIABLE = "KVQUANT_POLICY"
 """The environment variable with a preset's name or a file, for callers who cannot pass options."""
 
 OnUnsupported = Literal["error", "warn", "ignore"]
+
+Prefill = Literal["exact", "packed"]
 
 OnKeyOutliers = Literal["ignore", "warn", "promote"]
 
@@ -174,6 +177,10 @@ class Policy(Strict):
             with scales per channel keep at least one block. Without this field, presets keep their own number.
         sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
             64. Without this field, presets keep their own number.
+        prefill: how a call with more than 16 new tokens attends to them: in full precision (``exact``), or as they are
+            stored (``packed``). Tokens of earlier calls are always read from the packed cache. With ``packed``, the
+            results do not depend on how a prompt is divided into calls. Attention stays packed in every case if ranks
+            split the tokens, if a format is calibrated, and for the formats of DeepSeek's latents.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
@@ -188,6 +195,7 @@ class Policy(Strict):
     default: Choice
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None
+    prefill: Prefill = "exact"
     on_unsupported: OnUnsupported = "warn"
     key_outliers: OnKeyOutliers = "warn"
     strict: bool = False

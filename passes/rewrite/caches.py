@@ -35,6 +35,7 @@ from kvcompile.passes.rewrite.heads import data_of_heads, group_heads, joined, n
 from kvcompile.passes.rewrite.hidden_rows import insert_nan_in_hidden_rows
 from kvcompile.passes.rewrite.hidden_tokens import hide_first_tokens
 from kvcompile.passes.rewrite.insert import insert_attention, insert_gather, insert_store
+from kvcompile.passes.rewrite.new_tokens import NewTokens, can_be_exact
 from kvcompile.passes.rewrite.operand_slots import insert_operand_slots
 from kvcompile.passes.rewrite.same_blocks import with_same_blocks
 
@@ -52,9 +53,17 @@ def is_mutated(placeholder: Node) -> bool:
 class CacheRewriter:
     """Rewrites proven caches and the attention that reads them, in one graph."""
 
-    def __init__(self, gm: GraphModule, example_inputs: list[Any], shard: ContextShard | None = None) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: list[Any],
+        shard: ContextShard | None = None,
+        *,
+        exact_prompts: bool = False,
+    ) -> None:
         self.gm = gm
         self.shard = shard
+        self.exact_prompts = exact_prompts and shard is None
         self.graph: Graph = gm.graph
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.output = self.graph.output_node()
@@ -63,6 +72,7 @@ class CacheRewriter:
         self.input_actions: list[InputAction] = []
         self.output_actions: list[OutputAction] = []
         self.packed: dict[Node, Node] = {}
+        self.new_tokens: dict[Node, NewTokens] = {}
 
     def finish(self, gm: GraphModule) -> Rewritten:
         gm.graph.lint()
@@ -127,10 +137,19 @@ class CacheRewriter:
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
             if self.shard is not None:
                 x, positions, valid = insert_owned(self.graph, self.shard, x, positions, valid)
+            self._note_new_tokens(cache, layout, write, x, positions, valid)
             return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
         if write.drops_tokens:
             return self._window(cache, layout, state, positions, write)
         return inline(self.graph, move_tokens, state, layout, positions)
+
+    def _note_new_tokens(
+        self, cache: Cache, layout: PackedLayout, write: CacheWrite, x: Node, positions: Node, valid: Node | None
+    ) -> None:
+        """Remember the tokens of the last write before attention reads the cache."""
+        is_last = write.node is cache.root and write.first_sequence is None
+        if self.exact_prompts and is_last and layout.takes_new_tokens:
+            self.new_tokens[cache.root] = NewTokens(x, positions, valid)
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""
@@ -149,7 +168,12 @@ class CacheRewriter:
             shown = call
             if not statically_known_true(first_token == 0):
                 shown = hide_first_tokens(self.graph, call, first_token, num_tokens)
-            result = joined(self.graph, [self._attend(shown, heads, data, (key, value), kv_len) for heads in ranges])
+            new = tuple(
+                self.new_tokens.get(read.root) if can_be_exact(read, call.query) else None
+                for read in (attention.key_read, attention.value_read)
+            )
+            parts = [self._attend(shown, heads, data, (key, value), kv_len, new) for heads in ranges]
+            result = joined(self.graph, parts)
             channels = attention.value_read.num_channels
             if channels != value.head_dim:
                 result = inline(self.graph, lambda out: out[..., :channels].contiguous(), result)
@@ -167,6 +191,7 @@ class CacheRewriter:
         data: tuple[Node, Node],
         layouts: tuple[PackedLayout, PackedLayout],
         kv_len: Any,
+        new: tuple[NewTokens | None, ...],
     ) -> Node:
         """Attention of a range of heads, inserted at the graph's insertion point."""
         call = narrowed(self.graph, marker, heads)
@@ -176,7 +201,11 @@ class CacheRewriter:
             call = group_heads(self.graph, call, heads.num_heads, heads.tiles)
         key, value = layouts[0].of_heads(heads.key, heads.num_heads), layouts[1].of_heads(heads.value, heads.num_heads)
         if self.shard is None:
-            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len)
+            new_nodes = (
+                tokens and tokens.of_heads(self.graph, first, heads.num_heads)
+                for tokens, first in zip(new, (heads.key, heads.value), strict=True)
+            )
+            result = insert_attention(self.graph, call, k_data, v_data, key, value, kv_len, *new_nodes)
         else:
             result = insert_sharded_attention(self.graph, self.shard, call, k_data, v_data, (key, value), kv_len)
         if heads.tiles != 1:

@@ -22,6 +22,7 @@ from kvcompile.kernels import ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.kernels.spec.attention import attend, attend_part
 from kvcompile.kernels.spec.gather import gather_tokens
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import encoded_tokens, few_tokens, put_tokens, write_tokens
 from kvcompile.kernels.spec.residual import is_few
 from kvcompile.passes.graph.aten import shape_of
@@ -116,12 +117,28 @@ def insert_gather(graph: Graph, data: Node, layout: PackedLayout, slots: Node) -
     return gathered
 
 
+NewNodes = tuple[Node, Node] | None
+"""The nodes of :class:`~kvcompile.kernels.spec.new_tokens.NewTokens`."""
+
+
 def insert_attention(
-    graph: Graph, marker: Marker, k_data: Node, v_data: Node, key: PackedLayout, value: PackedLayout, kv_len: Any
+    graph: Graph,
+    marker: Marker,
+    k_data: Node,
+    v_data: Node,
+    key: PackedLayout,
+    value: PackedLayout,
+    kv_len: Any,
+    new_keys: NewNodes = None,
+    new_values: NewNodes = None,
 ) -> Node:
-    """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output."""
-    op = torch.ops.kvcompile.attention.default
-    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend)
+    """Insert the attention of ``marker`` on packed data at the graph's insertion point; returns its output.
+
+    ``new_keys`` and ``new_values`` are tokens that the graph has written, to which attention is exact. They are the
+    same if one cache serves as keys and values.
+    """
+    op, new = torch.ops.kvcompile.attention.default, (new_keys, new_values)
+    out: Node = _insert_attention(graph, marker, k_data, v_data, key, value, kv_len, op, attend, new)
     return out
 
 
@@ -147,6 +164,7 @@ def _insert_attention(
     kv_len: Any,
     op: Any,
     spec: Callable[..., Any],
+    new: tuple[NewNodes, NewNodes] = (None, None),
 ) -> Any:
     """Insert the operator ``op`` on a GPU, and the operations of ``spec`` elsewhere."""
     scale = marker.scale if marker.scale is not None else key.head_dim**-0.5
@@ -154,17 +172,24 @@ def _insert_attention(
         return insert_region(
             graph, "attention", _computed,
             spec, marker.query, k_data, v_data, key, value, marker.mask, marker.sinks, kv_len, marker.is_causal, scale,
-            marker.softcap,
+            marker.softcap, *_arguments_of(*new),
         )  # fmt: skip
     ranges = None
     if marker.mask is not None and marker.mask.meta["val"].dtype == torch.bool:
         ranges = _visible_range(graph, marker.mask, size_node(graph, shape_of(marker.query)[2]), kv_len)
-    own_v_data = None if v_data is k_data else v_data
+    own_v_data, own_new = (None, (new[0], None)) if v_data is k_data else (v_data, new)
     return insert_call(
         graph, op,
         marker.query, k_data, own_v_data, marker.mask, marker.sinks, kv_len, marker.is_causal, scale, marker.softcap,
-        key.spec, value.spec, value.head_dim, ranges,
+        key.spec, value.spec, value.head_dim, ranges, *_arguments_of(*own_new),
     )  # fmt: skip
+
+
+def _arguments_of(new_keys: NewNodes, new_values: NewNodes) -> tuple[Node | None, ...]:
+    """The last arguments of ``kvcompile::attention``: vectors and slots of new keys and new values."""
+    if new_keys is None and new_values is None:
+        return ()
+    return *(new_keys or (None, None)), *(new_values or (None, None))
 
 
 def _computed(
@@ -180,11 +205,20 @@ def _computed(
     is_causal: bool,
     scale: float,
     softcap: float,
+    new_keys: Tensor | None = None,
+    new_key_slots: Tensor | None = None,
+    new_values: Tensor | None = None,
+    new_value_slots: Tensor | None = None,
 ) -> Any:
     """``spec`` by positional arguments, which :func:`inline` takes."""
+    new = {}
+    if new_keys is not None and new_key_slots is not None:
+        new["new_keys"] = NewTokens(new_keys, new_key_slots)
+    if new_values is not None and new_value_slots is not None:
+        new["new_values"] = NewTokens(new_values, new_value_slots)
     return spec(
         query, k_data, v_data, key, value,
-        mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap,
+        mask=mask, sinks=sinks, kv_len=kv_len, is_causal=is_causal, scale=scale, softcap=softcap, **new,
     )  # fmt: skip
 
 

@@ -1,0 +1,63 @@
+"""Eager reading of a prompt into the packed layers of a static cache of Transformers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.spec.new_tokens import NewTokens
+from kvcompile.packed.tensor import PackedTensor
+
+
+@contextmanager
+def updating_layers(
+    layers: Sequence[Any], *, exact: bool, look: Callable[[Any, Tensor], None] | None = None
+) -> Iterator[None]:
+    """In the block, the layers tell their new keys, and attention to many new tokens is exact.
+
+    Args:
+        layers: static layers with packed keys and values.
+        exact: whether ``update`` of a layer returns views that read many new tokens in full precision. The views read
+            them as they are stored after the block, and do not keep them alive.
+        look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
+    """
+    views: list[weakref.ref[PackedTensor]] = []
+    for layer in layers:
+        layer.update = partial(_update, layer, exact, look, views)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+        for reference in views:
+            if (view := reference()) is not None:
+                view.new_tokens = None
+
+
+def _update(
+    layer: Any,
+    exact: bool,
+    look: Callable[[Any, Tensor], None] | None,
+    views: list[weakref.ref[PackedTensor]],
+    keys: Tensor,
+    values: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    if look is not None:
+        look(layer, keys)
+    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length
+    returned: tuple[Tensor, ...] = type(layer).update(layer, keys, values, *args, **kwargs)
+    if exact:
+        returned = tuple(
+            cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots)) if isinstance(cache, PackedTensor) else cache
+            for cache, x in zip(returned, (keys, values), strict=True)
+        )
+        views += [weakref.ref(view) for view in returned if isinstance(view, PackedTensor)]
+    return returned
