@@ -58,6 +58,14 @@ Recall = Annotated[
         metavar="N", min=1, help="Plant N numbers in the prefill of each window, and ask for them in the later steps."
     ),
 ]
+ExactPrompt = Annotated[
+    bool,
+    typer.Option(
+        "--exact-prompt",
+        help="Let the prefill attend to its own tokens in full precision, as a compiled model does. Without it, every "
+        "step reads packed tokens, as in a sequence that is decoded from its start.",
+    ),
+]
 Output = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results there after every policy.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw quality against effective bits.")]
 
@@ -78,6 +86,7 @@ def evaluate(
     dtype: Dtype = None,
     layers: Layers = False,
     recall: Recall = None,
+    exact_prompt: ExactPrompt = False,
     promote: Promote = None,
     output: Output = None,
     plot: Plot = None,
@@ -120,7 +129,13 @@ def evaluate(
     try:
         with progress_bar() as on_progress:
             evaluation = measure.evaluate(
-                subject, read, names, model_name=name_of(model), on_progress=on_progress, on_result=keep
+                subject,
+                read,
+                names,
+                model_name=name_of(model),
+                exact_prompt=exact_prompt,
+                on_progress=on_progress,
+                on_result=keep,
             )
     except KeyboardInterrupt:
         interrupted = True

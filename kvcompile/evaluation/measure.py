@@ -53,6 +53,7 @@ def evaluate(
     policies: Sequence[str | Path | Policy],
     *,
     model_name: str = "",
+    exact_prompt: bool = False,
     on_progress: OnProgress = ignore_progress,
     on_result: OnResult = lambda evaluation: None,
 ) -> Evaluation:
@@ -60,14 +61,16 @@ def evaluate(
 
     The reference is the uncompiled model with a plain cache. Both models predict all tokens of all windows except the
     first token of each, in the steps of ``text.schedule``. The outputs of the reference are kept in memory, on the CPU.
-    Code that was compiled before in this process is neither used nor dropped. A policy with ``key_outliers: promote``
-    is evaluated after the calibration has replaced its formats.
+    Every step attends to packed keys and values, as in a sequence that is decoded from its start, unless
+    ``exact_prompt`` is True. Code that was compiled before in this process is neither used nor dropped. A policy with
+    ``key_outliers: promote`` is evaluated after the calibration has replaced its formats.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
         text: from :func:`kvcompile.evaluation.text.read_text`.
         policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: the name of the model in the result.
+        exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
         on_progress: called for every step.
         on_result: called for every policy.
 
@@ -85,10 +88,10 @@ def evaluate(
         for transforms in policy.transforms
     }
     calibration = Calibration(model, text.windows[0], [policy for _, policy in loaded])
-    run = _Run(model, text, calibration, len(loaded), on_progress)
+    run = _Run(model, text, calibration, len(loaded), on_progress, exact_prompt)
     with torch.no_grad():
         reference, nats, bits = run.reference()
-        evaluation = _describe(model, text, model_name, nats, bits)
+        evaluation = _describe(model, text, model_name, nats, bits, exact_prompt)
         for name, policy in loaded:
             found = [*map(str, calibration.outliers(policy)), *(distances[one.source] for one in policy.transforms)]
             if policy.key_outliers == "promote":
@@ -102,7 +105,7 @@ def _name(policy: str | Path | Policy) -> str:
     return f"policy {policy.fingerprint()}" if isinstance(policy, Policy) else str(policy)
 
 
-def _describe(model: Any, text: Text, name: str, nats: float, bits: float) -> Evaluation:
+def _describe(model: Any, text: Text, name: str, nats: float, bits: float, exact_prompt: bool) -> Evaluation:
     return Evaluation(
         model=name or type(model).__name__,
         data=text.source,
@@ -116,6 +119,7 @@ def _describe(model: Any, text: Text, name: str, nats: float, bits: float) -> Ev
         device=device_name(model.device),
         reference=text.quality(nats),
         reference_bits=bits,
+        exact_prompt=exact_prompt,
     )
 
 
@@ -128,7 +132,13 @@ class _Run:
     """Runs the model over the windows, once unquantized and once for every policy."""
 
     def __init__(
-        self, model: Any, text: Text, calibration: Calibration, num_policies: int, on_progress: OnProgress
+        self,
+        model: Any,
+        text: Text,
+        calibration: Calibration,
+        num_policies: int,
+        on_progress: OnProgress,
+        exact_prompt: bool,
     ) -> None:
         self.model = model
         self.text = text
@@ -137,6 +147,7 @@ class _Run:
         self.done = 0
         self.total = (1 + num_policies) * len(text.windows) * len(text.schedule.steps())
         self.on_progress = on_progress
+        self.exact_prompt = exact_prompt
 
     def reference(self) -> tuple[list[list[Step]], float, float]:
         """Run the model with a plain cache.
@@ -149,7 +160,8 @@ class _Run:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []
-                for step in replay(self.model, window, with_cache(self.model, cache), self.text.schedule, heard):
+                forwards = self.model, self.model
+                for step in replay(forwards, window, with_cache(self.model, cache), self.text.schedule, heard):
                     nats.append(F.cross_entropy(step.logits.float(), _targets(window, step), reduction="sum").item())
                     steps.append(step.to("cpu"))
                     self._advance("reference")
@@ -160,13 +172,15 @@ class _Run:
         """Compile the model under a policy, run it over the windows, and compare."""
         begin = time.monotonic()
         compared = StepComparison()
-        compiled = self._compiled(policy)
+        later = first = self._compiled(policy.model_copy(update={"prefill": "packed"}))
+        if self.exact_prompt and policy.prefill == "exact":
+            first = self._compiled(policy)
         # Without a recompile limit: beyond it Dynamo would run eager code without a report.
         with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as heard:
-            graphs = len({step.stop - step.start for step in self.text.schedule.steps()})
+            graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
-                steps = replay(compiled, window, with_cache(self.model, cache), self.text.schedule, heard)
+                steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, heard)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:
                         self.on_progress(f"{name}: compiling graph {number} of {graphs}", self.done, self.total)

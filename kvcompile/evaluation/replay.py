@@ -43,7 +43,7 @@ def new_cache(model: Any, schedule: Schedule) -> Any:
 
 
 def replay(
-    forward: Callable[..., Any],
+    forwards: tuple[Callable[..., Any], Callable[..., Any]],
     window: Tensor,
     cache: dict[str, Any],
     schedule: Schedule,
@@ -51,11 +51,13 @@ def replay(
 ) -> Iterator[Step]:
     """Feed ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
 
-    ``cache`` is the argument that :func:`~kvcompile.compat.transformers.with_cache` makes, and ``heard`` the list that
+    ``forwards`` are the model for the prefill and the model for the later steps. ``cache`` is the argument that
+    :func:`~kvcompile.compat.transformers.with_cache` makes, and ``heard`` the list that
     :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
     for positions in schedule.steps():
         heard.clear()
+        forward = forwards[0] if positions.start == 0 else forwards[1]
         logits = forward(input_ids=window[None, positions], **cache).logits[0]
         yield Step(positions, logits, {name: output[0] for name, output in heard})
 

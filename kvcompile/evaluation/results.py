@@ -83,6 +83,7 @@ class Evaluation:
         data: the name of the text's file.
         metric: ``bits per byte`` or ``perplexity``.
         prefill, decode, chunk, num_windows: the steps of reading, see :mod:`kvcompile.evaluation.schedule`.
+        exact_prompt: whether the prefill attended to its own tokens as the policies say, and not packed.
         tokens: the number of predicted tokens.
         dtype: the dtype of the weights and the plain cache.
         device: ``cpu``, or the name of a GPU.
@@ -104,6 +105,7 @@ class Evaluation:
     device: str
     reference: float
     reference_bits: float
+    exact_prompt: bool = False
     versions: dict[str, str] = field(default_factory=lambda: software_versions())
     results: list[PolicyResult] = field(default_factory=list)
 

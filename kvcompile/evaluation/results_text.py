@@ -23,8 +23,8 @@ CONTEXTS = (8192, 32768)
 EXACT_LEGEND = (
     "exact: tokens in full precision, on average over all keys and values.  share: their share of the context.  "
     "packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  KL: "
-    "divergence of the predictions of the prefill, which reads recent tokens from the packed cache, and of the later "
-    "steps, with the standard error."
+    "divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, and of the "
+    "later steps, with the standard error."
 )
 
 RECALL_LEGEND = (
@@ -133,8 +133,9 @@ def circumstances(evaluation: Evaluation) -> str:
     """The model, the text, the schedule and the versions, in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     windows = f"{evaluation.num_windows} window" + "s" * (evaluation.num_windows > 1)
+    prefill = "exact prefill" if evaluation.exact_prompt else "prefill"
     return (
-        f"{evaluation.model} on {evaluation.data}: {windows}, prefill of {evaluation.prefill}, "
+        f"{evaluation.model} on {evaluation.data}: {windows}, {prefill} of {evaluation.prefill}, "
         f"then {evaluation.decode} tokens in steps of {evaluation.chunk}; {evaluation.dtype}, {evaluation.device}; "
         f"{versions}"
     )

@@ -110,6 +110,26 @@ def split(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def test_an_exact_prompt_loses_nothing_before_the_later_steps(tmp_path: Path) -> None:
+    results = {}
+    for option in ("", "--exact-prompt"):
+        file = tmp_path / f"quality{option}.json"
+        out, _ = run(f"eval --model . --policies turboquant_2bit --output {file} {option} {READING}")
+        assert ("exact prefill of" in out) == bool(option)
+        results[option] = json.loads(file.read_text())["results"][0]
+    assert results[""]["prefill_divergence"] > 1e-5
+    assert results["--exact-prompt"]["prefill_divergence"] < 1e-9
+    assert results["--exact-prompt"]["decode_divergence"] > 1e-5
+
+
+def test_later_steps_read_their_own_tokens_packed_however_long_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "quality.json"
+    reading = "--prefill 64 --decode 64 --chunk 32 --windows 1"
+    run(f"eval --model . --policies turboquant_2bit --output {file} --exact-prompt {reading}")
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["decode_divergence"] > 1e-5
+
+
 def bits_per_byte_without_a_cache() -> float:
     model = small_model(num_layers=1)
     text = read_text(model, ".", None, Schedule(PREFILL, DECODE, CHUNK), 2)
