@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
-from kvcompile.kernels.spec.new_tokens import NewTokens, with_new_tokens
+from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
 from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens
 from kvcompile.kernels.spec.residual import exact_blocks, holding_entries
 
@@ -171,7 +171,8 @@ def _attend(
         return q.new_zeros((*q.shape[:3], v_layout.head_dim)), sees_nothing
     few_rows = isinstance(q_len, int) and group_size * q_len <= MAX_DECODE_ROWS
     have_levels = k_layout.format.has_levels and v_layout.format.has_levels
-    if few_rows and have_levels:
+    is_exact = any(tokens is not None for tokens in new) and not reads_packed(q_len)
+    if few_rows and have_levels and not is_exact:
         out, top, total = _attend_levels(
             q, k_data, v_data, k_layout, v_layout, mask, sinks, kv_len, is_causal, softcap
         )  # fmt: skip

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
+MAX_PACKED_QUERIES = 16
+"""Up to this many queries of a sequence read new tokens as they are stored."""
 
 
 class NewTokens(NamedTuple):
@@ -38,7 +39,7 @@ def reads_packed(q_len: int) -> bool:
 
     False if ``q_len`` is symbolic: :func:`with_new_tokens` then decides when the graph runs.
     """
-    return isinstance(q_len, int) and q_len <= MAX_FEW_TOKENS
+    return isinstance(q_len, int) and q_len <= MAX_PACKED_QUERIES
 
 
 def with_new_tokens(tokens: Tensor, new: NewTokens | None, q_len: int) -> Tensor:
@@ -57,7 +58,7 @@ def with_new_tokens(tokens: Tensor, new: NewTokens | None, q_len: int) -> Tensor
     kv_len, slots = tokens.shape[2], torch.atleast_2d(new.slots)
     seen = (slots >= 0) & (slots < kv_len)
     if not isinstance(q_len, int):
-        seen = seen & (torch.scalar_tensor(q_len, dtype=torch.int64, device=slots.device) > MAX_FEW_TOKENS)
+        seen = seen & (torch.scalar_tensor(q_len, dtype=torch.int64, device=slots.device) > MAX_PACKED_QUERIES)
     # Skipped tokens go to a row behind the last token.
     index = torch.where(seen, slots, kv_len)[:, None, :, None].expand(new.x.shape)
     return F.pad(tokens, (0, 0, 0, 1)).scatter(2, index, new.x.to(tokens.dtype))[:, :, :kv_len]

@@ -203,6 +203,7 @@ def programs(
         operators=draw(st.integers(0, 7)) < 7,  # traced meanings and symbols take twice as long to compile
         dynamic=draw(st.integers(0, 3)) == 3,
         starts_packed=draw(st.integers(0, 3)) > 0,  # then no graph is compiled for plain caches
+        exact_prompts=not lossy and draw(st.booleans()),
         again=tuple(draw(st.lists(_steps_with(tokens, actions), max_size=8))),
     )
 

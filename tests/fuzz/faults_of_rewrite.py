@@ -15,7 +15,7 @@ from kvcompile.passes.graph import index_map
 from kvcompile.passes.graph.inline import inline
 from kvcompile.passes.mark import read_scores, write_marker, write_mask
 from kvcompile.passes.pools import page
-from kvcompile.passes.rewrite import caches, heads, merge_stores
+from kvcompile.passes.rewrite import caches, heads, merge_stores, new_tokens
 from kvcompile.passes.stacks import rules
 
 aten = torch.ops.aten
@@ -298,3 +298,30 @@ def a_functional_cache_is_written_in_place(original: Faulty) -> Faulty:
 @fault(caches, "hide_first_tokens")
 def tokens_before_the_first_that_is_read_are_seen(original: Faulty) -> Faulty:
     return lambda graph, marker, first_token, num_tokens: original(graph, marker, 0, first_token + num_tokens)
+
+
+# Exact attention to new tokens
+
+
+@fault(caches.CacheRewriter, "_note_new_tokens")
+def the_tokens_of_the_first_write_are_read_for_the_last(original: Faulty) -> Faulty:
+    def faulty(self: Any, cache: Any, layout: Any, write: Any, *tokens: Any) -> None:
+        if write is cache.writes[0]:
+            original(self, cache, layout, cache.writes[-1], *tokens)
+
+    return faulty
+
+
+@fault(caches, "can_be_exact")
+def new_tokens_of_all_sequences_are_read_by_some(original: Faulty) -> Faulty:
+    return lambda read, query: original(replace(read, first_sequence=None), query)
+
+
+@fault(new_tokens.NewTokens, "of_heads")
+def the_new_tokens_of_a_range_of_heads_begin_with_the_first_head(original: Faulty) -> Faulty:
+    return lambda self, graph, first, num_heads: original(self, graph, 0, num_heads)
+
+
+@fault(new_tokens, "_slots")
+def new_tokens_that_were_not_written_are_read(original: Faulty) -> Faulty:
+    return lambda positions, valid: positions.clone()

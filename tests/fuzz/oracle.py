@@ -10,16 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from node_by_node import running_node_by_node
+from policies import reading_packed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvcompile
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.formats import get_format
+from kvcompile.kernels.spec import new_tokens
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.policy.policy import Policy
@@ -141,6 +144,7 @@ class How:
         operators: without generated code, whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
         dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
         starts_packed: whether the caller packs the caches; otherwise the first step packs them.
+        exact_prompts: whether attention to new tokens is exact, for few queries too; formats must lose nothing then.
         seed: of all numbers.
         generate_code: whether Inductor generates code; otherwise graphs run node by node.
         verify: whether kvcompile checks its own rewrites, too.
@@ -152,6 +156,7 @@ class How:
     operators: bool = False
     dynamic: bool = True
     starts_packed: bool = False
+    exact_prompts: bool = False
     seed: int = 0
     generate_code: bool = False
     verify: bool = False
@@ -171,7 +176,8 @@ class How:
         return New(getattr(torch, self.dtype), self.device, self.seed, self.policy if packed else None)
 
     def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        backend = kvcompile.kvquant(policy=self.policy, on_unsupported="ignore", verify=self.verify)
+        policy = Policy.load(self.policy) if self.exact_prompts else reading_packed(self.policy)
+        backend = kvcompile.kvquant(policy=policy, on_unsupported="ignore", verify=self.verify)
         result: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=None if self.dynamic else False)
         return result
 
@@ -179,8 +185,13 @@ class How:
         """On a GPU, only some backends of attention give zeros for rows that see no key, as on a CPU."""
         return contextlib.nullcontext() if self.device == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.generate_code else running_node_by_node(self.operators)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Graphs run node by node or as code."""
+        graphs = contextlib.nullcontext() if self.generate_code else running_node_by_node(self.operators)
+        most_packed = 0 if self.exact_prompts else new_tokens.MAX_PACKED_QUERIES
+        with graphs, mock.patch.object(new_tokens, "MAX_PACKED_QUERIES", most_packed):
+            yield
 
 
 def compare(drive: Drive, how: How) -> Outcome:

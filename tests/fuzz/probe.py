@@ -47,12 +47,12 @@ def in_parts(probes: Sequence[Probe], always: Sequence[str] = ()) -> list[Any]:
     ]
 
 
-def collecting(probes: list[Probe]) -> Callable[..., Callable[[Drive], Drive]]:
+def collecting(probes: list[Probe], **how_of_all: Any) -> Callable[..., Callable[[Drive], Drive]]:
     """A decorator, with the title of a fault, that adds a probe of a ``drive`` to ``probes``."""
 
     def shows(fault: str, **how: Any) -> Callable[[Drive], Drive]:
         def add(drive: Drive) -> Drive:
-            probes.append(Probe(fault, drive, How(**{"operators": True, "dynamic": False, **how})))
+            probes.append(Probe(fault, drive, How(**{"operators": True, "dynamic": False, **how_of_all, **how})))
             return drive
 
         return add

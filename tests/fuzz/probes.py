@@ -5,5 +5,6 @@ from __future__ import annotations
 from fuzz.probe import Probe
 from fuzz.probes_of_caches import CACHES
 from fuzz.probes_of_forms import FORMS
+from fuzz.probes_of_prompts import PROMPTS
 
-PROBES: tuple[Probe, ...] = (*CACHES, *FORMS)
+PROBES: tuple[Probe, ...] = (*CACHES, *FORMS, *PROMPTS)

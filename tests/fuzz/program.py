@@ -115,6 +115,7 @@ class Program:
         operators: whether rewritten graphs have the operators of ``kvcompile::``, as on a GPU.
         dynamic: whether sizes that change between steps become symbols; otherwise each size is compiled.
         starts_packed: whether the caller packs the caches; otherwise the first step packs them.
+        exact_prompts: whether attention to new tokens is exact, for few queries too.
         seed: of all numbers.
         again: further calls of the same compiled function, with other eager code between them, each on new caches.
         policy: the format of all caches.
@@ -135,6 +136,7 @@ class Program:
     operators: bool = True
     dynamic: bool = False
     starts_packed: bool = False
+    exact_prompts: bool = False
     seed: int = 0
     again: tuple[tuple[Step, ...], ...] = ()
 

@@ -106,7 +106,7 @@ def run(program: Program, step: dict[str, Any] | None = None, **how: Any) -> Out
 
 
 def own_settings(program: Program) -> dict[str, Any]:
-    names = ("policy", "dtype", "operators", "dynamic", "starts_packed", "seed")
+    names = ("policy", "dtype", "operators", "dynamic", "starts_packed", "exact_prompts", "seed")
     return {name: getattr(program, name) for name in names}
 
 
