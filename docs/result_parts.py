@@ -17,7 +17,7 @@ from kvcompile.benching.workloads import Shape
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DECODE_STEP = "llama_step-nvidia-h200.json"
-REQUESTS = "generate-nvidia-h200.json"
+REQUESTS = "generate-nvidia-h100-80gb-hbm3.json"
 THROUGHPUT = "throughput-*.json"
 GRAPHS = "reduce-overhead"
 

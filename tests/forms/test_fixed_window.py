@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import last_report
@@ -63,7 +64,9 @@ def compiled(update: Update, policy: str, on_unsupported: str = "error") -> Call
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, update(keys, k), update(values, v), enable_gqa=True)
 
-    return torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": on_unsupported})
+    return torch.compile(
+        step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": on_unsupported}
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 import kvcompile
@@ -109,7 +110,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def compiled(step: Step, policy: Any, **options: Any) -> Step:
-    options = {"policy": policy, "on_unsupported": "error", **options}
+    options = {"policy": reading_packed(policy), "on_unsupported": "error", **options}
     result: Step = torch.compile(step, backend="kvquant", options=options)
     return result
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import cases_by_device
 from hand_written_decoder import HEAD_DIM, WRITES, Decoder, Write
+from policies import reading_packed
 from torch._dynamo.utils import counters
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -49,7 +50,8 @@ def test_compiled_logits_equal_eager_logits_on_packed_buffers(
     torch.manual_seed(0)
     model = Decoder(write, batch=2).to(device, dtype).eval()
     expected_model = with_packed_buffers(model, preset)
-    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    options = {"policy": reading_packed(preset), "on_unsupported": "error"}
+    compiled = torch.compile(model, backend="kvquant", options=options)
     ids = torch.randint(0, 97, (2, sum(CHUNKS)), device=device)
     start = 0
     with torch.no_grad():

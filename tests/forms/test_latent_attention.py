@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor, nn
 
 from kvcompile import last_report
@@ -82,7 +83,9 @@ def run(model: Any) -> Tensor:
 
 def compiled(model: nn.Module, policy: Any, **options: Any) -> Any:
     torch._dynamo.reset()
-    return torch.compile(model, backend="kvquant", options={"policy": policy, "on_unsupported": "error", **options})
+    return torch.compile(
+        model, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error", **options}
+    )
 
 
 @pytest.fixture

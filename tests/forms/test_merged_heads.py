@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 import kvcompile
@@ -79,7 +80,9 @@ def dense(x: Tensor) -> Tensor:
 
 
 def compiled(step: Any, policy: str, **options: Any) -> Any:
-    return torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error", **options})
+    return torch.compile(
+        step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error", **options}
+    )
 
 
 def check_caches(caches: Any, expected: Any, order: str = "btm") -> None:

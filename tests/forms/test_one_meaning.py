@@ -10,6 +10,7 @@ import pytest
 import torch
 from decode_steps import growing_step
 from devices import cases_by_device
+from policies import reading_packed
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -83,7 +84,9 @@ def test_compiled_logits_equal_eager_logits_on_packed_caches(
         request.getfixturevalue("without_code_generation")
     dtype = DTYPES[dtype_name]
     model = tiny_llama(dtype, device, num_layers=1)
-    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    compiled = torch.compile(
+        model, backend="kvquant", options={"policy": reading_packed(preset), "on_unsupported": "error"}
+    )
     cache, expected_cache = fresh_cache(model, kind), eager_packed_cache(model, kind, preset, batch=2)
     with torch.no_grad():
         for ids in token_chunks(model):
@@ -107,7 +110,9 @@ def test_a_cache_from_an_eager_prefill_is_adopted(
         request.getfixturevalue("without_code_generation")
     formats = Policy.load(preset).formats_for("", 0, 1)
     model = tiny_llama(device=device, num_layers=1)
-    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "on_unsupported": "error"})
+    compiled = torch.compile(
+        model, backend="kvquant", options={"policy": reading_packed(preset), "on_unsupported": "error"}
+    )
     cache = fresh_cache(model, kind)
     prompt, *chunks = token_chunks(model)
     with torch.no_grad():
