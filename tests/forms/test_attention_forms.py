@@ -190,7 +190,8 @@ def test_chunks_of_any_length_share_one_symbolic_graph(device: str, two_threads:
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     case = Case()
-    compiled = torch.compile(step, backend="kvquant", dynamic=True, options={"on_unsupported": "error"})
+    options = {"policy": reading_packed("int8_per_token_head"), "on_unsupported": "error"}
+    compiled = torch.compile(step, backend="kvquant", dynamic=True, options=options)
     k_cache, v_cache = torch.randn(2, 2, 2, MAX_LEN, 64, device=device).unbind()
     k_cache, v_cache = (
         PackedTensor.from_dense(cache, PackedLayout("int8_per_token_head", role, 64))

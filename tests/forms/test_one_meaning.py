@@ -139,7 +139,7 @@ def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_ca
     if not generates_code:
         request.getfixturevalue("without_code_generation")
     model = tiny_llama(num_layers=1)
-    compiled = torch.compile(model, backend="kvquant", options={"policy": "int8_per_token_head"})
+    compiled = torch.compile(model, backend="kvquant", options={"policy": reading_packed("int8_per_token_head")})
     chunks = torch.randint(0, 97, (2, 164)).split([100, *[1] * 64], dim=1)
     num_graphs = []
     with torch.no_grad():

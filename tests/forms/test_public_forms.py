@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -52,7 +53,7 @@ def check_layer(
     layer: Layer, caches: Caches, policy: str, num_kv_heads: int = NUM_KV_HEADS, chunks: Sequence[int] = CHUNKS
 ) -> kvcompile.report.report.Report:
     """Run a compiled layer beside eager code on packed caches, and compare outputs and caches after every chunk."""
-    run = torch.compile(layer, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    run = torch.compile(layer, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"})
     expected: Caches = {}
     start = 0
     with kvcompile.collect_reports() as report:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import last_report
@@ -71,7 +72,9 @@ def test_a_ring_buffer_is_written_packed_where_it_wraps_and_read_as_a_whole(
         PackedTensor.from_dense(x, formats.layout(role, HEAD_DIM, x.dtype), axes)
         for x, role in ((keys, "key"), (values, "value"))
     ]
-    compiled = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    compiled = torch.compile(
+        step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"}
+    )
     position = 3 * SLOTS - 2
     for tokens in (1, 5):  # up to the last slot but one, and past the end
         q = torch.randn(BATCH, NUM_HEADS, tokens, HEAD_DIM)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import cases_by_device
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import last_report
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(step: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    return torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    return torch.compile(step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"})
 
 
 def layouts(policy: str) -> list[PackedLayout]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import cache_nbytes, last_report
@@ -69,7 +70,9 @@ class Layer:
 
     def __init__(self, update: Update, size: int, policy: str, **options: Any) -> None:
         self.update, self.size = update, size
-        self.compiled = torch.compile(self.step, backend="kvquant", options={"policy": policy, **options})
+        self.compiled = torch.compile(
+            self.step, backend="kvquant", options={"policy": reading_packed(policy), **options}
+        )
         axes = "bthd" if update is keep_a_copy_of_the_last else "bhtd"
         formats = Policy.load(policy).formats_for("", 0, 1)
         assert formats is not None
@@ -287,7 +290,8 @@ def test_the_window_of_transformers_is_packed() -> None:
 
     formats = [PackedLayout("int8_per_token_head", role, HEAD_DIM) for role in ("key", "value")]
     model, expected = Model(), layers.DynamicSlidingWindowLayer(sliding_window=70)
-    compiled = torch.compile(lambda *x: model(*x), backend="kvquant", options={"on_unsupported": "error"})
+    options = {"policy": reading_packed("int8_per_token_head"), "on_unsupported": "error"}
+    compiled = torch.compile(lambda *x: model(*x), backend="kvquant", options=options)
     for tokens in (90, 1):
         q, k, v = (torch.randn(BATCH, heads, tokens, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
         whole = expected.update(packed(k, formats[0]), packed(v, formats[1]))

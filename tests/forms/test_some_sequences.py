@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import cases_by_device
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile import last_report
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(step: Callable[..., Any], policy: str = POLICIES[0], **how: Any) -> Callable[..., Any]:
-    options = {"policy": policy, "on_unsupported": "error", **how}
+    options = {"policy": reading_packed(policy), "on_unsupported": "error", **how}
     return torch.compile(step, backend="kvquant", options=options)
 
 

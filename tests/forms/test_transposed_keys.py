@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 import kvcompile
@@ -78,7 +79,7 @@ def test_every_form_of_write_to_transposed_keys_is_packed(policy: str) -> None:
         layouts = [PackedLayout(LOSSY, role, D) for role in ("key", "value")]
         expected_keys = [PackedTensor.from_dense(x, layouts[0], "bhdt") for x in expected_keys]
         expected_values = PackedTensor.from_dense(expected_values, layouts[1])
-    run = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    run = torch.compile(step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"})
     expected = step(q, new, v, pos, expected_keys, expected_values)
     torch.testing.assert_close(run(q, new, v, pos, keys, values), expected, rtol=1e-4, atol=1e-5)
     for name, cache, other in zip(WRITES, keys, expected_keys, strict=True):
@@ -128,7 +129,7 @@ def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(axes: str,
     if axes != "growing":
         past = torch.zeros([sizes[axis] for axis in axes]), torch.zeros(batch, heads, S, D)
     expected = tuple(x.clone() for x in past)
-    run = torch.compile(step, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    run = torch.compile(step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"})
     start = 0
     with kvcompile.collect_reports() as report:
         for n in (66, 1, 1, 2):

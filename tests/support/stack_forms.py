@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from policies import reading_packed
 from torch import Tensor
 
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -226,7 +227,7 @@ def inputs(n: int, begin: int, device: str = "cpu") -> tuple[Tensor, Tensor, Ten
 def compiled(fn: Callable[..., Any], policy: Any = POLICY, on_unsupported: str = "error", **how: Any) -> Any:
     """``fn`` under ``torch.compile``, with further arguments in ``how``."""
     torch._dynamo.reset()
-    options = {"policy": policy, "on_unsupported": on_unsupported}
+    options = {"policy": reading_packed(policy), "on_unsupported": on_unsupported}
     return torch.compile(fn, backend="kvquant", fullgraph=True, options=options, **how)
 
 
