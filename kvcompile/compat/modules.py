@@ -1,4 +1,4 @@
-"""Private attributes of compiled modules."""
+"""Private attributes of compiled modules, and the module whose call Dynamo traces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._dynamo import symbolic_convert
 
 # The attribute of a module that holds the result of ``Module.compile()``; calls of the module go there.
 COMPILED_CALL = "_compiled_call_impl"
@@ -29,3 +30,15 @@ def drop_compiled_call(module: nn.Module) -> None:
 def original_module(module: Any) -> Any:
     """The module behind the result of ``torch.compile(module)``; anything else itself."""
     return getattr(module, "_orig_mod", module)
+
+
+def traced_module() -> nn.Module | None:
+    """The module whose call Dynamo traces in this thread; None if it traces a function, or nothing.
+
+    Dynamo names the modules that a graph calls, but not the one that it begins with. Without the private names, the
+    result is None.
+    """
+    running = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
+    scope = getattr(getattr(running, "output", None), "local_scope", None) or {}
+    callee = scope.get("self", (*scope.get("args", ()), None)[0])
+    return callee if isinstance(callee, nn.Module) else None

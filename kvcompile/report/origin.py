@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvcompile.compat.modules import traced_module
 from kvcompile.passes.marker import Marker, markers_of
 from kvcompile.passes.site import Site
 from kvcompile.policy.choice import Choice
@@ -38,8 +39,7 @@ class Origin:
     """Where a graph comes from.
 
     Attributes:
-        model: the class of the outermost module, such as ``LlamaForCausalLM``; the name of the function if there is no
-            module.
+        model: the class of the outermost module, such as ``LlamaForCausalLM``; ``a function`` if there is no module.
         policy: the preset, or a short description.
         policy_text: the policy as YAML; empty for a preset.
         versions: of kvcompile and PyTorch.
@@ -98,7 +98,10 @@ def _value(node: Node) -> Any:
 
 
 def _model_name(gm: GraphModule) -> str:
-    """The class of the outermost module that a marker was traced in."""
+    """The class of the module whose call is compiled, or else of the outermost module that a marker was traced in."""
+    root = traced_module()
+    if root is not None:
+        return type(root).__name__
     for node in markers_of(gm.graph):
         for _, kind in (Marker.of(node).query.meta.get("nn_module_stack") or {}).values():
             name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))

@@ -170,3 +170,27 @@ def test_without_a_name_that_only_debug_needs_debug_alone_fails(tmp_path: Any, m
         kvcompile.debug(tmp_path),
     ):
         pass
+
+
+def test_dynamo_says_which_module_it_traces() -> None:
+    found: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(modules.traced_module())
+        return gm
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.half(x) + self.half(x)
+
+        def half(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    module = Doubled()
+    calls = (torch.compile(module, backend=backend), module, torch.compile(module.half, backend=backend))
+    module.compile(backend=backend)
+    for call in (*calls, torch.compile(lambda x: x + 1, backend=backend)):
+        torch._dynamo.reset()  # another call of the same code would be served by the graph of the first
+        call(torch.zeros(2))
+    assert found == [module, module, module, None]
+    assert modules.traced_module() is None

@@ -478,3 +478,9 @@ def test_a_pipeline_takes_a_compiled_model(made: list[Any]) -> None:
 
     assert answers(compiled_llama()) == answers(tiny_llama(num_layers=1))
     assert len(made) == 1
+
+
+def test_the_report_names_the_class_of_the_model_that_generates() -> None:
+    with collect_reports() as report:
+        generated(compiled_llama(), inputs=REPETITIVE)
+    assert {graph.origin.model for graph in report.graphs if graph.origin is not None} == {"LlamaForCausalLM"}
