@@ -190,7 +190,10 @@ _attention_fault(
 
 @fault(caches, "insert_attention")
 def keys_and_values_are_exchanged(original: Faulty) -> Faulty:
-    return lambda graph, marker, k, v, key, value, kv_len: original(graph, marker, v, k, value, key, kv_len)
+    def faulty(graph: Any, marker: Any, k: Any, v: Any, key: Any, value: Any, kv_len: Any, *new: Any) -> Any:
+        return original(graph, marker, v, k, value, key, kv_len, *new[::-1])
+
+    return faulty
 
 
 @fault(caches, "insert_attention")
