@@ -235,7 +235,7 @@ def _dequantized(data: Tensor, layout: PackedLayout, kv_len: int, new: NewTokens
     if layout.format.is_calibrated:
         return with_new_tokens(read_tokens(data, layout, kv_len), new, q_len)
     if new is not None:
-        new = new._replace(x=layout.format.to_stored_basis(new.x.float()))
+        new = NewTokens(layout.format.to_stored_basis(new.x.float()), new.slots)
     return with_new_tokens(read_stored_tokens(data, layout, kv_len), new, q_len)
 
 

@@ -54,8 +54,8 @@ def test_new_tokens_may_fill_any_part_of_the_cache(n):
 def test_only_keys_or_only_values_may_be_new():
     case = Case(q_len=20)
     keys, values = new_tokens(case, 20, torch.arange(20))
-    none = NewTokens(keys.x, torch.full((20,), -1))
-    assert_near(case.attend(new_keys=keys), case.attend(new_keys=keys, new_values=none._replace(x=values.x)), 1e-6)
+    slots = torch.full((20,), -1)
+    assert_near(case.attend(new_keys=keys), case.attend(new_keys=keys, new_values=NewTokens(values.x, slots)), 1e-6)
     assert (case.attend(new_keys=keys) - case.attend()).norm() > 0.1
 
 

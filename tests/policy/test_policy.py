@@ -305,7 +305,7 @@ def test_a_policy_survives_the_round_trip_through_yaml() -> None:
 
 def test_the_fingerprint_is_equal_for_equal_policies_in_every_process() -> None:
     policy = Policy.from_text(EXAMPLE)
-    assert policy.fingerprint() == Policy.from_text(policy.to_yaml()).fingerprint() == "1d8e8ac61178b41c"
+    assert policy.fingerprint() == Policy.from_text(policy.to_yaml()).fingerprint() == "79862e0787d84e3c"
     assert policy.fingerprint() != Policy.load("fp8_e4m3").fingerprint()
 
 
@@ -350,7 +350,8 @@ def test_a_field_that_does_not_exist_is_rejected_with_the_list_of_those_that_do(
     error = error_of({"default": {"dtype": "fp8_e4m3"}, field: 4})
     assert error.startswith(f"policy: unknown field {field!r}")
     assert (
-        "(known: version, rules, default, residual_length, sink_tokens, on_unsupported, key_outliers, strict)" in error
+        "(known: version, rules, default, residual_length, sink_tokens, prefill, on_unsupported, key_outliers, strict)"
+        in error
     )
 
 
@@ -394,8 +395,8 @@ on_unsupported: raise
         (
             "p.yaml",
             "",
-            "expected fields (version, rules, default, residual_length, sink_tokens, on_unsupported, key_outliers, "
-            "strict), got None",
+            "expected fields (version, rules, default, residual_length, sink_tokens, prefill, on_unsupported, "
+            "key_outliers, strict), got None",
         ),
     ],
 )
