@@ -181,8 +181,9 @@ class Generation:
         request, records = self._request, False
         cache_of_call: Any = kwargs.get(self._cache_argument)
         if request is not None and not request.is_decode_step(kwargs.get("input_ids"), cache_of_call):
-            looks, self._looks = self._looks and request.served is not None, self._looks and request.served is None
-            look = _look_at_keys(self._model, request.served) if looks else None
+            look = None
+            if self._looks and request.served is not None:
+                self._looks, look = False, _look_at_keys(self._model, request.served)
             self._before_first_prompt(request.served, kwargs.get("input_ids"))
             with updating_layers(packed_layers(cache_of_call), exact=self._is_exact, look=look):
                 return uncompiled_call(self._model)(*args, **kwargs)

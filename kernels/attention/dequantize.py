@@ -6,6 +6,7 @@ unpack every token again. Dequantizing once is cheaper.
 
 from __future__ import annotations
 
+from kvcompile.kernels.lang.rounding import finite_at
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.layout.references import referred
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows
@@ -167,8 +168,7 @@ def _store_rows(out_ptr, x, tokens_left, WIDTH: tl.constexpr, OPERAND: tl.conste
     token = tl.arange(0, OPERAND.block_tokens)[:, None]
     column = tl.arange(0, x.shape[1])[None, :]
     x = tl.where(token < tokens_left, x.to(tl.float32), 0.0)
-    if out_ptr.dtype.element_ty == tl.float16:
-        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # finite numbers stay finite
+    x = finite_at(out_ptr, x)
     ptrs = out_ptr + token * _row_width(OPERAND, PADDED) + column
     if not PADDED:
         tl.store(ptrs, x, mask=(token < tokens_left) & (column < WIDTH))

@@ -93,9 +93,7 @@ def attend_prefill(call: AttentionCall, out: Tensor, *, with_lse: bool) -> tuple
     padded_head_dim = max(call.key.padded_head_dim, call.value.padded_head_dim)
     capability, shared_memory = launcher.capability_of(device), launcher.shared_memory_of(device)
     config = _config(capability, padded_head_dim, shared_memory, float32=call.query.dtype == torch.float32)
-    padded_len = (
-        ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS
-    )  # whole blocks are dequantized, and whole tiles read
+    padded_len = ceil_div(call.kv_len, BLOCK_TOKENS) * BLOCK_TOKENS  # whole blocks are dequantized
     pairs = batch * num_kv_heads
     pairs_at_once = _pairs_at_once(call, padded_len, pairs)
     row_tiles = ceil_div(call.group_size * q_len, config.rows)
@@ -163,10 +161,7 @@ def _attend_by_cudnn(call: AttentionCall, out: Tensor, pairs_at_once: int) -> bo
 def _dequantized(call: AttentionCall, source: Source, first_pair: int, size: tuple[int, int]) -> Tensor:
     """The values of ``size`` sequences and KV heads from ``first_pair`` on, [*size, kv_len, head_dim]."""
     out = call.query.new_empty((*size, call.kv_len, source.operand.head_dim))
-    pairs = out.flatten(0, 1)
-    dequantize_pairs(source.data, source.operand, source.static_scale, pairs, call.kv_len, first_pair, padded=False)
-    if source.new is not None:
-        put_new_tokens(pairs, source.new, call.kv_len, first_pair)
+    _read_pairs(source, out.flatten(0, 1), call.kv_len, first_pair, padded=False)
     return out
 
 
@@ -187,16 +182,30 @@ def _dequantize(
     config: PrefillConfig,
 ) -> Tensor:
     """The dequantized tokens of ``count`` KV heads, [count, padded_len, padded_head_dim]."""
-    data, operand = source.data, source.operand
+    operand = source.operand
     make = torch.empty if operand.padded_head_dim == operand.head_dim else torch.zeros
     dtype = torch.float32 if INTERPRETED else call.query.dtype  # the interpreter multiplies bit patterns
-    out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=data.device)
+    out = make((count, padded_len, operand.padded_head_dim), dtype=dtype, device=source.data.device)
+    _read_pairs(source, out, call.kv_len, first_pair, bounds, config.tokens, padded=True)
+    return out
+
+
+def _read_pairs(
+    source: Source,
+    out: Tensor,
+    num_tokens: int,
+    first_pair: int,
+    bounds: Tensor | None = None,
+    tile: int = 0,
+    *,
+    padded: bool,
+) -> None:
+    """Write the dequantized and the new tokens of as many KV heads as ``out`` has, as :func:`dequantize_pairs`."""
     dequantize_pairs(
-        data, operand, source.static_scale, out, call.kv_len, first_pair, bounds, config.tokens, padded=True
+        source.data, source.operand, source.static_scale, out, num_tokens, first_pair, bounds, tile, padded=padded
     )
     if source.new is not None:
-        put_new_tokens(out, source.new, call.kv_len, first_pair)
-    return out
+        put_new_tokens(out, source.new, num_tokens, first_pair)
 
 
 def dequantize_pairs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div
+from kvcompile.kernels.lang.rounding import finite_at
 from kvcompile.kernels.lang.triton import jit, tl
 from kvcompile.kernels.spec.new_tokens import NewTokens
 
@@ -36,10 +37,8 @@ def new_tokens_kernel(
     copied = ((slot >= 0) & (slot < num_tokens))[:, None] & (channel < HEAD_DIM)
     row_ptrs = x_ptr + batch * x_strides[0] + head * x_strides[1] + token * x_strides[2]
     x = tl.load(row_ptrs[:, None] + channel * x_strides[3], mask=copied, other=0.0).to(tl.float32)
-    if out_ptr.dtype.element_ty == tl.float16:
-        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)  # finite numbers stay finite
     out_ptr += tl.program_id(0).to(tl.int64) * rows * ROW
-    tl.store(out_ptr + slot[:, None] * ROW + channel, x, mask=copied)
+    tl.store(out_ptr + slot[:, None] * ROW + channel, finite_at(out_ptr, x), mask=copied)
 
 
 def put_new_tokens(out: Tensor, new: NewTokens, num_tokens: int, first_pair: int = 0) -> None:

@@ -62,3 +62,11 @@ def round_to_byte(x, OFFSET: tl.constexpr):
     its upper three bytes are meaningless here.
     """
     return (x + (12582912.0 + OFFSET)).to(tl.int32, bitcast=True)
+
+
+@jit
+def finite_at(ptr, x):
+    """float32 ``x`` for a store at ``ptr``: finite numbers that fp16 cannot hold become the largest that it can."""
+    if ptr.dtype.element_ty == tl.float16:
+        x = tl.where(tl.abs(x) < float("inf"), tl.clamp(x, -65504.0, 65504.0), x)
+    return x

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.spec.new_tokens import NewTokens
+from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
 from kvcompile.packed.tensor import PackedTensor
 
 
@@ -28,12 +28,13 @@ def updating_layers(
         look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
     """
     views: list[weakref.ref[PackedTensor]] = []
-    for layer in layers:
+    changed = layers if exact or look is not None else ()
+    for layer in changed:
         layer.update = partial(_update, layer, exact, look, views)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in changed:
             del layer.update
         for reference in views:
             if (view := reference()) is not None:
@@ -52,12 +53,14 @@ def _update(
 ) -> tuple[Tensor, ...]:
     if look is not None:
         look(layer, keys)
-    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length
-    returned: tuple[Tensor, ...] = type(layer).update(layer, keys, values, *args, **kwargs)
-    if exact:
-        returned = tuple(
-            cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots)) if isinstance(cache, PackedTensor) else cache
-            for cache, x in zip(returned, (keys, values), strict=True)
-        )
-        views += [weakref.ref(view) for view in returned if isinstance(view, PackedTensor)]
+    update = partial(type(layer).update, layer, keys, values, *args, **kwargs)
+    if not exact or reads_packed(keys.shape[2]):
+        packed: tuple[Tensor, ...] = update()
+        return packed
+    slots = torch.arange(keys.shape[2], device=keys.device) + layer.cumulative_length  # which the update changes
+    returned = tuple(
+        cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))
+        for cache, x in zip(update(), (keys, values), strict=True)
+    )
+    views += [weakref.ref(view) for view in returned]
     return returned

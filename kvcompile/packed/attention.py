@@ -146,9 +146,7 @@ def attention_arguments(
     (k_data, k_layout), (v_data, v_layout) = (
         (x.packed[: x.packed_layout.blocks(kv_len)], x.packed_layout) for x in caches
     )
-    new_keys, new_values = (
-        (None, None) if x.new_tokens is None else (x.new_tokens.x, x.new_tokens.slots) for x in caches
-    )
+    (new_keys, new_key_slots), (new_values, new_value_slots) = (x.new_tokens or (None, None) for x in caches)
     return {
         "query": query,
         "k_data": k_data,
@@ -162,10 +160,10 @@ def attention_arguments(
         "k_format": k_layout.spec,
         "v_format": v_layout.spec,
         "v_head_dim": v_layout.head_dim,
-        "new_keys": new_keys[0],
-        "new_key_slots": new_keys[1],
-        "new_values": new_values[0],
-        "new_value_slots": new_values[1],
+        "new_keys": new_keys,
+        "new_key_slots": new_key_slots,
+        "new_values": new_values,
+        "new_value_slots": new_value_slots,
     }
 
 

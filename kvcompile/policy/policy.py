@@ -177,10 +177,11 @@ class Policy(Strict):
             with scales per channel keep at least one block. Without this field, presets keep their own number.
         sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
             64. Without this field, presets keep their own number.
-        prefill: how a call with more than 16 new tokens attends to them: in full precision (``exact``), or as they are
-            stored (``packed``). Tokens of earlier calls are always read from the packed cache. With ``packed``, the
-            results do not depend on how a prompt is divided into calls. Attention stays packed in every case if ranks
-            split the tokens, if a format is calibrated, and for the formats of DeepSeek's latents.
+        prefill: how attention of more than 16 queries reads the tokens that its own call writes: in full precision
+            (``exact``), or as they are stored (``packed``). Tokens of earlier calls are always read from the packed
+            cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention stays
+            packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of DeepSeek's
+            latents.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
