@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed
-from kvcompile.packed.tensor import PackedTensor
+from kvcompile.packed.tokens import ExactTokens
 
 
 @contextmanager
@@ -27,25 +27,25 @@ def updating_layers(
             them as they are stored after the block, and do not keep them alive.
         look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
     """
-    views: list[weakref.ref[PackedTensor]] = []
+    shared: list[weakref.ref[ExactTokens]] = []
     changed = layers if exact or look is not None else ()
     for layer in changed:
-        layer.update = partial(_update, layer, exact, look, views)
+        layer.update = partial(_update, layer, exact, look, shared)
     try:
         yield
     finally:
         for layer in changed:
             del layer.update
-        for reference in views:
-            if (view := reference()) is not None:
-                view.new_tokens = None
+        for reference in shared:
+            if (tokens := reference()) is not None:
+                tokens.new = None
 
 
 def _update(
     layer: Any,
     exact: bool,
     look: Callable[[Any, Tensor], None] | None,
-    views: list[weakref.ref[PackedTensor]],
+    shared: list[weakref.ref[ExactTokens]],
     keys: Tensor,
     values: Tensor,
     *args: Any,
@@ -62,5 +62,5 @@ def _update(
         cache.with_new_tokens(NewTokens(x.to(cache.dtype), slots))
         for cache, x in zip(update(), (keys, values), strict=True)
     )
-    views += [weakref.ref(view) for view in returned]
+    shared += [weakref.ref(view.exact) for view in returned if view.exact is not None]
     return returned

@@ -122,8 +122,10 @@ def _clone(view: LiveView, *, memory_format: torch.memory_format | None = None) 
         return NotImplemented
     if not _shows_repeated_heads(view, view.shape, view.stride()):
         return NotImplemented
-    cache = view.source.clone()
+    source, cache = view.source, view.source.clone()
+    assert isinstance(source, PackedTensor)
     assert isinstance(cache, PackedTensor)
+    cache.exact = source.exact  # nothing is ever written to the copy
     return RepeatedHeads(cache, view.shape)
 
 

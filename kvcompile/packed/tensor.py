@@ -33,7 +33,7 @@ from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_
 from kvcompile.kernels.spec.residual import header_of
 from kvcompile.packed.growing_buffer import GrowingBuffer, Lineage, capacity_blocks
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tokens import launch_write, pack_in_chunks, read_packed, runs_kernels
+from kvcompile.packed.tokens import ExactTokens, launch_write, pack_in_chunks, read_packed, runs_kernels
 from kvcompile.packed.tracing import is_functionalized, is_traced, refuse_aliased_inputs
 from kvcompile.packed.view_geometry import laid_out_as, stride_of_clone
 
@@ -97,11 +97,11 @@ class PackedTensor(PackedSubclass):
     Attributes:
         cache_meta: meaning of the bytes; ``packed_layout``, ``axes``, ``start`` and ``growing`` are its fields.
         packed: uint8 [num_blocks, batch, num_kv_heads, block_bytes]; a view of the cache has a view of this tensor.
-        new_tokens: tokens that are read in full precision instead of as they are stored; see :meth:`with_new_tokens`.
+        exact: tokens that are read in full precision, see :meth:`with_new_tokens`; None if there are none.
     """
 
     cache_meta: CacheMeta
-    new_tokens: NewTokens | None = None
+    exact: ExactTokens | None = None
     _lineage: Lineage | None
 
     @staticmethod
@@ -147,6 +147,11 @@ class PackedTensor(PackedSubclass):
     @property
     def axes(self) -> str:
         return self.cache_meta.axes
+
+    @property
+    def new_tokens(self) -> NewTokens | None:
+        """The tokens that are read in full precision; None if there are none."""
+        return None if self.exact is None else self.exact.new
 
     @property
     def start(self) -> int:
@@ -259,7 +264,10 @@ class PackedTensor(PackedSubclass):
             ends_cache=not is_traced(packed) and self.place.ends_cache and ends_cache,
             is_known=self.place.is_known,
         )
-        return PackedTensor(packed, cache_meta, size, stride, self._lineage, place)
+        view = PackedTensor(packed, cache_meta, size, stride, self._lineage, place)
+        if self.exact is not None and cache_meta == self.cache_meta and _begins_alike(packed, self.packed):
+            view.exact = self.exact
+        return view
 
     def of_size(self, size: Sequence[Any]) -> PackedTensor:
         """This cache with ``size`` as its sizes if ``size`` contains symbols; otherwise this cache unchanged.
@@ -380,14 +388,14 @@ class PackedTensor(PackedSubclass):
     def with_new_tokens(self, new: NewTokens) -> PackedTensor:
         """A view of this cache for code that reads it right after ``new`` was written to it.
 
-        Attention and :meth:`dequantize` read the new tokens in full precision. Views of the view read them as they are
-        stored. Set ``new_tokens`` of the view to None before something else is written to the cache. The cache itself
-        is returned if the new tokens are few, or if its layout takes none.
+        Attention and :meth:`dequantize` read the new tokens in full precision, and so do views of the view that begin
+        at the same token and hold all sequences and heads. Set ``exact.new`` of the view to None before something else
+        is written to the cache. The cache itself is returned if the new tokens are few, or if its layout takes none.
         """
         if reads_packed(new.x.shape[2]) or not self.packed_layout.takes_new_tokens:
             return self
         view = self.view_as_part(self.shape, self.stride())
-        view.new_tokens = new
+        view.exact = ExactTokens(new)
         return view
 
     def to_stored_axes(self, x: Tensor) -> Tensor:
@@ -509,3 +517,8 @@ def _code_digest() -> str:
 def _packed_dims(axes: str) -> dict[int, int]:
     """Maps each dimension of a cache to the dimension of ``packed`` that determines its size."""
     return {axes.index(axis): dim for axis, dim in {"t": 0, **PACKED_DIM}.items() if axis in axes}
+
+
+def _begins_alike(view: Tensor, packed: Tensor) -> bool:
+    """Whether packed ``view`` has the sequences, the heads and the first block of ``packed``."""
+    return view.shape[1:3] == packed.shape[1:3] and view.storage_offset() == packed.storage_offset()

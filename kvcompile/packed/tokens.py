@@ -10,10 +10,22 @@ from torch import Tensor
 
 import kvcompile.kernels.ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
 from kvcompile.packed.tracing import is_traced
 
 _CHUNK_BYTES = 64 << 20
+
+
+class ExactTokens:
+    """New tokens that views of a cache read in full precision. The views share this object.
+
+    Attributes:
+        new: the tokens; None makes the views read them as they are stored.
+    """
+
+    def __init__(self, new: NewTokens) -> None:
+        self.new: NewTokens | None = new
 
 
 def runs_kernels(data: Tensor) -> bool:
