@@ -14,6 +14,7 @@ from kvcompile.compat.continuous_batching import allocator_classes
 
 transformers = pytest.importorskip("transformers")
 from cheaper_compilation import skip_present_objects_in_collections  # noqa: E402
+from policies import reading_packed  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 from transformers.generation import ContinuousBatchingConfig  # noqa: E402
 
@@ -56,7 +57,8 @@ def one_by_one(model: Any, prompts: list[list[int]] = PROMPTS, max_new_tokens: i
 
 
 def packed(policy: Any = LOSSLESS, **changes: Any) -> Any:
-    return kvcompile.compile(tiny_llama(**changes), policy=policy, on_unsupported="error")
+    """A model whose prompts read packed tokens in static caches, too, as they do in pages."""
+    return kvcompile.compile(tiny_llama(**changes), policy=reading_packed(policy), on_unsupported="error")
 
 
 @pytest.fixture(autouse=True, scope="module")
