@@ -85,7 +85,8 @@ class Outcome:
 
     Attributes:
         verdict: ``equal``; ``wrong``; ``crash``: only the packed program raises, and not on purpose; ``loud``: it
-            raises an error that tells the remedy; ``invalid``: the plain program raises, too.
+            raises an error that tells the remedy; ``invalid``: the plain program raises, too, in eager code or in the
+            code that Inductor generates for it.
         detail: the difference or the error.
         outcomes: the outcome of every site of every graph; its reason, if it was not rewritten.
         plain_calls: why calls of rewritten graphs ran as plain Inductor would.
@@ -182,6 +183,10 @@ class How:
         result: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=None if self.dynamic else False)
         return result
 
+    def compiled_plain(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        result: Callable[..., Any] = torch.compile(step, dynamic=None if self.dynamic else False)
+        return result
+
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU, only some backends of attention give zeros for rows that see no key, as on a CPU."""
         return contextlib.nullcontext() if self.device == "cpu" else sdpa_kernel(SDPBackend.MATH)
@@ -218,7 +223,7 @@ def compare(drive: Drive, how: How) -> Outcome:
             try:
                 result = _compared(drive(how.compiled, how.new(packed=how.starts_packed)), expected, how)
             except Exception as error:
-                result = Outcome("loud" if _is_on_purpose(error) else "crash", f"{type(error).__name__}: {error}")
+                result = Outcome(_verdict_of(error, drive, how), f"{type(error).__name__}: {error}")
     result.outcomes.update(site.reason_code or outcome(site) for site in report.sites)
     for runs in report.runs.values():
         result.plain_calls.update(runs.plain)
@@ -232,6 +237,23 @@ def check(drive: Drive, policy: str = "float32", dtype: str = "float32", **how: 
     """Raise AssertionError if the packed program differs from the plain one; ``how`` as for :class:`How`."""
     result = compare(drive, How(policy, dtype, **how))
     assert result.verdict in ("equal", "loud"), f"{result.verdict}: {result.detail}"
+
+
+def _verdict_of(error: Exception, drive: Drive, how: How) -> str:
+    if _is_on_purpose(error):
+        return "loud"
+    return "invalid" if how.generate_code and _raises_without_kvcompile(error, drive, how) else "crash"
+
+
+def _raises_without_kvcompile(error: Exception, drive: Drive, how: How) -> bool:
+    """Whether plain Inductor raises an error of the same type: then the fault is PyTorch's."""
+    torch._dynamo.reset()
+    try:
+        for _ in drive(how.compiled_plain, how.new()):
+            pass
+    except Exception as other:
+        return type(other) is type(error)
+    return False
 
 
 def _compared(got: Iterator[Any], expected: Sequence[list[Any]], how: How) -> Outcome:

@@ -25,7 +25,7 @@ EXAMPLES = {
         SAME,
     ],
     "encoder_decoder": [
-        r"4 rewritten, 0 refused",
+        r"2 rewritten, 0 refused, 0 skipped \(in 2 graphs\)",
         r"cross_attention_cache, all layers: 65544 bytes in float32 -> 17416 bytes packed",
         SAME,
     ],

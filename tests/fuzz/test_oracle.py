@@ -1,0 +1,47 @@
+"""The verdict on a program whose compiled code raises an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fuzz.oracle import Drive, How, compare
+
+
+def step(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def drive_that_raises(*errors: type[Exception] | None) -> Drive:
+    """Compiles a step once for each error, and raises it; None runs the step without an error."""
+    remaining = list(errors)
+
+    def drive(compile: Callable[..., Any], new: Any) -> Iterator[Any]:
+        run = compile(step)
+        if run is not step and (error := remaining.pop(0)):
+            raise error("raised by compiled code")
+        yield step(new(2))
+
+    return drive
+
+
+@pytest.mark.parametrize(
+    ("packed", "plain", "verdict"),
+    [
+        (NameError, NameError, "invalid"),
+        (NameError, None, "crash"),
+        (NameError, TypeError, "crash"),
+        (None, NameError, "equal"),
+    ],
+)
+def test_an_error_of_generated_code_counts_unless_plain_inductor_raises_it_too(
+    packed: type[Exception] | None, plain: type[Exception] | None, verdict: str
+) -> None:
+    assert compare(drive_that_raises(packed, plain), How(generate_code=True)).verdict == verdict
+
+
+def test_an_error_counts_if_no_code_is_generated() -> None:
+    assert compare(drive_that_raises(NameError, NameError), How()).verdict == "crash"
