@@ -1,0 +1,334 @@
+"""Code that is not attention has no marker; attention that packed caches cannot compute has one with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marked_attention import Q, marked
+from torch import Tensor
+from written_out_attention import H_KV, B, D, Form, H, Operands, repeat_kv
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ repeat_kv(k).mT
+
+
+def softmax_over_queries(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).softmax(-2) @ repeat_kv(v)
+
+
+def softmax_over_heads(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).softmax(1) @ repeat_kv(v)
+
+
+def no_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).softmax(-1)
+
+
+def weights_of_queries(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).softmax(-1).mT @ q
+
+
+def weights_of_queries_by_operators(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return torch.ops.aten.mT(torch.ops.aten.softmax(scores_of(q, k), -1)) @ q
+
+
+def logsumexp_of_columns(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.logsumexp(-2, keepdim=True)).exp() @ repeat_kv(v)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v).repeat_interleave(H // H_KV, 1)
+
+
+def log_softmax(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).log_softmax(-1) @ repeat_kv(v)
+
+
+def gram_matrix_of_exponentials(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return q.exp() @ k.exp().mT.repeat_interleave(H // H_KV, 1)
+
+
+def sigmoid_attention(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).sigmoid() @ repeat_kv(v)
+
+
+def expert_router(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    routing = (q.flatten(0, 2) @ torch.ones(D, 5)).softmax(-1)
+    return routing.unsqueeze(-1) * torch.ones(5, D)
+
+
+def soft_embeddings(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (q @ torch.ones(D, 5)).softmax(-1) @ torch.ones(5, D)
+
+
+def residual_added_in_the_product(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    weights = scores_of(q, k).softmax(-1).flatten(0, 1)
+    return torch.baddbmm(q.flatten(0, 1), weights, repeat_kv(v).flatten(0, 1)).unflatten(0, (B, H))
+
+
+def integer_products(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q.int(), k.int()).float().softmax(-1) @ repeat_kv(v)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        softmax_over_queries,
+        softmax_over_heads,
+        no_values,
+        weights_of_queries,
+        weights_of_queries_by_operators,
+        logsumexp_of_columns,
+        linear_attention,
+        log_softmax,
+        gram_matrix_of_exponentials,
+        sigmoid_attention,
+        expert_router,
+        soft_embeddings,
+        residual_added_in_the_product,
+        integer_products,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_what_is_not_attention_is_not_marked(fn: Form) -> None:
+    assert marked(fn) == []
+
+
+def weights_returned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+    weights = scores_of(q, k).softmax(-1)
+    return weights @ repeat_kv(v), weights
+
+
+def sum_of_exponentials_used(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return scores.softmax(-1) @ repeat_kv(v) * torch.sigmoid(scores.logsumexp(-1, keepdim=True))
+
+
+def heads_weighted(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).softmax(-1) * o.sinks[:, None, None]) @ repeat_kv(v)
+
+
+def dropout_of_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return F.dropout(scores_of(q, k), 0.5).softmax(-1) @ repeat_kv(v)
+
+
+def largest_scores_only(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return scores.masked_fill(scores < 0, -torch.inf).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).masked_fill(~o.allowed, -10.0).softmax(-1) @ repeat_kv(v)
+
+
+def constants_that_are_one_before_a_scale(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9) / 8.0
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def one_number_in_two_dtypes(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).bfloat16().masked_fill(~o.allowed, -1e9).float()
+    return scores.masked_fill(o.alibi.unflatten(0, (B, H)) > 9, -1e9).softmax(-1) @ repeat_kv(v)
+
+
+def bias_after_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).masked_fill(~o.allowed, -1e9) + o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def sinks_beside_a_small_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).masked_fill(~o.allowed, -1e9)
+    scores = torch.cat([scores, o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v)
+
+
+def constant_beside_shifted_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k) - 20000.0).masked_fill(~o.allowed, -10000.0).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_computed_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return torch.where(o.allowed, scores_of(q, k), o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def masked_by_a_changed_constant(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    constant = torch.full((), -torch.inf)
+    constant.add_(1e38).clamp_(min=-1.0)
+    return torch.where(o.allowed, scores_of(q, k), constant).softmax(-1) @ repeat_kv(v)
+
+
+def scaled_along_keys(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k) * o.bias).softmax(-1) @ repeat_kv(v)
+
+
+def scaled_by_a_negative_number(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k) * -1.0).softmax(-1) @ repeat_kv(v)
+
+
+def softcap_after_a_mask(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (2 * torch.tanh(scores_of(q, k) + o.additive)).softmax(-1) @ repeat_kv(v)
+
+
+def sinks_kept(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = torch.cat([scores_of(q, k), o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1) @ F.pad(repeat_kv(v), (0, 0, 0, 1))
+
+
+def another_key_dropped(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = torch.cat([scores_of(q, k), o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1)[..., 1:] @ repeat_kv(v)
+
+
+def sinks_beside_shifted_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    scores = scores - scores.amax(-1, keepdim=True)
+    scores = torch.cat([scores, o.sinks.view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v)
+
+
+def maximum_of_columns_subtracted(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ repeat_kv(v)
+
+
+def bits_reinterpreted(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k).view(torch.int32).view(torch.float32)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def one_score_assigned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    scores[..., 0] = -torch.inf
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def changed_through_a_view(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    scores.view(-1).mul_(2.0)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def mask_changed_in_between(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    mask = o.additive.clone()
+    weights = (scores_of(q, k) + mask).softmax(-1)
+    mask.zero_()
+    return weights @ repeat_kv(v)
+
+
+def scores_added_to_the_mask(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = o.bias.expand(B, -1, -1, -1).clone()
+    scores += scores_of(q, k)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def keys_changed_in_between(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    weights = (q[:, :H_KV] @ k.mT).softmax(-1)
+    k.index_fill_(2, torch.tensor([0]), 0.0)
+    return weights @ v
+
+
+def changed_by_an_activation(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    F.hardswish(scores, True)
+    return scores.softmax(-1) @ repeat_kv(v)
+
+
+def float64_inside(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return scores_of(q, k).softmax(-1, dtype=torch.float64).to(v.dtype) @ repeat_kv(v)
+
+
+def one_query_for_all_heads(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (q[:, :1] @ k.mT).softmax(-1) @ v
+
+
+def tiled_heads(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q.unflatten(1, (-1, H_KV)) @ k.unsqueeze(1).mT
+    return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1, 2)
+
+
+def normalised_after_the_values(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exponentials @ repeat_kv(v) / exponentials.sum(-1, keepdim=True)
+
+
+def logsumexp_of_other_scores(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores + o.additive - total).exp() @ repeat_kv(v)
+
+
+def logsumexp_along_the_wrong_rows(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = q @ repeat_kv(k)[:, :, :Q].mT
+    return (scores - scores.logsumexp(-1)[..., None, :]).exp() @ repeat_kv(v)[:, :, :Q]
+
+
+def logsumexp_returned(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Any:
+    scores = scores_of(q, k)
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - total).exp() @ repeat_kv(v), total
+
+
+def logsumexp_subtracted_twice(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    scores = scores_of(q, k)
+    return torch.sub(scores, scores.logsumexp(-1, keepdim=True), alpha=2).exp() @ repeat_kv(v)
+
+
+def logarithms_scaled(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    return (scores_of(q, k).log_softmax(-1) * 0.5).exp() @ repeat_kv(v)
+
+
+def one_more_than_the_sum(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
+    exponentials = scores_of(q, k).exp()
+    return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ repeat_kv(v)
+
+
+UNSUPPORTED: dict[Form, str] = {
+    weights_returned: "also used by the caller",
+    sum_of_exponentials_used: "also used by logsumexp",
+    heads_weighted: "mul is applied to its weights",
+    dropout_of_scores: "dropout is applied to its scores",
+    largest_scores_only: "also used by lt",
+    masked_by_a_small_constant: "masked by -10, which is not far below",
+    constants_that_are_one_before_a_scale: "different constants, -1e+09 and -1.25e+08",
+    one_number_in_two_dtypes: "different constants, -1e+09 and -9.98244e+08",
+    bias_after_a_small_constant: "masked by -1e+09 beside a bias",
+    sinks_beside_a_small_constant: "masked by -1e+09 beside a bias, a factor or sinks",
+    constant_beside_shifted_scores: "from which a number was subtracted",
+    masked_by_a_computed_number: "something other than a constant",
+    masked_by_a_changed_constant: "something other than a constant",
+    scaled_along_keys: "varies along the keys",
+    scaled_by_a_negative_number: "scaled by -1.0",
+    softcap_after_a_mask: "tanh is applied to its scores after a mask",
+    sinks_kept: "not dropped",
+    another_key_dropped: "some of its scores or weights are taken out",
+    sinks_beside_shifted_scores: "concatenated to something other than one column of sinks",
+    maximum_of_columns_subtracted: "maximum along another dimension",
+    bits_reinterpreted: "view regroups",
+    one_score_assigned: "some of its scores are assigned to",
+    changed_through_a_view: "in place",
+    mask_changed_in_between: "mask.zero_()) changes clone (",
+    scores_added_to_the_mask: "in place before the attention ends",
+    keys_changed_in_between: "in place before the attention ends",
+    changed_by_an_activation: "hardswish is applied to its scores",
+    float64_inside: "computed in float64",
+    one_query_for_all_heads: "query is broadcast",
+    tiled_heads: "are not neighbours",
+    normalised_after_the_values: "multiplied with the values before they are divided by their sum",
+    logsumexp_of_other_scores: "exponentials are multiplied with the values before",
+    logsumexp_along_the_wrong_rows: "number for each row is broadcast along another dimension",
+    logsumexp_returned: "also used by the caller",
+    logsumexp_subtracted_twice: "exponentials are multiplied with the values before",
+    logarithms_scaled: "mul is applied to the logarithm of its weights",
+    one_more_than_the_sum: "div is applied to the exponentials",
+}
+
+
+@pytest.mark.parametrize("fn", UNSUPPORTED, ids=lambda fn: fn.__name__)
+def test_attention_that_packed_caches_cannot_compute_is_marked_with_the_reason(fn: Form) -> None:
+    (marker,) = marked(fn)
+    assert marker.unsupported is not None
+    assert UNSUPPORTED[fn] in marker.unsupported
