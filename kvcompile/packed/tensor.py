@@ -67,7 +67,7 @@ _UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it, as it is the flatten context.
+    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it as the flatten context.
 
     Attributes:
         layout: layout of the packed data.
