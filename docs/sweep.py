@@ -184,8 +184,8 @@ def page(results: Results, versions: Mapping[str, str], not_run: Sequence[str] =
         "",
         "No case runs, or no layer keeps keys and values in a cache of Transformers: " + _listed(others),
         "",
-        "No small model, because its sizes are fields of other names, or of parts for images and sound (the text part "
-        "often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
+        "No small model, because the sizes are fields of other names, or belong to parts for images and sound (the "
+        "text part often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
         *(["", "Not run yet (`python docs/sweep.py --missing`): " + _listed(not_run)] if not_run else []),
     ]
     return "\n".join(lines) + "\n"
