@@ -1,4 +1,4 @@
-"""Decode attention on packed caches, compared with the read ceiling and with PyTorch's best attention in bfloat16.
+"""Decode attention on packed caches, compared with the read ceiling and PyTorch's fastest attention in bfloat16.
 
     python benchmarks/decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4_per_token_head ...] [--q-len 1]
 

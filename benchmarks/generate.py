@@ -12,7 +12,7 @@ of a shape is the length of the prompt. Each row has a model of its own, and its
 - ``kvquant``: the model after ``kvcompile.compile(model, policy=...)``, for each policy.
 
 The first request is timed as a whole, with all compilation. Later requests give the other times, as a streamer sees
-them. The logits of the last token are then compared with those of the plain model, which reads all tokens at once.
+them. The logits of the last token are then compared with the logits of the plain model, which reads all tokens at once.
 Inductor and Triton begin with empty caches on disk; a row may use kernels that an earlier row has compiled.
 """
 

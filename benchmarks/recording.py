@@ -65,7 +65,7 @@ COLUMNS = {
     "spread": Column("spread", ".1%", "distance between the quartiles over the median; smaller differences are noise"),
     "first_call_seconds": Column("first call s", ".1f", "time of the first request, with all compilation"),
     "first_token_milliseconds": Column("first token ms", ".1f", "time from a later request to its first token"),
-    "token_milliseconds": Column("ms a token", ".2f", "time of each further token of all sequences, the median"),
+    "token_milliseconds": Column("ms per token", ".2f", "time of each further token of all sequences, the median"),
     "tokens_per_second": Column("tokens/s", ",.0f", "tokens of all sequences in a second of decoding"),
     "megabytes": Column("MB", ",.1f", "bytes that must be read, or read and written, metadata included"),
     "terabytes_per_second": Column("TB/s", ".2f", "these bytes over the time"),

@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--memory", type=size, default="75GiB", help="of the process (default: %(default)s)")
     parser.add_argument("--reserve", type=size, default="2GiB", help="for all but weights and caches (%(default)s)")
     contexts = argument(lambda text: parse_context(text, "--contexts"))
-    parser.add_argument("--contexts", nargs="+", type=contexts, default=[8192], help="tokens of a user (%(default)s)")
+    parser.add_argument("--contexts", nargs="+", type=contexts, default=[8192], help="tokens per user (%(default)s)")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--heads", type=argument(heads), default="32/8", help="default: %(default)s")
     parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")

@@ -25,9 +25,9 @@ def section() -> str:
 
 
 _INTRODUCTION = """\
-These tests and models are code of other projects, unchanged. The tests run twice: plainly, and on packed caches. A test
-that passes plainly must pass on packed caches. A run that packs nothing fails as an empty judge. Graphs run node by
-node on a CPU.
+A judge from outside is a test module or a reference model of another project, unchanged. The tests run twice: plainly,
+and on packed caches. A test that passes plainly must pass on packed caches. A run that packs nothing fails as an empty
+judge. Graphs run node by node on a CPU.
 
 | way | what is packed |
 |---|---|
@@ -39,9 +39,10 @@ node on a CPU.
 `float32` is the lossless format. Reference models must then give the same tokens, and logits with a relative L2 error
 of at most 2e-5. In `int8_per_token_head` scores may differ by a tenth of the largest score.
 
-Two things are known to the tests' plugin. The first compiled step packs a plain cache, so the next step is compiled
-again; tests that allow no recompilation do not see this one. Caches of `kvcompile.compile` have room for up to 63 more
-tokens than a request needs; in these tests the room is exact, because they compare shapes.
+The plugin that runs the tests hides two effects of packed caches. The first compiled step packs a plain cache, so the
+next step is compiled again; the plugin hides this recompilation from tests that allow none. Caches of
+`kvcompile.compile` have room for up to 63 more tokens than a request needs; in these tests they have no further room,
+because the tests compare shapes.
 
 ```sh
 python -m tests.outside --sources DIR

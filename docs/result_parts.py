@@ -40,7 +40,7 @@ def decode_step() -> str:
     by_shape: dict[str, dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: Shape.parse(row["shape"]).context):
         by_shape.setdefault(row["shape"], {})[row["format"]] = row
-    header = ["ms a token", *map(_in_words, by_shape)]
+    header = ["ms per token", *map(_in_words, by_shape)]
     lines = []
     for name in dict.fromkeys(row["format"] for row in rows):
         cells = [_step_label(name)]
@@ -69,11 +69,11 @@ def requests() -> str:
         lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB"])
     layers = re.search(r"--layers (\d+)", results["command"])
     title = f"`generate()` with {layers[1] if layers else 8} such layers ({_source(results)}):\n\n"
-    return title + table(["", "prompts", "first token", "ms a token", "peak memory"], lines)
+    return title + table(["", "prompts", "first token", "ms per token", "peak memory"], lines)
 
 
 def throughput() -> str:
-    """Tokens a second of all users that fit into a memory; empty until the benchmark has been recorded."""
+    """Tokens per second of all users that fit into a memory; empty until the benchmark has been recorded."""
     files = sorted(RESULTS.glob(THROUGHPUT))
     if not files:
         return ""
@@ -88,7 +88,7 @@ def throughput() -> str:
         lines.append([*cells, f"{row['peak_megabytes'] / 1e3:.1f} GB" if "peak_megabytes" in row else ""])
     memory = re.search(r"--memory (\S+)", results["command"])
     title = f"As many users as fit into {memory[1] if memory else '75 GiB'} ({_source(results)}):\n\n"
-    return title + table(["", "tokens of a user", "users", "tokens/s of all", "peak memory"], lines)
+    return title + table(["", "tokens per user", "users", "tokens/s in total", "peak memory"], lines)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def page(results: Results, versions: Mapping[str, str], not_run: Sequence[str] =
         f"have a small model here, and {len(cached)} of these",
         f"keep keys and values in a cache of Transformers. {covered} of the {len(cached)} "
         f"({100 * covered / max(len(cached), 1):.0f} %) are covered: every cached layer without",
-        "a sliding window is rewritten, in each of their cases. "
+        "a sliding window is rewritten, in every case of the model. "
         f"{len(bad)} cases fail or differ; the largest error is {worst:.1e}.",
         *_releases(cached),
         "",
@@ -184,23 +184,23 @@ def page(results: Results, versions: Mapping[str, str], not_run: Sequence[str] =
         "",
         "No case runs, or no layer keeps keys and values in a cache of Transformers: " + _listed(others),
         "",
-        "No small model, because its sizes are fields of other names, or of parts for images and sound (the text part "
-        "often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
+        "No small model, because the sizes are fields of other names, or belong to parts for images and sound (the "
+        "text part often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
         *(["", "Not run yet (`python docs/sweep.py --missing`): " + _listed(not_run)] if not_run else []),
     ]
     return "\n".join(lines) + "\n"
 
 
 _INTRODUCTION = """\
-This page tests `kvquant` on small random models of Transformers {transformers}, with PyTorch {torch} on a CPU, under
-`int8_per_token_head`. Each model is called with {steps} tokens, one call after the other, once with a static cache and
-once with a dynamic cache. A static cache is filled in eager code and compiled from the second call on, as in
-`generate()`. A dynamic cache is compiled from the first call on. Windows of sliding layers are 16 tokens. Graphs are
-rewritten and run node by node; no code is generated.
+This page tests `kvquant` on small random models of the types in Transformers {transformers}, with PyTorch {torch} on a
+CPU, under `int8_per_token_head`. Each model is called with {steps} tokens, one call after the other, once with a static
+cache and once with a dynamic cache. With a static cache, eager code makes the first call, and the further calls are
+compiled, as in `generate()`. With a dynamic cache, all calls are compiled. Windows of sliding layers are 16 tokens.
+Graphs are rewritten and run node by node; no code is generated.
 
-The sizes of most models come from one rule (`docs/sweep_library.py`). These run with `scaled_dot_product_attention`, or
-with `eager` attention if they have no other. The remaining models (`docs/sweep_models.py`) run with every attention
-implementation.
+The sizes of most models come from one rule (`docs/sweep_library.py`). These models run with
+`scaled_dot_product_attention`, or with `eager` attention if they have no other. The remaining models
+(`docs/sweep_models.py`) run with every attention implementation.
 
 `2 of 3` means that 2 of 3 layers with a cache were rewritten in every graph; cross-attention counts as a layer. The
 error is the relative L2 distance of all logits from a reference: the uncompiled model, whose caches are quantized on
@@ -219,7 +219,7 @@ def _releases(results: Results) -> list[str]:
     ran_on = Counter(max(case.transformers for case in cases) for cases in results.values())
     if len(ran_on) < 2:
         return []
-    return ["", *(f"{ran_on[release]} of them ran on Transformers {release}." for release in sorted(ran_on))]
+    return ["", *(f"{ran_on[release]} of these models ran on Transformers {release}." for release in sorted(ran_on))]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -184,7 +184,7 @@ def rewritten_on_cuda() -> str:
 
 
 def rewritten_on_cpu() -> str:
-    """The operations of the region that encodes the keys, and then those of the store: floats and bytes only."""
+    """The operations on floats and bytes in the region that encodes the keys, and then in the store."""
     text = walk().texts[Stage.rewritten]
     region = text.partition("class kvquant_encoded_0(")[2].partition("class ")[0]
     store = [line for line in _statements(text) if line.endswith("# layers.0: key store")]

@@ -5,9 +5,9 @@ All entry points of continuous batching (``generate_batch``, ``continuous_batchi
 manager for a :class:`~kvcompile.generation.Generation`, so that ``kvcompile.compile(model, policy=...)`` prepares them,
 and ``kvcompile.uncompile(model)`` undoes it. :mod:`kvcompile.caches.pages` has the cache itself.
 
-The manager resolves its own settings as for flash attention: forward passes run eagerly on CPUs and as CUDA graphs on
-GPUs, and are compiled if its configuration says so. It grants the fast path for decode steps to the kernels of flash
-attention only. The operator for packed pages also reads block tables, on every device, so the fast path is restored.
+The manager chooses its settings as for flash attention: forward passes run eagerly on CPUs and as CUDA graphs on GPUs,
+and are compiled if its configuration says so. It allows the fast path for decode steps only to kernels of flash
+attention. The operator for packed pages also reads block tables, on every device, so the fast path is restored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MARK = "kvcompile_pages"
 """The attribute of a manager whose cache has packed pages."""
 
 _MOST_PAGES = 32
-"""Pages in the block table of a request whose length nobody knows; Transformers has the same default."""
+"""Pages in the block table of a request of unknown length; Transformers has the same default."""
 
 
 def packed_manager(
@@ -56,14 +56,17 @@ def packed_manager(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> Any:
-    """The manager of a continuous batching whose pages are packed; the arguments are the ones of Transformers.
+    """A manager of continuous batching whose pages are packed.
 
-    If the pages cannot be packed, the manager is the one of Transformers, and the report says why.
+    If the pages cannot be packed, the result is the manager of Transformers, and the report says why.
 
     Args:
         model: a Transformers model.
         options: the options with which the model was compiled.
         original: the model's own ``init_continuous_batching``.
+        generation_config: as in ``init_continuous_batching``.
+        continuous_batching_config: as in ``init_continuous_batching``. It is not changed.
+        workload_hints: as in ``init_continuous_batching``.
 
     Raises:
         PolicyError: a format cannot be used for pages, and ``on_unsupported`` is ``error``.

@@ -124,9 +124,9 @@ def markers_of(graph: Graph) -> list[Node]:
 
 
 def owners_of_originals(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """The nodes that only originals depend on, each with the markers of those originals.
+    """The nodes that only original computations depend on, each with the markers of these computations.
 
-    A node of these is erased once all its markers are replaced by packed attention.
+    Such a node is erased once all its markers are replaced by packed attention.
     """
     owners: dict[Node, frozenset[Node]] = {}
     for node in reversed(graph.nodes):

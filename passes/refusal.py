@@ -1,4 +1,4 @@
-"""Why a site is left to plain Inductor, and what to do. Every reason that a user can read is a member of one list."""
+"""The reasons why a site is left to plain Inductor, with their remedies: one list of all that a user can read."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Reason(enum.Enum):
     )
     computed_from_cache = (
         "its {role} is computed from a cache and is not a view of it",
-        "cache keys and values in the form in which attention reads them, keys of which each vector is computed "
-        "alone (a rotation or a scale), or latents of one head from which a projection computes keys and values; and "
-        "return the cache or write it back",
+        "return the cache or write it back, and cache one of these: keys and values as attention reads them; keys "
+        "that are read after a rotation or a scale of each vector; or latents of one head, from which a projection "
+        "computes keys and values",
     )
     joined = (
         "its {role} is joined from several caches by {op}",
-        "attend to each cache in an attention of its own, or keep the tokens of all of them in one cache",
+        "attend to each cache in an attention of its own, or keep all tokens in one cache",
     )
     already_quantized = (
         "its {role} cache {source} holds {dtype}: the model quantizes it, and dequantizes it in this graph",
@@ -87,8 +87,8 @@ class Reason(enum.Enum):
     )
     unknown_read = (
         "its {role} cache is read through {op}, which is not a plain view of all heads and tokens",
-        "read the whole cache or neighbouring tokens (the same of keys and values), through views, and hide others "
-        "with a mask",
+        "read the whole cache or neighbouring tokens (the same tokens of keys and values), through views, and hide "
+        "other tokens with a mask",
     )
     size_from_data = (
         "its {role} cache has or gets a size, in {op}, that only the data of a step determine",
@@ -127,7 +127,7 @@ class Reason(enum.Enum):
         "choose another format for this layer in the policy",
     )
     unsupported_dtype = (
-        "its {role} cache holds {dtype}; supported are float32, float16 and bfloat16",
+        "its {role} cache holds {dtype}; a cache must be float32, float16 or bfloat16",
         "keep the cache in one of these dtypes",
     )
     unsupported_shape = (

@@ -104,8 +104,9 @@ def attend_to_exact_blocks(
     An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
     entry holds that block for keys, the item has its rows, too.
 
-    EXACT_KEY and EXACT_VALUE describe the vectors as bfloat16 or float32; the state is that of EXACT_VALUE. Products of
-    tf32 are exact for the rows and queries of a half-precision model, and round softmax weights as fp16 does.
+    EXACT_KEY and EXACT_VALUE describe the vectors as bfloat16 or float32; the state has the form of EXACT_VALUE.
+    Products of tf32 are exact for the rows and queries of a half-precision model, and round softmax weights as fp16
+    does.
     """
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS

@@ -10,7 +10,7 @@ Attention needs no ``x``. Both of its products follow from ``y``:
     sum(p x) = sum(p y) @ from_stored[h] + sum(p) mean[h]
 
 The scalar ``q . mean`` is the same for all keys of a head. The softmax is invariant to it, unless a row also has
-scores without it: of keys in full precision, or of attention sinks.
+scores that lack it: scores of keys in full precision, or attention sinks.
 
 ``y`` may have fewer channels than ``x``: the other channels are not stored. A basis without matrices only has a mean.
 

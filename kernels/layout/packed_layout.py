@@ -1,4 +1,4 @@
-"""Where the bytes of a packed cache lie.
+"""The places of the bytes in a packed cache.
 
 A packed cache is one uint8 tensor ``data`` of shape [num_blocks, batch, num_kv_heads, block_bytes]. A block holds
 BLOCK_TOKENS consecutive tokens of one head, section after section (codes, scale, zero), and is contiguous. The block
@@ -135,7 +135,7 @@ class PackedLayout:
         return f"{self.format_name}{self.residual or ''}"
 
     def of_heads(self, first: int, count: int) -> PackedLayout:
-        """The layout of ``count`` KV heads, from ``first`` on, of a cache; another one for calibrated formats only."""
+        """The layout of ``count`` KV heads of a cache, from ``first`` on; only calibrated formats get another one."""
         name = of_heads(self.format_name, first, count)
         return self if name == self.format_name else replace(self, format_name=name)
 
@@ -180,7 +180,8 @@ class PackedLayout:
     def takes_new_tokens(self) -> bool:
         """Whether attention can be exact for new tokens (:mod:`kvcompile.kernels.spec.new_tokens`).
 
-        Kernels read calibrated formats in a basis that stores a part of the channels, and latents packed in any case.
+        It cannot for calibrated formats, whose stored basis may lack channels, nor for latents, which are always read
+        packed.
         """
         return self.format.has_levels and not self.format.is_calibrated
 

@@ -93,7 +93,7 @@ def put_tokens(
 ) -> Tensor:
     """The second half of :func:`write_tokens` without a residual: a copy of ``data`` with the tokens ``encoded``.
 
-    Its other arguments are those of :func:`write_tokens`.
+    The other arguments are as in :func:`write_tokens`.
     """
     index, values = _byte_update(_written(data, encoded, first_sequence), layout, encoded, positions, valid)
     return data.index_put(_from_sequence(index, first_sequence), values)

@@ -1,9 +1,9 @@
 """Write many tokens to a packed cache with a residual in Triton, block by block.
 
 :mod:`kvcompile.kernels.spec.residual` describes a write in four steps; :func:`write_block` takes them for one block of
-one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one takes
-it, and the contents of the other are still read from it. Both are written by one program, and the block that leaves the
-entry comes first.
+one head. The kernels here fix the order of the blocks. Two blocks of the same write may have the same entry: one block
+takes it, and the other block, which leaves it, is still read from it. One program therefore writes both, first the
+block that leaves the entry.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def store_blocks_kernel(
     Args:
         data_ptr, x_ptr, static_scale: as in :func:`kvcompile.kernels.store.tokens.store_kernel`.
         places_ptr: the result of :func:`place_tokens_kernel`.
-        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_entries]: the tags before the write. Programs change those in
-            the header.
+        tags_ptr: int32 [batch, num_kv_heads, OPERAND.num_entries]: the tags before the write. Programs change the tags
+            in the header.
         num_blocks: blocks of tokens.
     """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)

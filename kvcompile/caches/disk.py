@@ -23,8 +23,8 @@ def check_replaceable(path: Path) -> None:
     if not is_folder(path.parent):
         raise CacheFileError(f"save_cache: {path.parent} is not a folder; make it first")
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        kind = "a symbolic link" if path.is_symlink() else "no regular file"
-        raise CacheFileError(f"save_cache: {path} is {kind}, which is not replaced; give the path of a regular file")
+        kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+        raise CacheFileError(f"save_cache: {path} is {kind} and is not replaced; give the path of a regular file")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> None:

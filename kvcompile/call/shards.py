@@ -77,7 +77,7 @@ class LocalShards:
 
 
 def explained_error(error: Exception, example_inputs: Sequence[Any]) -> OptionsError | None:
-    """What to do about an error of a graph with distributed inputs: DTensor plans no symbolic sizes. Else None.
+    """The error that names the remedy, if ``error`` comes from distributed inputs with symbolic sizes; else None.
 
     DTensor looks up plans by the sizes of its arguments, and a symbolic size has no hash.
     """

@@ -71,7 +71,7 @@ def bench(
     head_dim: HeadDim = 128,
     as_json: JsonOption = False,
 ) -> None:
-    """Time decode attention on packed caches against PyTorch's best in bfloat16, on the GPU if there is one."""
+    """Time decode attention on packed caches against PyTorch's fastest in bfloat16, on the GPU if there is one."""
     from kvcompile.benching.decode_attention import decode_times
     from kvcompile.benching.errors import BenchError
     from kvcompile.benching.machine import describe_device, versions

@@ -42,7 +42,8 @@ EXAMPLES = examples(
 )
 
 Policies = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Presets, formats, policy files.  [default: all presets]")
+    str | None,
+    typer.Option(metavar="LIST", help="Presets, formats, policy files.  [default: all presets without calibration]"),
 ]
 Layers = Annotated[bool, typer.Option("--layers", help="Print the error of every layer's attention too.")]
 Promote = Annotated[

@@ -87,7 +87,7 @@ Link = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="With --bandwidth and several GPUs: what a GPU receives from others.  [default: 450GB/s, NVLink]",
+        help="With --bandwidth and several GPUs: bytes per second that a GPU receives.  [default: 450GB/s, NVLink]",
     ),
 ]
 Latency = Annotated[

@@ -27,7 +27,7 @@ NUM_DIGITS = 5
 
 @dataclass(frozen=True)
 class Recalled:
-    """What a model has retrieved up to one distance.
+    """The planted numbers that a model has retrieved, up to one distance.
 
     Attributes:
         distance: the largest distance between a number and its answer, in tokens.
@@ -99,7 +99,7 @@ def _write(window: Tensor, place: int, line: Sequence[Sequence[int]]) -> None:
 
 
 def recalled(planted: Planted, right: Tensor, reference_right: Tensor, divergence: Tensor) -> tuple[Recalled, ...]:
-    """What a model has retrieved, by distance.
+    """The planted numbers that a model has retrieved, by distance.
 
     Args:
         planted: the questions.

@@ -127,7 +127,7 @@ def _tokens(data: bytes, model: Any, model_name: str) -> Tensor:
 
 
 def encoder(model: Any, model_name: str) -> Callable[[str], list[int]]:
-    """The function from a string to its tokens; the arguments are those of :func:`read_text`.
+    """The function from a string to its token ids; arguments as in :func:`read_text`.
 
     Raises:
         EvaluationError: there is no tokenizer.

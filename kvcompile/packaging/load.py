@@ -77,6 +77,12 @@ class PackagedStep:
 def load_package(path: str | os.PathLike[str]) -> PackagedStep:
     """Load the package that :func:`kvcompile.package` wrote. A package holds machine code: load only files you trust.
 
+    Args:
+        path: the ``.pt2`` file.
+
+    Returns:
+        The step, with no caches of its own: :meth:`PackagedStep.new_caches` makes them.
+
     Raises:
         PackageError: the file is missing, or is not a package of kvcompile.
     """

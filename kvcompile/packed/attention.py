@@ -33,7 +33,9 @@ CPU_ROWS = 4
 """Up to this many query rows (query heads of a KV head times q_len), a CPU is faster on packed bytes than on values."""
 
 FLOAT32_ROWS = 127
-"""Up to this many query rows, a GPU attends to packed bytes in float32; its kernel for more rows has half precision."""
+"""Up to this many query rows, a GPU attends to packed bytes in float32. More rows attend to dequantized values: float32
+without new tokens takes the decode kernel, which is for few rows (:mod:`kvcompile.kernels.attention.launch_prefill`).
+"""
 
 Caches = tuple[PackedTensor, PackedTensor]
 

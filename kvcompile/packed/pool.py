@@ -45,7 +45,17 @@ class PackedPool(PackedSubclass):
 
     @classmethod
     def from_dense(cls, x: Tensor, layout: PackedLayout, *, heads_first: bool = False) -> PackedPool:
-        """Quantizes a plain pool [num_blocks, block_size, num_kv_heads, head_dim], or its form with heads first."""
+        """Quantizes a plain pool.
+
+        Args:
+            x: any float dtype, [num_blocks, block_size, num_kv_heads, head_dim], or with ``heads_first``
+                [num_blocks, num_kv_heads, block_size, head_dim].
+            layout: format and role; its ``head_dim`` must equal the last dimension of ``x``.
+            heads_first: whether heads come before the slots of a block.
+
+        Raises:
+            ValueError: a pool of this shape and dtype cannot have this layout.
+        """
         slots = x.transpose(1, 2) if heads_first else x
         return cls(PackedTensor.from_dense(slots.flatten(0, 1), layout, SLOT_AXES), x.shape, heads_first)
 
@@ -59,7 +69,18 @@ class PackedPool(PackedSubclass):
         *,
         heads_first: bool = False,
     ) -> PackedPool:
-        """A pool of zeros of logical ``shape``."""
+        """A pool of zeros.
+
+        Args:
+            shape: the shape of the plain pool, as in :meth:`from_dense`.
+            dtype: the floating-point dtype that the pool shows.
+            layout: format and role.
+            device: of the data; the default device if it is None.
+            heads_first: whether heads come before the slots of a block.
+
+        Raises:
+            ValueError: as in :meth:`from_dense`.
+        """
         num_blocks, num_kv_heads, block_size, head_dim = exchanged(shape) if not heads_first else shape
         slots = PackedTensor.zeros((num_blocks * block_size, num_kv_heads, head_dim), dtype, layout, SLOT_AXES, device)
         return cls(slots, shape, heads_first)

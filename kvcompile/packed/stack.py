@@ -62,8 +62,13 @@ class PackedStack(PackedSubclass):
     def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
         """Quantizes the parts of a plain stack that ``packed`` names, and copies the others to contiguous memory.
 
-        A part is a cache, in any order of dimensions, or a pool of blocks. The first dimensions are the stacked ones by
-        default.
+        Args:
+            x: the stack, of any float dtype. A part is a cache, in any order of dimensions, or a pool of blocks.
+            packed: the layout and the order of dimensions of each part to quantize, by its index.
+            stacked_dims: the dimensions along which the parts lie; by default all but the last four.
+
+        Raises:
+            ValueError: a part cannot have its layout.
         """
         dims = tuple(range(x.dim() - CACHE_RANK) if stacked_dims is None else stacked_dims)
         places = itertools.product(*(range(x.shape[dim]) for dim in dims))

@@ -67,7 +67,7 @@ _UNKNOWN_PLACE = Place(ends_cache=False, is_known=False)
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it, as it is the flatten context.
+    """Meaning of the bytes of a PackedTensor, apart from its shape. Dynamo guards on it as the flatten context.
 
     Attributes:
         layout: layout of the packed data.
@@ -166,12 +166,16 @@ class PackedTensor(PackedSubclass):
         """Quantizes a plain cache.
 
         Args:
-            x: a cache with its dimensions in the order ``axes``.
+            x: a cache of any float dtype, with its dimensions in the order ``axes``.
             layout: format and role; its ``head_dim`` must equal the size of ``x`` along ``d``.
             axes: ``bhtd`` for [batch, heads, tokens, head_dim], or another order that ends in ``d`` or in ``dt``.
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
+
+        Raises:
+            ValueError: ``axes`` is not a valid order, or a cache of this shape, dtype and device cannot have this
+                layout.
         """
         result = cls.zeros(x.shape, x.dtype, layout, axes, x.device, growing=growing)
         x = result.to_stored_axes(x.detach())
@@ -194,7 +198,19 @@ class PackedTensor(PackedSubclass):
         *,
         growing: bool = False,
     ) -> PackedTensor:
-        """A cache of zeros of logical ``shape``, in the order ``axes``."""
+        """A cache of zeros.
+
+        Args:
+            shape: the shape of the plain cache, in the order ``axes``.
+            dtype: the floating-point dtype that the cache shows.
+            layout: format and role.
+            axes: as in :meth:`from_dense`.
+            device: of the data; the default device if it is None.
+            growing: whether the cache grows by concatenation.
+
+        Raises:
+            ValueError: as in :meth:`from_dense`.
+        """
         if axes not in WHOLE_AXES:
             raise ValueError(
                 f"axes are {axes!r}; valid axes are {', '.join(WHOLE_AXES)} for batch (b), heads (h), tokens (t) and "
@@ -225,9 +241,16 @@ class PackedTensor(PackedSubclass):
         *,
         growing: bool = False,
     ) -> PackedTensor:
-        """A cache of logical ``shape`` that uses ``data`` as its bytes, without a copy.
+        """A cache of logical ``shape`` that uses ``data`` as its bytes, without a copy or a check.
 
-        With ``growing``, ``data`` becomes its buffer, including spare room. Nothing else may use that storage.
+        Args:
+            data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]. With ``growing``, it becomes the buffer of the
+                cache, including spare room, and nothing else may use its storage.
+            layout: format and role of ``data``.
+            dtype: the dtype that the cache shows.
+            axes: as in :meth:`from_dense`.
+            shape: the shape of the plain cache, in the order ``axes``.
+            growing: whether the cache grows by concatenation.
         """
         return cls.owning(data, CacheMeta(layout, dtype, axes, 0, growing), shape)
 

@@ -328,7 +328,7 @@ def _scatter_(cache: Tensor, dim: int, index: Tensor, source: Any) -> Any:
     if index.shape[3] != cache.packed_layout.head_dim or not is_expanded:
         raise NotImplementedError(
             "aten.scatter_ would write single elements of a packed KV cache: its index differs between channels, or "
-            "may do so in a compiled graph, as it is not expanded (stride 0) along head_dim; use index_copy_ or "
+            "may do so in a compiled graph, because it is not expanded (stride 0) along head_dim; use index_copy_ or "
             "cache[:, :, positions] = x"
         )
     coordinates = [c.narrow(n, 0, position.shape[n]) for n, c in enumerate(coordinates_of(cache))]

@@ -119,7 +119,7 @@ class Transforms:
         found = module_in(modules, module, layer)
         if found is None or f"{found}.{role}.mean" not in self.tensors:
             raise PolicyError(
-                f"transforms: {cut(self.source, 80)} has none for the {role}s of {module or 'attention at top level'} "
+                f"transforms: {cut(self.source, 80)} lacks the {role}s of {module or 'attention at top level'} "
                 f"(it has: {one_line(', '.join(modules[:3]))}{', ...' if len(modules) > 3 else ''}); calibrate this "
                 "model, or give the module another format in a rule"
             )

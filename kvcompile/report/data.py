@@ -196,7 +196,7 @@ class Totals:
 
 @dataclass
 class ReportData:
-    """The outcomes of compiled graphs, and the calls of those graphs.
+    """The outcomes of compiled graphs, and the calls of these graphs.
 
     Attributes:
         graphs: in the order of their compilation.

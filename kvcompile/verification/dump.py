@@ -47,7 +47,7 @@ def _index(verdict: Verdict) -> Iterator[str]:
     yield "`kvcompile.tap` marks the result of each attention. The run of the rewritten graph compares it with the"
     yield "result of the original, and continues with the original result."
     yield ""
-    yield "## What differs"
+    yield "## Differences"
     yield ""
     names = [site.module or "top level" for site in verdict.pair.rewrite.packing.sites]
     for mismatch in verdict.mismatches:

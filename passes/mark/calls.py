@@ -155,7 +155,7 @@ def read_call(node: Node) -> Call | None:
 
 
 def called(node: Node) -> str:
-    """The name in messages of what ``node`` calls, whatever that is, with the line of the model; or of an input."""
+    """The name of ``node`` in messages: an input, or the function that it calls, with the line of the model."""
     if node.op == "placeholder":
         return input_name(node)
     call = read_call(node)
@@ -332,7 +332,8 @@ def _is_of_torch(target: Any) -> bool:
 def may_overlap(first: Node, second: Node) -> bool:
     """Whether the tensors of two nodes may share memory: whether their extents in the same storage meet.
 
-    The fake value of a view of a wrapper subclass may have another storage than its base. For those, the graph tells.
+    The fake value of a view of a wrapper subclass may have another storage than its base. Such tensors may overlap if
+    they are views of the same node.
     """
     roots = (_base_of(first), _base_of(second))
     if any(is_traceable_wrapper_subclass(value_of(root)) for root in roots):

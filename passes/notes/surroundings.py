@@ -64,7 +64,7 @@ class SiteSurroundings:
 
 @dataclass(frozen=True)
 class _Group:
-    """What the nodes of one box have in common.
+    """The properties that the nodes of one box have in common.
 
     Attributes:
         role: the name of their role; empty for nodes without a role.

@@ -40,7 +40,7 @@ class Cache:
         returned: the output that is the cache, for ``functional``, ``allocated``, ``growing`` and ``fresh``.
         repeats_sequence: whether the only sequence of ``base`` is repeated for all sequences before the first write.
         reads: how each site reads it.
-        readers: the markers of those sites.
+        readers: the markers of the sites that read it.
         pool_axes: the order of the dimensions of ``base`` if it is a pool of slots or blocks. Its later states are a
             cache [1, num_slots, num_kv_heads, head_dim].
         computing: for a cache that keys or values are computed from, the nodes that lead from it to attention.

@@ -1,4 +1,4 @@
-"""Index pools that stay plain with PyTorch's own operators again."""
+"""Pools that stay plain are indexed by PyTorch's own operators again."""
 
 from __future__ import annotations
 

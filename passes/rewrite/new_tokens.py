@@ -1,6 +1,6 @@
 """Attention to the new tokens of a prompt in full precision (:mod:`kvcompile.kernels.spec.new_tokens`).
 
-The tokens are those of the last write before attention reads the cache. An earlier write of the same graph may be
+They are the tokens of the last write before attention reads the cache. An earlier write of the same graph may be
 overwritten by a later one; its tokens are read packed.
 """
 

@@ -21,7 +21,7 @@ PUBLIC = {f"{module.__name__}.{name}" for module in (torch._dynamo, torch._induc
     "torch._dynamo.config",
     "torch._inductor.config",
 }
-"""What these modules export, and their documented settings."""
+"""The names that these modules export, and their documented settings."""
 
 READ_BY_PYTORCH = {"_boxed_call", "_stable_hash_for_caching"}
 """Names that PyTorch looks up in our classes; ``test_behaviour.py`` checks that it does."""

@@ -31,8 +31,8 @@ def with_packed_buffers(model: Decoder, preset: str) -> Decoder:
     return model
 
 
-# One preset for each form, in float32, is enough on a CPU. The passes make the same of all forms, so that the generated
-# code of the first form is that of all.
+# One preset for each form, in float32, is enough on a CPU. The passes make the same graph of all forms, and therefore
+# Inductor the same code.
 ON_CPU = [(write, preset, "fp32") for write, preset in zip(WRITES, itertools.cycle(PRESETS), strict=False)]
 
 

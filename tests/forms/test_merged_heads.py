@@ -1,4 +1,4 @@
-"""Caches with all heads of a token in one dimension, [batch, tokens, num_heads * head_dim], as Whisper's, are packed.
+"""Caches with all heads of a token in one dimension, [batch, tokens, num_heads * head_dim], as in Whisper, are packed.
 
 Each head of a token is quantized on its own. Compiled steps equal plain code in a lossless format, and eager code on
 packed caches in a lossy one. Graphs run node by node.

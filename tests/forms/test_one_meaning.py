@@ -30,8 +30,8 @@ ON_CPU = [
     ("fp32", "turboquant_4bit_nc", "dynamic"),
     ("bf16", "int4_per_token_head", "static"),
 ]
-"""What runs on a CPU, node by node: each preset but int8, which the last test has, and each dtype. What passes do with
-one kind of cache they do with the other. Generated code is compared in the last test, in test_attention_forms.py and in
+"""The cases that run on a CPU, node by node: each preset but int8, which the last test has, and each dtype. The passes
+treat both kinds of cache alike. Generated code is compared in the last test, in test_attention_forms.py and in
 test_output_code.py."""
 
 

@@ -41,7 +41,7 @@ def compiled(step: Any, policy: str, **options: Any) -> Any:
 
 
 class CrossAttention(nn.Module):
-    """Its buffers are computed by the encoder once. Its weight has the shape of a cache and is none."""
+    """The encoder computes its buffers once. Its weight has the shape of a cache, but is not a cache."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()

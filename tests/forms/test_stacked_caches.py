@@ -259,7 +259,7 @@ REFUSED_BY_ANOTHER_CHECK: dict[Step, tuple[str, str]] = {
     hidden_by_a_mask_of_both: ("unknown_write", "aten.where"),
     keys_become_those_of_the_other_layer: ("unknown_write", "aten.copy"),
 }
-"""What refuses the same code since PyTorch 2.15, which writes it in other operators."""
+"""The checks that refuse the same code since PyTorch 2.15, which writes it in other operators."""
 
 
 @pytest.mark.usefixtures("without_code_generation")

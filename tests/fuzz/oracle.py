@@ -34,7 +34,7 @@ Drive = Callable[[Callable[..., Any], Any], Iterator[Any]]
 LOSSLESS = ("float32", "bfloat16", "float16")
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 5e-3}
-"""Of attention, relative and absolute: the sums of packed attention have another order, and more bits."""
+"""The relative and absolute tolerance of attention: the sums of packed attention have another order, and more bits."""
 
 
 @dataclass
@@ -174,7 +174,7 @@ class How:
         return formats is not None and not any(get_format(name).rotated for name in (formats.key, formats.value))
 
     def new(self, packed: bool = False) -> New:
-        """What a program makes its tensors with."""
+        """The object that makes the tensors of a program."""
         return New(getattr(torch, self.dtype), self.device, self.seed, self.policy if packed else None)
 
     def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:

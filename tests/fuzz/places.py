@@ -1,6 +1,6 @@
 """Text for the dimensions of a stored cache: its view [batch, heads, tokens, head_dim], and vectors in its order.
 
-The letters are those of :mod:`kvcompile.kernels.layout.axes`; ``m`` is heads and channels in one dimension.
+The letters have their meaning in :mod:`kvcompile.kernels.layout.axes`; ``m`` is heads and channels in one dimension.
 """
 
 from __future__ import annotations

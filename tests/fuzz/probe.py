@@ -40,7 +40,7 @@ class Probe:
 
 
 def in_parts(probes: Sequence[Probe], always: Sequence[str] = ()) -> list[Any]:
-    """Parameters of a test: a third of the probes, and those of the faults ``always``. The others are slow."""
+    """Parameters of a test: a third of the probes, and the probes of the faults ``always``. The others are slow."""
     return [
         pytest.param(probe, marks=() if i % 3 == 0 or probe.fault in always else pytest.mark.slow)
         for i, probe in enumerate(probes)

@@ -15,7 +15,7 @@ RETURNED = (*EXTENDED, FUNCTIONAL)
 """Caches that a step returns; the caller may keep the cache that it has passed."""
 OF_FIXED_SIZE = (STATIC, FUNCTIONAL)
 WITH_POSITIONS = (*OF_FIXED_SIZE, READ_ONLY)
-"""Caches in which the positions of the queries are those of the new tokens."""
+"""Caches in which queries have the positions of the new tokens."""
 
 BLOCK_SIZE = 4
 

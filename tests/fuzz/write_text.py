@@ -204,7 +204,7 @@ OUT_OF_PLACE: dict[str, Callable[[Target], list[str]]] = {
     "masked": _where_out_of_place,
     "written_copy": _written_copy,
 }
-"""Writes out of place: the cache that was passed stays as it is, and the step returns the new one."""
+"""Writes out of place: the cache that was passed is unchanged, and the step returns the new one."""
 
 
 def _roll(to: Target) -> list[str]:

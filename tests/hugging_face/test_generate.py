@@ -1,4 +1,4 @@
-"""``generate()`` runs on packed caches: on static ones with CompileConfig, on any with ``model.compile``."""
+"""``generate()`` runs on packed caches: static caches with CompileConfig, and any cache with ``model.compile``."""
 
 from __future__ import annotations
 

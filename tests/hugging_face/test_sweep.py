@@ -95,7 +95,7 @@ def test_the_page_says_which_types_ran_on_which_release_and_which_did_not_run() 
         for name, release in (("llama", "5.23.0"), ("gpt2", "5.24.0"), ("opt", "5.24.0"))
     }  # fmt: skip
     text = sweep.page(cases, sweep.versions(), ["gemma3"])
-    assert "1 of them ran on Transformers 5.23.0.\n2 of them ran on Transformers 5.24.0." in text
+    assert "1 of these models ran on Transformers 5.23.0.\n2 of these models ran on Transformers 5.24.0." in text
     assert text.endswith("Not run yet (`python docs/sweep.py --missing`): `gemma3`.\n")
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 class Case:
     """Random queries, keys and values, packed in a buffer that is full of NaN elsewhere.
 
-    It is small, because an interpreted kernel takes milliseconds for every operation of every program.
+    A case is small, because an interpreted kernel takes milliseconds for every operation of every program.
 
     Attributes:
         spread: standard deviation of keys and values.

@@ -27,7 +27,7 @@ def errors(x: Tensor, bits: int) -> Tensor:
 @pytest.mark.parametrize("bits", LLOYD_MAX)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_unit_vectors_are_stored_within_two_percent_of_lloyd_max(bits: int, head_dim: int) -> None:
-    """Errors are below those of N(0, 1 / head_dim) if there are few channels, because unit vectors spread less."""
+    """With few channels, errors are smaller than for N(0, 1 / head_dim), because unit vectors spread less."""
     distortion = errors(unit_vectors(8000, head_dim, seed=bits), bits).square().sum(-1).mean().item()
     assert 0.92 * LLOYD_MAX[bits] < distortion < 1.02 * LLOYD_MAX[bits]
 

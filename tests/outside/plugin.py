@@ -2,7 +2,7 @@
 
 A :class:`Way` says how the tests run; the modules ``ways_*`` have the ways of each project. Graphs run node by node:
 the tests judge results and caches, not generated code. The plugin writes a line of JSON for each test: its outcome, and
-what became of attention while it ran.
+the attention that was packed or refused while it ran.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CRASHED = "crashed"
 
 @dataclass
 class TestRun:
-    """What became of one test in one way.
+    """The outcome of one test in one way.
 
     Attributes:
         test: the name of the test.

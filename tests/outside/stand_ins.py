@@ -14,7 +14,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def stand_ins(*packages: str) -> Iterator[None]:
-    """Inside the block, imports of those of the packages that are not installed give stand-ins."""
+    """Inside the block, importing one of the ``packages`` gives a stand-in if it is not installed."""
     missing = {name for name in packages if importlib.util.find_spec(name) is None}
 
     class Finder:

@@ -15,14 +15,14 @@ from outside.running import TestRun
 
 @dataclass
 class Verdict:
-    """What one judge says of packed caches.
+    """The results of one judge in one way.
 
     Attributes:
         judge: the project and the module or model.
         way: how the tests ran.
         tests: how many tests do not skip themselves when they run plainly.
-        passed_plain: how many of them pass plainly.
-        passed: how many of those that pass plainly pass on packed caches, too.
+        passed_plain: how many of these tests pass plainly.
+        passed: how many tests pass both plainly and on packed caches.
         broken: the tests that pass plainly only -> the message of their failure.
         known: other tests that pass plainly only -> why this is no fault of packed caches.
         reached: how many tests used packed caches.

@@ -6,7 +6,7 @@
   a cache that can be compiled has such a ``CompileConfig`` if the test gives none, on CPUs too.
 - :func:`by_compile`: ``kvcompile.compile`` compiles each model before its first ``generate()``, except for calls with a
   ``compile_config``. This way reaches beam search and assisted decoding. Caches have exactly the room that a request
-  asks for, as those of Transformers; without the tests they have up to 63 tokens more.
+  asks for, as in Transformers; outside of the tests they have room for up to 63 more tokens.
 - :func:`by_packing`: static caches of Transformers allocate packed keys and values. Nothing is compiled.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes of packed caches are marked as dynamic or static like those of plain tensors."""
+"""Sizes of packed caches are marked as dynamic or static like sizes of plain tensors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
 
 
 def differential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Two attentions: all keys with the values of the first half of the heads, and with those of the second half."""
+    """Two attentions over all keys: with the values of the first half of the heads, and of the second half."""
     first, second = (half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1))
     return attend(q, k, first) - 0.3 * attend(q, k, second)
 

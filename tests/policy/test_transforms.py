@@ -113,7 +113,7 @@ def test_wrong_files_are_one_line_errors(path, tmp_path):
 
 
 def test_a_layer_without_transforms_is_an_error(path):
-    with pytest.raises(PolicyError, match=r"has none for the keys of model\.layers\.7"):
+    with pytest.raises(PolicyError, match=r"lacks the keys of model\.layers\.7"):
         policy(path).formats_for("model.layers.7.self_attn", 7, 8)
 
 

@@ -439,7 +439,7 @@ def test_inside_a_dump_of_depyf_there_is_no_second_one(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
-# What the dump marks
+# Marks in the dump
 
 
 def test_calls_on_packed_caches_and_their_views_are_marked_in_generated_code() -> None:

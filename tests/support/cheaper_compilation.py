@@ -24,6 +24,6 @@ def make_compilation_cheaper() -> None:
 
 
 def skip_present_objects_in_collections() -> None:
-    """The collector passes over all objects that exist now, as those of imports: they live as long as the process."""
+    """Exclude all present objects from garbage collection: imports made most of them, and they live to the end."""
     gc.collect()
     gc.freeze()

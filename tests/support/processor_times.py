@@ -20,7 +20,7 @@ SHOWN = 40
 
 
 def processor_seconds() -> float:
-    """Of this process and of the programs that it has waited for."""
+    """Seconds of processor time that this process and the programs that it has waited for have taken."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -133,7 +133,7 @@ def test_where_nothing_is_packed_nothing_is_suggested_and_what_was_compiled_does
         model(input_ids=TOKENS[None], use_cache=False)
         before = len(compilations), len(runs)
         found = kvcompile.compare(model, TOKENS, {"default": {"dtype": "auto"}}, decode=1)
-        assert (len(compilations), len(runs)) == before, "the unquantized model is the model as it is"
+        assert (len(compilations), len(runs)) == before, "the unquantized model is the model itself, uncompiled"
         model(input_ids=TOKENS[None], use_cache=False)
     assert len(compilations) == before[0] > 0
     assert len(runs) == 2 * before[1]

@@ -73,7 +73,7 @@ def test_compilations_are_announced_with_their_number_before_they_begin(folder: 
 
 
 def show(updates: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> str:
-    """What the progress bar writes for some updates."""
+    """The text that the progress bar writes for some updates."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=is_terminal, width=80)
     monkeypatch.setattr(progress, "Console", lambda stderr: console)
