@@ -14,10 +14,18 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
-@pytest.mark.parametrize("marks", ["not gpu and not slow", pytest.param("not gpu and slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("marks", "part"),
+    [
+        ("not gpu and not slow", "1/3"),
+        pytest.param("not gpu and not slow", "2/3", marks=pytest.mark.slow),
+        pytest.param("not gpu and not slow", "3/3", marks=pytest.mark.slow),
+        pytest.param("not gpu and slow", "1/1", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("files", INTERPRETED_TOGETHER, ids=lambda files: files[0].removesuffix(".py"))
-def test_the_kernels_agree_with_the_specification_in_the_interpreter(files, marks):
-    options = ["-q", "-n", "0", "-m", marks, "-p", "no:cacheprovider"]
+def test_the_kernels_agree_with_the_specification_in_the_interpreter(files, marks, part):
+    options = ["-q", "-n", "0", "-m", marks, "--part", part, "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *(str(Path(__file__).with_name(name)) for name in files)]
     result = subprocess.run(
         command,
