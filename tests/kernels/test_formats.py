@@ -38,7 +38,7 @@ NO_SCALE = [name for name, fmt in FORMATS.items() if fmt.scale_dtype is None]
 SCALED = [name for name, fmt in FORMATS.items() if fmt.scale_dtype is not None and fmt.granularity != "channel"]
 TURBOQUANT = [name for name in FORMATS if name.startswith("turboquant")]
 
-COMPILED = ["int4_per_token_head", "int2_per_group_32", "fp8_e4m3", "turboquant_2.5bit"]
+COMPILED = ["int4_per_token_head", "turboquant_2.5bit"]
 TRACED = ["int8_per_token_head", "turboquant_2.5bit", "int4_per_channel"]
 
 

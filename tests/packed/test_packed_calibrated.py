@@ -127,7 +127,7 @@ def test_a_cache_with_exact_tokens_reads_them_exactly(name: str) -> None:
     assert torch.equal(read[:, :, 192:], x[:, :, 192:])
 
 
-@every_format
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_files_hold_the_basis(name: str, tmp_path: Path) -> None:
     cache, file = cache_of(name), tmp_path / "cache.safetensors"
     kvcompile.save_cache({"whole": cache, "part": cache[:, 1:3]}, file)
@@ -174,10 +174,10 @@ EXACT = {"sink_tokens": 64, "residual_length": 64}
 @pytest.mark.parametrize(
     ("dtype", "extra", "generated"),
     [
-        ("transform_6665", {}, False),
         ("transform_6665", EXACT, False),
         ("turboquant_4bit_nc_mean", {}, False),
-        ("turboquant_4bit_nc_mean", EXACT, False),
+        pytest.param("transform_6665", {}, False, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit_nc_mean", EXACT, False, marks=pytest.mark.slow),
         pytest.param("transform_6665", {}, True, marks=pytest.mark.slow),
         pytest.param("transform_6665", EXACT, True, marks=pytest.mark.slow),
         pytest.param("turboquant_4bit_nc_mean", {}, True, marks=pytest.mark.slow),
@@ -208,6 +208,7 @@ def test_a_compiled_model_packs_calibrated_caches_and_equals_eager_attention(
     assert (compiled - exact).norm() / exact.norm() < 0.2
 
 
+@pytest.mark.usefixtures("without_code_generation")
 def test_a_model_with_other_heads_is_refused(transforms: Path) -> None:
     model = tiny_llama(num_key_value_heads=4)
     policy = {"default": {"dtype": "transform_6665", "transforms": str(transforms)}, "on_unsupported": "ignore"}

@@ -106,7 +106,12 @@ def test_a_decode_step_means_the_same_under_inductor(step, dynamic):
 # One format with a rotation, a scale, a zero point and two codes a byte; one without a scale; one with two planes of
 # codes. kernels/test_formats.py traces the code of every format.
 @pytest.mark.parametrize(
-    "name", ["int4_per_token_head", "fp8_e5m2_scale0.37", pytest.param("turboquant_2.5bit", marks=pytest.mark.slow)]
+    "name",
+    [
+        "fp8_e5m2_scale0.37",
+        pytest.param("int4_per_token_head", marks=pytest.mark.slow),
+        pytest.param("turboquant_2.5bit", marks=pytest.mark.slow),
+    ],
 )
 def test_formats_of_every_structure_are_traceable_with_symbolic_sizes(name):
     layout = PackedLayout(name, "value", HEAD_DIM)
