@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -136,7 +137,10 @@ def imports_of(path: Path) -> Iterator[Import]:
             yield from (Import(file, f"{node.module}.{name.name}", id(node) in in_functions) for name in node.names)
 
 
-IMPORTS = {file: list(imports_of(path)) for file, path in MODULES.items()}
+@functools.cache  # not when the tests are collected, which every worker does
+def all_imports() -> dict[str, list[Import]]:
+    """The imports of each module."""
+    return {file: list(imports_of(path)) for file, path in MODULES.items()}
 
 
 def module_imported(name: str) -> str | None:
@@ -158,7 +162,7 @@ def test_rooms_import_only_rooms_above_them() -> None:
     rank = {room: number for number, room in enumerate(ROOMS)}
     back = [
         f"{one.file} imports {module}"
-        for imports in IMPORTS.values()
+        for imports in all_imports().values()
         for one in imports
         if (module := module_imported(one.name)) and rank[room_of(module)] > rank[room_of(one.file)]
     ]
@@ -168,7 +172,7 @@ def test_rooms_import_only_rooms_above_them() -> None:
 def test_no_file_imports_itself_in_a_circle() -> None:
     graph = {
         file: {module for one in imports if (module := module_imported(one.name)) and module != file}
-        for file, imports in IMPORTS.items()
+        for file, imports in all_imports().items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -179,7 +183,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 def test_functions_import_nothing_that_a_file_could() -> None:
     inside = [
         f"{one.file} imports {one.name} in a function"
-        for imports in IMPORTS.values()
+        for imports in all_imports().values()
         for one in imports
         if one.in_function and not one.file.startswith("kvcompile.cli.")
         and one.name.partition(".")[0] not in INSIDE_FUNCTIONS
@@ -197,7 +201,7 @@ def test_functions_import_nothing_that_a_file_could() -> None:
 def test_kernels_and_passes_know_nothing_of_the_package_above(folder: str, allowed: tuple[str, ...]) -> None:
     foreign = [
         (one.file, one.name)
-        for file, imports in IMPORTS.items()
+        for file, imports in all_imports().items()
         for one in imports
         if file.startswith(folder) and one.name.startswith("kvcompile.") and not one.name.startswith(allowed)
     ]
@@ -221,7 +225,7 @@ def test_kernels_know_no_graphs_and_only_rooms_for_its_users_know_transformers(
 ) -> None:
     foreign = [
         (file, one.name)
-        for file, imports in IMPORTS.items()
+        for file, imports in all_imports().items()
         for one in imports
         if file.startswith(folder) and not file.startswith(but) and one.name.startswith(packages)
     ]

@@ -51,7 +51,10 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-OWN = {name for path in FILES if path.parent != ROOM for name in defined_in(tree_of(path))} | READ_BY_PYTORCH
+@functools.cache  # not when the tests are collected, which every worker does
+def own_names() -> set[str]:
+    """The names of this package, and names that PyTorch reads in it."""
+    return {name for path in FILES if path.parent != ROOM for name in defined_in(tree_of(path))} | READ_BY_PYTORCH
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -69,10 +72,10 @@ def foreign_name(node: ast.AST) -> list[str]:
         full = ast.unparse(node)
         if full.split(".")[0] in PACKAGES:
             return [full]
-        return [] if node.attr in OWN or full.split(".")[0] == "aten" else [node.attr]
+        return [] if node.attr in own_names() or full.split(".")[0] == "aten" else [node.attr]
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
         quoted = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
-        return [name for name in quoted if name not in OWN]
+        return [name for name in quoted if name not in own_names()]
     return []
 
 
