@@ -287,7 +287,8 @@ class PackedLayout:
 
     def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
         """The bytes of tokens, uint8 [..., bytes_per_token], from their sections [..., width], in section order."""
-        return torch.cat([_bytes_of(sections[section.name].to(section.dtype)) for section in self.sections], dim=-1)
+        columns = [_byte_values(sections[section.name].to(section.dtype)) for section in self.sections]
+        return torch.cat(columns, dim=-1).to(torch.uint8)
 
     def block_byte_values(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`split`: int32 [..., nbytes] from [..., BLOCK_TOKENS, width], for each section."""
@@ -333,19 +334,23 @@ class PackedLayout:
         return [_byte_values(rows).flatten(-2), _byte_values(tag)]
 
     def byte_offsets(self, row: Tensor) -> Tensor:
-        """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., bytes_per_token] from rows [...]."""
-        row = row[..., None]
-        columns = []
-        for section in self.sections:
-            start, width = self.section_offsets[section.name], section.nbytes
-            index = torch.arange(width, device=row.device)
-            itemsize = section.dtype.itemsize
+        """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., bytes_per_token] from rows [...].
+
+        Inductor inlines these choices into the store, and would keep a concatenation in memory. Without divisions by
+        the size of an item its CPU loops are not split, see :attr:`written_entry_bytes`.
+        """
+        row, byte = row[..., None], torch.arange(self.bytes_per_token, device=row.device)
+        offsets, first = byte, self.bytes_per_token
+        for section in reversed(self.sections):
+            first -= section.nbytes
+            index, itemsize = byte - first, section.dtype.itemsize
             if self.column_major(section):
-                within = (index // itemsize * BLOCK_TOKENS + row) * itemsize + index % itemsize
+                within = (index & -itemsize) * BLOCK_TOKENS + row * itemsize + (index & itemsize - 1)
             else:
-                within = row * width + index
-            columns.append(start + within)
-        return torch.cat(columns, dim=-1)
+                within = row * section.nbytes + index
+            within = within + self.section_offsets[section.name]
+            offsets = torch.where(index < section.nbytes, within, offsets)
+        return offsets
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -362,17 +367,13 @@ def _bytes_in_block(section: Section) -> int:
     return section.nbytes * (1 if section.shared else BLOCK_TOKENS)
 
 
-def _bytes_of(x: Tensor) -> Tensor:
-    """The little-endian bytes of ``x`` [..., width]: uint8 [..., width * itemsize].
+def _byte_values(x: Tensor) -> Tensor:
+    """The little-endian bytes of ``x`` [..., width] as int32 [..., width * itemsize].
 
     They are computed by arithmetic on the bits, which Inductor fuses. ``view(torch.uint8)`` would be a kernel of its
-    own, and Inductor of torch 2.11 computes wrong strides for it.
+    own, and Inductor of torch 2.11 computes wrong strides for it. Inductor fuses the concatenation of int32 tensors,
+    but not of uint8 tensors.
     """
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else _byte_values(x).to(torch.uint8)
-
-
-def _byte_values(x: Tensor) -> Tensor:
-    """:func:`_bytes_of` as int32: Inductor fuses the concatenation of int32 tensors, but not of uint8 tensors."""
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8).int()
     bits = x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).int()
