@@ -158,7 +158,8 @@ def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
     """Add a row for every policy. The first policy that could be measured is the baseline of the others."""
     baseline: Row | None = None
     for policy in args.policies:
-        with recorder.row(case="plain" if policy == PLAIN else "kvquant", format=policy, context=context) as row:
+        case, name = ("static", "plain") if policy == PLAIN else ("kvquant", policy)
+        with recorder.row(case=case, format=name, context=context) as row:
             recorder.check_time(args.seconds)
             forget_compiled()
             one = Shape(1, *args.heads, args.head_dim, context)
@@ -170,7 +171,7 @@ def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
             if baseline is None:
                 baseline = row
             else:
-                row["baseline"] = baseline["format"]
+                row["baseline"] = f"{baseline['case']}, {baseline['format']}"
                 row["throughput"] = row["tokens_per_second"] / baseline["tokens_per_second"]
 
 
@@ -193,7 +194,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="timed requests (default: %(default)s)")
     add_request_arguments(parser, layers=32, new_tokens=24)
     args = parse_arguments(parser, needs_cuda=False)
-    chart = Chart("context", ("format",), ("tokens_per_second", "throughput"))
+    chart = Chart("context", ("case", "format"), ("tokens_per_second", "throughput"))
     recorder = Recorder(args, chart, DEVICE.type)
     with torch.no_grad(), empty_compiler_caches():
         for context in args.contexts:
