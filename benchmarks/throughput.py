@@ -40,6 +40,7 @@ import kvcompile
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+from kvcompile.compat.transformers import with_cache
 from kvcompile.planning.make_plan import make_plan
 from kvcompile.planning.plan import Request
 from kvcompile.planning.units import parse_context, parse_size
@@ -121,7 +122,7 @@ def error_of_first_user(requests: Requests, cache: transformers.StaticCache, pas
         layer.keys.copy_(source.keys[:1])
         layer.values.copy_(source.values[:1])
     rewind(one, tokens.shape[1] - 2)
-    expected = requests.model(input_ids=tokens[:1, -2:-1], past_key_values=one).logits[:, -1]
+    expected = requests.model(input_ids=tokens[:1, -2:-1], **with_cache(requests.model, one)).logits[:, -1]
     return check(relative_error(last.logits[:1], expected), "the last token of the first user", MAX_ERROR)
 
 
@@ -136,7 +137,7 @@ def measure(recorder: Recorder, row: Row, policy: str, shape: Shape, args: argpa
         recorder.say(f"the caches of {shape.batch} users are filled")
         if policy != PLAIN:
             kvcompile.compile(model, policy=policy, on_unsupported="error")
-        requests = Requests(model, prompt, args.new_tokens, {"past_key_values": cache})
+        requests = Requests(model, prompt, args.new_tokens, with_cache(model, cache))
         clocks = []
         for repeat in range(args.repeats + 1):  # the first request compiles
             rewind(cache, past)

@@ -38,8 +38,9 @@ def static_cache(
 ) -> StaticCache:
     """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
 
-    Pass it as ``past_key_values``, compiled or not. A plain ``StaticCache`` is packed as well. If eager code fills
-    it first, as in ``generate()``, it stays in full precision until the first compiled call.
+    Pass it as ``cache`` (``past_key_values`` before Transformers 5.24), compiled or not. A plain ``StaticCache`` is
+    packed as well. If eager code fills it first, as in ``generate()``, it stays in full precision until the first
+    compiled call.
 
     To find the shapes of the layers, the model runs on one token without computing or allocating anything.
 
