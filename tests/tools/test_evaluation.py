@@ -296,6 +296,24 @@ def test_promote_raises_the_layers_with_outlier_keys_and_what_stays_as_it_is_is_
     assert result["attention_errors"][MODULES[0]] < 1e-6 < result["attention_errors"][MODULES[1]]
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("eval --model ./nowhere", "--model ./nowhere: no such folder; give a folder with a model, or its name on"),
+        (
+            "calibrate --model . --output x.txt",
+            "--output x.txt: the name must end in .safetensors (transforms) or .json",
+        ),
+    ],
+)
+def test_wrong_paths_are_named_before_anything_is_read(folder: Path, command: str, message: str) -> None:
+    out, err = run(command, code=2)
+    assert out == ""
+    assert err.startswith(f"kvcompile: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert not (folder / "x.txt").exists()
+
+
 def test_the_error_of_one_window_is_unknown_and_its_place_is_blank() -> None:
     result = SimpleNamespace(
         policy="int4", exact_tokens=32.0, packed_bits=4.5, prefill_divergence=1e-3, decode_divergence=2e-3
