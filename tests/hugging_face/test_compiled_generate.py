@@ -224,6 +224,9 @@ def test_things_that_are_no_model_are_named() -> None:
     name: Any = "path/to/model"
     with pytest.raises(OptionsError, match=r"^compile: expected a module or a function, got str; load the model"):
         kvcompile.compile(name)
+    for function in (kvcompile.explain, kvcompile.verify):
+        with pytest.raises(OptionsError, match=f"^{function.__name__}: expected a module or a function, got str; load"):
+            function(name, torch.zeros(1))
     with pytest.raises(KVCompileError, match=r"^static_cache: Linear has no config of Transformers; make its caches"):
         kvcompile.static_cache(torch.nn.Linear(1, 1), 1, 64, "int4")
 
