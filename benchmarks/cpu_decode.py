@@ -24,6 +24,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile.benching.measuring import Timing, time_in_turns
 from kvcompile.benching.workloads import Shape
+from kvcompile.compat.transformers import with_cache
 
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -52,16 +53,18 @@ def attention_module(model: Any, shape: Shape) -> tuple[Any, Run]:
     embeddings = model.model.rotary_emb(hidden, torch.full((shape.batch, 1), shape.context - 1))
     mask = torch.ones(shape.batch, 1, 1, shape.context, dtype=torch.bool)
 
-    def run(attention: Any, cache: transformers.StaticCache) -> Tensor:
-        return attention(hidden, embeddings, mask, past_key_values=cache)[0]
+    module = model.model.layers[0].self_attn
 
-    return model.model.layers[0].self_attn, run
+    def run(attention: Any, cache: transformers.StaticCache) -> Tensor:
+        return attention(hidden, embeddings, mask, **with_cache(module, cache))[0]
+
+    return module, run
 
 
 def whole_model(model: Any, shape: Shape) -> tuple[Any, Run]:
     """The model itself, and a function that runs a step of it."""
     ids = torch.zeros(shape.batch, 1, dtype=torch.long)
-    return model, lambda model, cache: model(input_ids=ids, past_key_values=cache).logits
+    return model, lambda compiled, cache: compiled(input_ids=ids, **with_cache(model, cache)).logits
 
 
 WORKLOADS = {"attention module": attention_module, "whole model": whole_model}

@@ -72,7 +72,7 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
     with recorder.row(case="PyTorch", shape=str(shape), format="plain", q_len=q_len) as row:
         latents = [random_latents(shape) for _ in range(num_sets(nbytes))]
         inputs = [(shape.query(q_len), latent, latent) for latent in latents]
-        timings = time_sdpa({**decode_sdpa_calls(), "products": products}, inputs)
+        timings = time_sdpa({**decode_sdpa_calls(), "matrix products": products}, inputs)
         row |= recorder.timed(next(iter(timings.values())), nbytes)
         row["note"] = "; ".join(f"{name} {timing.microseconds:.1f} us" for name, timing in timings.items())
     return next(iter(timings.items()), None)

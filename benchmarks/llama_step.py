@@ -28,6 +28,7 @@ from torch._dynamo.utils import counters
 import kvcompile
 from kvcompile.benching.measuring import Timing, time_steps
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape
+from kvcompile.compat.transformers import with_cache
 from kvcompile.policy.policy import Policy
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
@@ -60,8 +61,8 @@ def measure(
     """Fill in the row of a compiled model, and return it as a baseline for others."""
     ids = torch.zeros(shape.batch, 1, dtype=torch.long, device=DEVICE)
 
-    def run(model: Any, cache: transformers.StaticCache) -> Tensor:
-        return model(input_ids=ids, past_key_values=cache).logits
+    def run(step: Any, cache: transformers.StaticCache) -> Tensor:
+        return step(input_ids=ids, **with_cache(model, cache)).logits
 
     def begin_step() -> None:
         torch.compiler.cudagraph_mark_step_begin()

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import kvcompile
 from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+from kvcompile.compat.transformers import with_cache
 from kvcompile.policy.policy import Policy
 
 MAX_ERROR = 5e-2
@@ -199,7 +200,7 @@ def measure(job: Job, ranks: Ranks, args: argparse.Namespace) -> Measured:
 
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled(input_ids=ids, past_key_values=cache).logits
+        return compiled(input_ids=ids, **with_cache(model, cache)).logits
 
     logits = step().clone()
     for _ in range(5):  # CUDA graphs are recorded

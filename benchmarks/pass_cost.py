@@ -16,6 +16,8 @@ import transformers
 from llama import small_config
 from torch._dynamo.utils import compilation_time_metrics
 
+from kvcompile.compat.transformers import with_cache
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,8 +33,8 @@ def main() -> None:
     options = {"policy": arguments.policy, "fx_graph_cache": False}
     compiled = torch.compile(model, backend="kvquant", options=options)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
-        compiled(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **with_cache(model, cache))
+        compiled(input_ids=ids, **with_cache(model, cache))
 
     passes = sum(sum(times) for name, times in compilation_time_metrics.items() if name.startswith("kvquant_"))
     backend = sum(compilation_time_metrics["OutputGraph.call_user_compiler"])

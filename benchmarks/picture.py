@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recording import RESULTS, Results, Row, in_words
 
 from kvcompile.benching.workloads import Shape
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MODE = "reduce-overhead"
 SOURCE = RESULTS / "llama_step-nvidia-h200.json"
 PICTURE = RESULTS.parents[1] / "docs" / "speed_and_memory.svg"
+
+SIZE = (8, 6.5)
+"""Inches. Pages show the picture 800 pixels wide: a point of its text is then 1.4 pixels high."""
 
 FORMATS = {
     "plain": ("plain torch.compile, bfloat16 cache", "#8c8c8c"),
@@ -54,28 +60,34 @@ def error_of_time(row: Row) -> float:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Two panels: milliseconds of a step with their quartiles, and the peak memory with the part of the cache."""
+    """Write the picture to ``path``. Equal results give an equal file."""
     import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "kvcompile"
+    figure(results).savefig(path, metadata={"Date": None})
+
+
+def figure(results: Results) -> Figure:
+    """Two panels: milliseconds of a step with their quartiles, and the peak memory with the part of the cache."""
     from matplotlib.figure import Figure
 
     rows = by_shape(results)
-    matplotlib.rcParams["svg.hashsalt"] = "kvcompile"  # equal results give an equal file
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    shown = Figure(figsize=SIZE, layout="constrained")
     layers = max(row["packed_layers"] for of_shape in rows.values() for row in of_shape.values())
-    figure.suptitle(
-        f"One decode step of {layers} layers as wide as Llama 3 8B, bfloat16 weights, CUDA graphs, "
+    shown.suptitle(
+        f"One decode step of {layers} layers as wide as Llama 3 8B, bfloat16 weights, CUDA graphs,\n"
         f"one {results.device['name']}, PyTorch {str(results.versions['torch']).partition('+')[0]}",
         fontsize="medium",
     )
-    time, memory = figure.subplots(1, 2)
+    time, memory = shown.subplots(2, 1)
     _bars(time, rows, milliseconds, error_of_time)
     time.set_title("time of a step, ms", fontsize="medium")
     _bars(memory, rows, gigabytes)
     _bars(memory, rows, lambda row: (row["peak_megabytes"] - row["cache_megabytes"]) / 1e3, hatch="//")
     memory.set_title("peak memory, GB (hatched: all except the KV cache)", fontsize="medium")
     handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    shown.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    return shown
 
 
 def _bars(
@@ -98,8 +110,8 @@ def _bars(
             continue
         errors = [error(row) for _, row in shown] if error is not None else None
         bars = axes.bar(positions, heights, 0.9 * width, label=title, color=colour, yerr=errors)
-        axes.bar_label(bars, [f"{height:#.3g}" for height in heights], padding=3, fontsize="small", rotation=90)
-    axes.set_xticks(range(len(rows)), [in_words(shape, short=True).replace(" x ", " x\n") for shape in rows])
+        axes.bar_label(bars, [f"{height:#.3g}" for height in heights], padding=3, fontsize="small")
+    axes.set_xticks(range(len(rows)), [in_words(shape, short=True) for shape in rows])
     axes.margins(x=0.02, y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich import box
@@ -30,6 +30,9 @@ from kvcompile.benching.errors import BenchError, NoCudaError
 from kvcompile.benching.machine import describe_device, versions
 from kvcompile.benching.measuring import Timing, copy_ceiling, read_ceiling, require_cuda
 from kvcompile.errors import KVCompileError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -89,13 +92,22 @@ COLUMNS = {
 """Keys of rows, in the order in which tables show them."""
 
 AXIS_TITLES = {
-    "of_read_ceiling": "bytes per second, as a fraction of the read ceiling",
-    "speedup": "times as fast as the baseline: {baseline}",
-    "first_token_speedup": "first token: times as fast as the baseline: {baseline}",
-    "tokens_per_second": "tokens per second",
-    "throughput": "tokens per second, over the baseline: {baseline}",
+    "of_read_ceiling": "bytes per second,\nas a fraction of the read ceiling",
+    "speedup": "times as fast as the baseline:\n{baseline}",
+    "first_token_speedup": "first token, times as fast as the baseline:\n{baseline}",
+    "tokens_per_second": "tokens per second of all sequences",
+    "throughput": "tokens per second, times those of the baseline:\n{baseline}",
 }
 """Titles of the axes of plots, where they differ from the titles of columns."""
+
+AMOUNTS = frozenset({"tokens_per_second"})
+"""Keys of plots that are no ratios to a baseline or a ceiling, so that 1 is a value like any other."""
+
+UNITS = {
+    "ranks": ("{} rank", "{} ranks"),
+    "context": ("sequences of {} token", "sequences of {:,} tokens"),
+}
+"""Numbers with their units in plots: one of them, and several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,26 +247,35 @@ class Recorder:
 
 def draw(results: Results, path: Path) -> None:
     """Plot the results. Prints a line instead if Matplotlib is missing or there is nothing to plot."""
-    chart = results.chart
-    rows = [row for row in results.rows if chart.group in row and any(is_visible(row.get(key)) for key in chart.values)]
-    if not rows:
-        CONSOLE.print("no plot: no row has a value to show")
-        return
     try:
-        from matplotlib.figure import Figure
+        figure = plot(results)
     except ImportError:
         CONSOLE.print("no plot: Matplotlib is not installed (pip install matplotlib)")
         return
+    if figure is None:
+        CONSOLE.print("no plot: no row has a value to show")
+        return
+    figure.savefig(path, dpi=150)
+
+
+def plot(results: Results) -> Figure | None:
+    """The plot of the results, or None if no row has a value to show. Raises ImportError without Matplotlib."""
+    from matplotlib.figure import Figure
+
+    chart = results.chart
+    rows = [row for row in results.rows if chart.group in row and any(is_visible(row.get(key)) for key in chart.values)]
+    if not rows:
+        return None
     groups = {group: [row for row in rows if row[chart.group] == group] for group in (row[chart.group] for row in rows)}
-    figure = Figure(figsize=(7 * len(chart.values), 1 + len(groups) + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(7 * len(chart.values), 1 + 1.2 * len(groups) + 0.3 * len(rows)), layout="constrained")
     figure.suptitle(f"benchmarks/{results.benchmark}.py on {results.device['name']}, torch {results.versions['torch']}")
     heights = [2 + len(of_group) for of_group in groups.values()]
     panels = figure.subplots(len(groups), len(chart.values), squeeze=False, height_ratios=heights)
-    for (group, of_group), line in zip(groups.items(), panels, strict=True):
+    for of_group, line in zip(groups.values(), panels, strict=True):
         for key, axes in zip(chart.values, line, strict=True):
             _draw_bars(axes, [row for row in of_group if key in row], chart.labels, key)
-            axes.set_title(in_words(group).replace("; ", "\n"), fontsize="medium")
-    figure.savefig(path, dpi=150)
+            axes.set_title(_value_in_words(chart.group, of_group[0]).replace("; ", "\n"), fontsize="medium")
+    return figure
 
 
 def is_visible(value: float | None) -> bool:
@@ -267,29 +288,37 @@ def _draw_bars(axes: Any, rows: Sequence[Row], labels: tuple[str, ...], key: str
     values = [row[key] for row in rows]
     errors = [row[key] * row.get("spread", 0.0) / 2 for row in rows]
     bars = axes.barh(range(len(rows)), values, xerr=errors, error_kw={"linewidth": 1, "ecolor": "#444444"})
-    names = [", ".join(in_words(row[label], short=True) for label in labels if label in row) for row in rows]
+    names = [", ".join(_value_in_words(label, row, short=True) for label in labels if label in row) for row in rows]
     axes.set_yticks(range(len(rows)), names)
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    if key not in AMOUNTS:
+        axes.axvline(1.0, color="black", linewidth=0.8)
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     axes.bar_label(bars, [shown(key, row) for row in rows], padding=4, fontsize="small", bbox=background)
     farthest = max((value + error for value, error in zip(values, errors, strict=True)), default=1.0)
     axes.set_xlim(0, 1.2 * max(farthest, 1.0))
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(_axis_title(key, rows))
 
 
 def _axis_title(key: str, rows: Sequence[Row]) -> str:
-    """The title of the axis of ``key``. It names the baseline if all rows have the same baseline."""
-    baselines = {row["baseline"] for row in rows if "baseline" in row}
-    baseline = baselines.pop() if len(baselines) == 1 else "one for each group"
-    return AXIS_TITLES.get(key, COLUMNS[key].title).format(baseline=baseline)
+    """The title of the axis of ``key``, with the baselines of all rows."""
+    baselines = " or ".join(dict.fromkeys(in_words(row["baseline"]) for row in rows if "baseline" in row))
+    return AXIS_TITLES.get(key, COLUMNS[key].title).format(baseline=baselines)
+
+
+def _value_in_words(key: str, row: Row, short: bool = False) -> str:
+    """The value of a key of ``row``, with its unit."""
+    if key in UNITS:
+        one, many = UNITS[key]
+        return (one if row[key] == 1 else many).format(row[key])
+    return in_words(row[key], short)
 
 
 def in_words(text: str, short: bool = False) -> str:
-    """A shape such as ``(8, 32/8, 128, 32768)`` in words, in short without heads; any other text is unchanged."""
+    """A shape such as ``(8, 32/8, 128, 32768)`` in words, in short without heads; other text with thousands marked."""
     match = re.fullmatch(r"\((\d+), (?:(\d+)/)?(\d+), (\d+), (\d+)\)", str(text))
     if match is None:
-        return str(text)
+        return re.sub(r"\b\d{4,}\b", lambda number: f"{int(number[0]):,}", str(text))
     batch, num_heads, num_kv_heads, head_dim, context = match.groups()
     if short:
         return f"{batch} x {int(context):,} tokens"

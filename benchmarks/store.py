@@ -73,7 +73,8 @@ def time_store(
 ) -> None:
     """A row for storing ``num_tokens`` tokens of every sequence."""
     shape = f"({batch}, {args.num_kv_heads}, {layout.head_dim}, {args.context})"
-    with recorder.row(case=f"store of {num_tokens}", shape=shape, format=name, part=layout.role) as row:
+    case = f"store of {num_tokens} token{'s'[: num_tokens > 1]}"
+    with recorder.row(case=case, shape=shape, format=name, part=layout.role) as row:
         vectors = batch * args.num_kv_heads * num_tokens
         nbytes = vectors * (layout.head_dim * DTYPE.itemsize + layout.bytes_per_token)
         inputs = store_inputs(layout, args, batch, num_tokens, num_sets(nbytes))

@@ -40,6 +40,7 @@ import kvcompile
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing
 from kvcompile.benching.workloads import DEVICE, DTYPE, Shape, check, relative_error
+from kvcompile.compat.transformers import with_cache
 from kvcompile.planning.make_plan import make_plan
 from kvcompile.planning.plan import Request
 from kvcompile.planning.units import parse_context, parse_size
@@ -121,7 +122,7 @@ def error_of_first_user(requests: Requests, cache: transformers.StaticCache, pas
         layer.keys.copy_(source.keys[:1])
         layer.values.copy_(source.values[:1])
     rewind(one, tokens.shape[1] - 2)
-    expected = requests.model(input_ids=tokens[:1, -2:-1], past_key_values=one).logits[:, -1]
+    expected = requests.model(input_ids=tokens[:1, -2:-1], **with_cache(requests.model, one)).logits[:, -1]
     return check(relative_error(last.logits[:1], expected), "the last token of the first user", MAX_ERROR)
 
 
@@ -136,7 +137,7 @@ def measure(recorder: Recorder, row: Row, policy: str, shape: Shape, args: argpa
         recorder.say(f"the caches of {shape.batch} users are filled")
         if policy != PLAIN:
             kvcompile.compile(model, policy=policy, on_unsupported="error")
-        requests = Requests(model, prompt, args.new_tokens, {"past_key_values": cache})
+        requests = Requests(model, prompt, args.new_tokens, with_cache(model, cache))
         clocks = []
         for repeat in range(args.repeats + 1):  # the first request compiles
             rewind(cache, past)
@@ -158,7 +159,8 @@ def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
     """Add a row for every policy. The first policy that could be measured is the baseline of the others."""
     baseline: Row | None = None
     for policy in args.policies:
-        with recorder.row(case="plain" if policy == PLAIN else "kvquant", format=policy, context=context) as row:
+        case, name = ("static", "plain") if policy == PLAIN else ("kvquant", policy)
+        with recorder.row(case=case, format=name, context=context) as row:
             recorder.check_time(args.seconds)
             forget_compiled()
             one = Shape(1, *args.heads, args.head_dim, context)
@@ -170,7 +172,7 @@ def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
             if baseline is None:
                 baseline = row
             else:
-                row["baseline"] = baseline["format"]
+                row["baseline"] = f"{baseline['case']}, {baseline['format']}"
                 row["throughput"] = row["tokens_per_second"] / baseline["tokens_per_second"]
 
 
@@ -193,7 +195,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="timed requests (default: %(default)s)")
     add_request_arguments(parser, layers=32, new_tokens=24)
     args = parse_arguments(parser, needs_cuda=False)
-    chart = Chart("context", ("format",), ("tokens_per_second", "throughput"))
+    chart = Chart("context", ("case", "format"), ("tokens_per_second", "throughput"))
     recorder = Recorder(args, chart, DEVICE.type)
     with torch.no_grad(), empty_compiler_caches():
         for context in args.contexts:

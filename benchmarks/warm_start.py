@@ -24,6 +24,7 @@ from llama import small_config
 
 import kvcompile
 from kvcompile.benching.machine import describe_device
+from kvcompile.compat.transformers import with_cache
 
 CASES = {
     "plain": "plain torch.compile",
@@ -45,10 +46,10 @@ def seconds_of_two_calls(case: str, arguments: argparse.Namespace) -> float:
     compiled = torch.compile(model, backend=backend)
     ids = torch.zeros(1, 1, dtype=torch.long, device=arguments.device)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **with_cache(model, cache))
         begin = time.perf_counter()
         for _ in range(2):
-            compiled(input_ids=ids, past_key_values=cache)
+            compiled(input_ids=ids, **with_cache(model, cache))
         if arguments.device != "cpu":
             torch.cuda.synchronize()
     return time.perf_counter() - begin

@@ -64,7 +64,7 @@ def time_attention(recorder: Recorder, shape: Shape, name: str, pair: FormatPair
             row["relative_error"] = what.check_attention(query, *sets[0], mask)
             inputs = [(shape.query(), *one, mask, None, ranges) for one in sets]
             timing = time_graph(what.attention, inputs)
-            row |= recorder.timed(timing, nbytes, None if alone is None else ("without", alone))
+            row |= recorder.timed(timing, nbytes, None if alone is None else ("no tokens in full precision", alone))
             alone = timing
 
 
@@ -91,7 +91,7 @@ def time_store(recorder: Recorder, shape: Shape, name: str, pair: FormatPair, ba
                 (*data, *(one.transpose(1, 2) for one in x), position, None, *(i.spec for i in caches.layouts))
             )
         timing = time_graph(torch.ops.kvcompile.store_pair, inputs)
-        row |= recorder.timed(timing, None, None if baseline is None else ("without", baseline))
+        row |= recorder.timed(timing, None, None if baseline is None else ("no tokens in full precision", baseline))
     return timing
 
 

@@ -115,7 +115,7 @@ def _label(row: Row) -> str:
     """The way of running the model that a row measured."""
     if row["case"] == "kvquant":
         return _kvquant(row["format"])
-    if row["case"] in ("plain", "static"):
+    if row["case"] == "static":
         return STATIC
     return f"Transformers, {row['case']} cache" + ("" if row["format"] == "plain" else f", {row['format']}")
 

@@ -84,7 +84,7 @@ def compile(
 
     Raises:
         PolicyError: the policy is wrong.
-        OptionsError: an unknown or mistyped option or mode.
+        OptionsError: an unknown or mistyped option or mode, or ``model`` is neither a module nor a function.
     """
     backend = kvquant(policy=policy, on_unsupported=on_unsupported, verify=verify, mode=mode, **inductor_options)
     compiled = partial(_compile, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
@@ -92,6 +92,10 @@ def compile(
 
 
 def _compile(model: Any, **how: Any) -> Any:
+    if not callable(model):
+        raise OptionsError(
+            f"compile: expected a module or a function, got {type(model).__name__}; load the model first"
+        )
     if not isinstance(model, nn.Module):
         return torch.compile(model, **how)
     if is_generative(model) and how["backend"].options.shard is not None:

@@ -29,7 +29,8 @@ class PolicyError(InputError):
 
     def __init__(self, *faults: str) -> None:
         self.faults = tuple(cut(fault, MAX_MESSAGE) for fault in faults)
-        others = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+        count = len(faults) - 1
+        others = f" (and {count} more fault{'s' * (count > 1)})" if count else ""
         super().__init__(cut(faults[0], MAX_MESSAGE - len(others)) + others)
 
 

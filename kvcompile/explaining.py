@@ -13,6 +13,7 @@ from torch import nn
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import original_module
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
+from kvcompile.errors import OptionsError
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
 
@@ -40,6 +41,7 @@ def explain(
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
+        OptionsError: ``model`` is neither a module nor a function.
     """
     return _report(model, args, kwargs, policy, verify=False)
 
@@ -68,6 +70,7 @@ def verify(
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
+        OptionsError: ``model`` is neither a module nor a function.
         KVCompileError: a dump cannot be written.
     """
     return _report(model, args, kwargs, policy, verify=True)
@@ -80,6 +83,9 @@ def _report(
     policy: str | Path | Mapping[str, Any] | Policy | None,
     verify: bool,
 ) -> Report:
+    if not callable(model):
+        name = "verify" if verify else "explain"
+        raise OptionsError(f"{name}: expected a module or a function, got {type(model).__name__}; load the model first")
     backend = kvquant(policy=Policy.load(policy), on_unsupported="ignore", verify=verify)
 
     def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -58,9 +58,9 @@ def save_cache(
         tensor_parallel: the ranks that hold the heads of the cache, a DeviceMesh of one dimension or a process group.
 
     Raises:
-        CacheFileError: the cache contains an unsupported object, and the message names its place; ``path`` is a
-            symbolic link or not a regular file; ``metadata`` has an entry that the file needs itself; or the ranks hold
-            different caches. If one rank fails, every rank raises its error.
+        CacheFileError: the cache contains an unsupported object, and the message names its place; the cache holds no
+            tensors; ``path`` is a symbolic link or not a regular file; ``metadata`` has an entry that the file needs
+            itself; or the ranks hold different caches. If one rank fails, every rank raises its error.
         OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
         OSError: the file cannot be written.
     """
@@ -74,6 +74,8 @@ def save_cache(
     check_replaceable(path)
     writer = Writer()
     content = writer.describe(cache, "")
+    if not writer.tensors:
+        raise CacheFileError("save_cache: the cache holds no tensors; save it after the model has read a prompt")
     header = {
         **dict(metadata or {}),
         **fingerprint,

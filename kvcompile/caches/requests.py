@@ -107,7 +107,7 @@ def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
         return
     if any(getattr(layer, "max_cache_len", 0) == room for layer in cache.layers if not _is_static(layer)):
         raise KVCompileError(
-            f"generate: past_key_values has room for {room} tokens, this request may need {needed}, and a cache with "
+            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a cache with "
             "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
         )
     longer = room_for(needed, room)

@@ -14,7 +14,7 @@ from kvcompile.compat.modules import original_module, uncompiled_call
 from kvcompile.compat.tracing import FakeTensorMode
 from kvcompile.compat.transformers import with_cache
 from kvcompile.context_parallel import shard_of
-from kvcompile.errors import KVCompileError, PolicyError
+from kvcompile.errors import KVCompileError, PolicyError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout, Role
 from kvcompile.packed.shard import PackedShard
@@ -57,12 +57,20 @@ def static_cache(
 
     Raises:
         PolicyError: the policy is invalid, or one of its formats cannot hold the keys or values of a layer.
-        KVCompileError: the model does not run with a static cache.
+        KVCompileError: the model does not run with a static cache, or a number is not positive.
     """
     from transformers import StaticCache
 
     policy, shard = Policy.load(policy), shard_of(context_parallel)
-    config: Any = model.config
+    for name, number in (("batch_size", batch_size), ("max_len", max_len)):
+        if not isinstance(number, int) or number < 1:
+            raise KVCompileError(f"static_cache: {name}: expected a whole number of at least 1, got {shown(number)}")
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise KVCompileError(
+            f"static_cache: {type(model).__name__} has no config of Transformers; make its caches with "
+            "kvcompile.PackedTensor.zeros, or let compiled steps pack the caches that it makes itself"
+        )
     filled = _fill_without_data(model, StaticCache(config=config, max_cache_len=max_len), batch_size)
     cache = StaticCache(config=config, max_cache_len=max_len)
     modules = attention_modules(model)

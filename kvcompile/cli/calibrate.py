@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcompile.evaluation.text import Text
     from kvcompile.policy.static_scales import Numbers
 
-TRANSFORMS = ".safetensors"
+TRANSFORMS, SCALES = ".safetensors", ".json"
 
 EXAMPLES = (
     examples(
@@ -77,6 +77,8 @@ def calibrate(
     for_transforms = output.suffix == TRANSFORMS
     if positions is not None and not for_transforms:
         raise EvaluationError(f"--positions is for transforms; give --output FILE{TRANSFORMS}, or drop it")
+    if output.suffix not in (TRANSFORMS, SCALES):
+        raise EvaluationError(f"--output {output}: the name must end in {TRANSFORMS} (transforms) or {SCALES} (scales)")
     check_writable(output)
     prefill, windows = prefill or (2048 if for_transforms else 512), windows or (24 if for_transforms else 8)
     models.silence_transformers()

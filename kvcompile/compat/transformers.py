@@ -33,7 +33,8 @@ def renamed_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
 
 def cache_of(output: Any) -> Any:
     """The cache in an output of a model or of ``generate()``; None if it has none."""
-    return output.get("cache", output.get("past_key_values"))
+    fields = dict(output.items())  # Transformers 5.24 warns where its own outputs are asked for the former name
+    return fields.get("cache", fields.get("past_key_values"))
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:

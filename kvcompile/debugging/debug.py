@@ -49,7 +49,7 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
     program are the same with and without the block.
 
     >>> with kvcompile.debug("out/"):
-    ...     model(input_ids, past_key_values=cache)
+    ...     model(input_ids, cache=cache)
 
     Args:
         folder: the folder for the dump, one for each process. It is created if it does not exist. An existing folder

@@ -94,11 +94,13 @@ def has_weights(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Raise OSError if a name is a file that Transformers cannot read as a config."""
+    """Raise OSError if a name is a path at which Transformers cannot find a model or a config."""
     if name.endswith(".json"):
         check_file(Path(name), MAX_CONFIG)
     elif is_path(Path(name)) and not is_folder(Path(name)):
         raise OSError("it is neither a folder nor a .json file")
+    elif name.startswith((".", "/", "~")) and not is_path(Path(name)):
+        raise OSError("no such folder; give a folder with a model, or its name on the Hugging Face hub")
 
 
 def _keep_layers(config: Any, num_layers: int) -> None:

@@ -29,9 +29,10 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
+    windows = "1 window" if evaluation.num_windows == 1 else f"{evaluation.num_windows} windows"
     figure.suptitle(
         f"{evaluation.model}: {evaluation.metric} {evaluation.reference:.4f} unquantized "
-        f"({evaluation.num_windows} windows of {evaluation.prefill} + {evaluation.decode} tokens)",
+        f"({windows} of {evaluation.prefill} + {evaluation.decode} tokens)",
         fontsize="medium",
     )
     change, divergence = figure.subplots(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +25,7 @@ EXACT_LEGEND = (
     "exact: tokens in full precision, on average over all keys and values.  share: their share of the context.  "
     "packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  KL: "
     "divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, and of the "
-    "later steps, with the standard error."
+    "later steps.  +-: standard error of KL later, from the means of the windows; blank for one window."
 )
 
 RECALL_LEGEND = (
@@ -63,7 +64,7 @@ def exact_tokens(evaluation: Evaluation) -> str:
             *(f"{result.packed_bits + 16 * result.exact_tokens / tokens:.2f}" for tokens in CONTEXTS),
             short(result.prefill_divergence),
             short(result.decode_divergence),
-            short(result.decode_divergence_error),
+            "" if math.isnan(result.decode_divergence_error) else short(result.decode_divergence_error),
         ]
         for result in evaluation.results
     ]

@@ -60,7 +60,7 @@ def package(
     if target.suffix != ".pt2":
         raise PackageError(f"{target.name!r} is not a valid name of a package; AOTInductor needs the suffix .pt2")
     if not target.parent.is_dir():
-        raise PackageError(f"{target.parent} is not a folder")
+        raise PackageError(f"{target.parent} is not a folder; make it first")
     step = _Step(capture(model, args, kwargs or {}, policy))
     tensors = step.own_inputs()
     with torch.no_grad():

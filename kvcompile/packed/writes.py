@@ -252,7 +252,7 @@ def _index_copy_(cache: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if list(source.shape) != expected or source.dtype != cache.dtype:
         raise RuntimeError(
             f"index_copy_ into a packed cache: source is {source.dtype} {tuple(source.shape)}, expected {cache.dtype} "
-            f"{tuple(expected)}"
+            f"{tuple(expected)}; make the cache for this model, its dtype and this number of sequences"
         )
     _put_along_axis(cache, cache.axes[dim], not_from_end(index.reshape(-1), cache.shape[dim]), source)
     return cache

@@ -60,7 +60,8 @@ def _budget(request: Request, weights: Weights | None) -> Budget:
     if nbytes <= 0:
         raise NoRoomError(
             f"no room for a cache in {format_size(request.memory)}: the weights ({weights.name}) take "
-            f"{format_size(weights.nbytes)} and the reserve takes {format_size(request.reserve)}"
+            f"{format_size(weights.nbytes)} and the reserve takes {format_size(request.reserve)}; "
+            "give more --memory, smaller --weights or a smaller --reserve"
         )
     return Budget(nbytes, request.memory, request.reserve)
 

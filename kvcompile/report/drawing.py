@@ -15,8 +15,8 @@ _LINE = 16.0
 _CHARACTER = 6.9
 """Width of a character of the style sheet's monospaced 11.5 px; labels are bold."""
 
-_MAX_CHARACTERS = 46
-_MAX_LINES = 4
+_MAX_CHARACTERS = 36
+_MAX_LINES = 5
 """The most lines of one text of a box. Texts with spaces, such as calls, are broken."""
 
 

@@ -43,11 +43,12 @@ def lay_out(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
     """Lay out boxes of the given (width, height).
 
     Args:
-        sizes: the sizes of the boxes, in an order that most edges follow.
-        edges: pairs of positions in ``sizes``. Edges against the order are drawn but do not affect the layout.
+        sizes: the sizes of the boxes.
+        edges: pairs of positions in ``sizes``. All edges lead to the right, except those that close a cycle: of a
+            cycle, only edges to an earlier position of ``sizes`` lead to the left.
     """
     boxes = [Cell(index, *size) for index, size in enumerate(sizes)]
-    ranks = _ranks(len(sizes), [edge for edge in edges if edge[0] < edge[1]])
+    ranks = _ranks(_sorted(len(sizes), edges), edges)
     columns: list[list[Cell]] = [[] for _ in range(max(ranks, default=-1) + 1)]
     for cell, rank in zip(boxes, ranks, strict=True):
         columns[rank].append(cell)
@@ -64,13 +65,27 @@ def lay_out(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
     return Layout(tuple(boxes), tuple(paths), width, height)
 
 
-def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+def _sorted(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """The boxes, each behind the boxes that it uses. Where a cycle leaves no such box, the first one comes next."""
+    order: list[int] = []
+    remaining = dict.fromkeys(range(count))
+    while remaining:
+        waiting = {target for source, target in edges if source in remaining}
+        box = next((box for box in remaining if box not in waiting), next(iter(remaining)))
+        del remaining[box]
+        order.append(box)
+    return order
+
+
+def _ranks(order: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
     """The column of every box: behind all boxes that it uses, or right before its first user if it uses none."""
-    ranks = [0] * count
-    for source, target in sorted(edges):
+    places = {box: place for place, box in enumerate(order)}
+    edges = [(source, target) for source, target in edges if places[source] < places[target]]
+    ranks = [0] * len(order)
+    for source, target in sorted(edges, key=lambda edge: places[edge[0]]):
         ranks[target] = max(ranks[target], ranks[source] + 1)
     targets = {target for _, target in edges}
-    for box in range(count):
+    for box in order:
         users = [ranks[target] for source, target in edges if source == box]
         if box not in targets and users:
             ranks[box] = min(users) - 1

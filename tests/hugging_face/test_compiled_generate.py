@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 import kvcompile
 from kvcompile import KVCompileError, OptionsError, PackedTensor, collect_reports
+from kvcompile.compat.transformers import with_cache
 from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
@@ -204,6 +205,40 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(Stop):
         generated(model, **left_padded(40), stopping_criteria=[fail])
     assert torch.equal(generated(model, **left_padded()), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 64), "batch_size: expected a whole number of at least 1, got 0"),
+        ((1, -1), "max_len: expected a whole number of at least 1, got -1"),
+        ((1, 64.5), "max_len: expected a whole number of at least 1, got 64.5"),
+    ],
+)
+def test_sizes_of_a_cache_that_are_no_positive_integers_are_named(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(KVCompileError, match=f"^static_cache: {message}$"):
+        kvcompile.static_cache(tiny_llama(num_layers=1), *arguments, "int4")
+
+
+def test_things_that_are_no_model_are_named() -> None:
+    name: Any = "path/to/model"
+    with pytest.raises(OptionsError, match=r"^compile: expected a module or a function, got str; load the model"):
+        kvcompile.compile(name)
+    for function in (kvcompile.explain, kvcompile.verify):
+        with pytest.raises(OptionsError, match=f"^{function.__name__}: expected a module or a function, got str; load"):
+            function(name, torch.zeros(1))
+    with pytest.raises(KVCompileError, match=r"^static_cache: Linear has no config of Transformers; make its caches"):
+        kvcompile.static_cache(torch.nn.Linear(1, 1), 1, 64, "int4")
+
+
+def test_a_cache_for_other_sequences_or_another_dtype_names_the_remedy() -> None:
+    model = tiny_llama(num_layers=1)
+    for cache in (
+        kvcompile.static_cache(model, 2, 64, "int8_per_token_head"),
+        kvcompile.static_cache(tiny_llama(num_layers=1).half(), 1, 64, "int8_per_token_head"),
+    ):
+        with pytest.raises(RuntimeError, match=r"make the cache for this model, its dtype and this number of sequenc"):
+            model(torch.zeros(1, 3, dtype=torch.int64), **with_cache(model, cache))
 
 
 def test_requests_in_inference_mode_and_outside_of_it_take_turns() -> None:

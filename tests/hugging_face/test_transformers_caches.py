@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import collect_reports
-from kvcompile.compat.transformers import renamed_cache
+from kvcompile.compat.transformers import cache_of, renamed_cache
 from kvcompile.packed.tensor import PackedTensor
 from kvcompile.report.report import Report
 
@@ -121,6 +121,20 @@ def test_the_cache_of_a_call_has_either_name() -> None:
     assert renamed_cache({"cache": 1, "past_key_values": 2}, "cache") == {"cache": 1, "past_key_values": 2}, (
         "an error there"
     )
+
+
+def test_the_cache_of_an_output_is_found_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Warned(Exception):
+        pass
+
+    def warn(message: str, *arguments: object) -> None:
+        raise Warned(message)
+
+    monkeypatch.setattr(transformers.utils.generic.logger, "warning_once", warn, raising=False)
+    output = transformers.modeling_outputs.CausalLMOutputWithPast
+    name = next(field for field in ("cache", "past_key_values") if field in output.__dataclass_fields__)
+    assert cache_of(output(**{name: (1,)})) == (1,)
+    assert cache_of(output(logits=torch.zeros(1))) is None
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

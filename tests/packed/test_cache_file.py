@@ -186,6 +186,21 @@ def test_a_file_that_does_not_fit_is_an_error(changes: dict[str, str], message: 
         kvcompile.load_cache(file, metadata={"author": "tiny"})
 
 
+@pytest.mark.parametrize("cache", [transformers.DynamicCache(), [], [1, 2]], ids=["cache", "list", "numbers"])
+def test_a_cache_without_tensors_is_not_saved(cache: Any, file: Path) -> None:
+    with pytest.raises(CacheFileError, match="holds no tensors; save it after the model has read a prompt"):
+        kvcompile.save_cache(cache, file)
+    assert not file.exists()
+
+
+def test_half_a_file_and_another_kind_of_file_are_errors_with_a_remedy(file: Path) -> None:
+    kvcompile.save_cache(values(1, 2, 3, HEAD_DIM), file)
+    for content in (file.read_bytes()[:-100], b"a text", b""):
+        file.write_bytes(content)
+        with pytest.raises(CacheFileError, match=r"is damaged, or no safetensors file \(.*\); save the cache again$"):
+            kvcompile.load_cache(file)
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

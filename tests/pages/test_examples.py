@@ -49,6 +49,12 @@ def test_every_example_is_tested_and_in_the_readme() -> None:
     assert programs == set(re.findall(r"`examples/(\w+)\.py`", readme))
 
 
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_no_program_passes_a_cache_under_a_name_that_transformers_deprecates(folder: str) -> None:
+    for path in (FOLDER.parent / folder).glob("*.py"):
+        assert not re.search(r"past_key_values=|\"past_key_values\":", path.read_text()), path.name
+
+
 @pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_prints_what_it_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:

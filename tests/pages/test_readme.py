@@ -8,6 +8,7 @@ from pathlib import Path
 import picture
 import pytest
 import torch
+from matplotlib.text import Text
 from recording import Results
 
 from kvcompile.kernels.formats import FORMATS
@@ -69,6 +70,15 @@ def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
     rows = [row for of_shape in picture.by_shape(Results.read(picture.SOURCE)).values() for row in of_shape.values()]
     assert {f"{picture.milliseconds(row):#.3g}" for row in rows} <= set(drawn)
     assert len(rows) > len(picture.FORMATS)
+
+
+def test_the_text_of_the_picture_is_readable_on_a_page() -> None:
+    """Pages show it 800 pixels wide."""
+    drawn = picture.figure(Results.read(picture.SOURCE))
+    texts = [text for text in drawn.findobj(Text) if text.get_text() and text.get_visible()]
+    heights = {text.get_text(): text.get_fontsize() / 72 * 800 / drawn.get_figwidth() for text in texts}
+    assert len(heights) > 40
+    assert {text: height for text, height in heights.items() if height < 11} == {}
 
 
 def test_ci_runs_the_test_command() -> None:

@@ -191,6 +191,7 @@ def test_a_message_about_input_is_one_line_of_bounded_length(error: type[InputEr
 def test_the_first_fault_of_a_policy_is_its_message_and_all_are_kept() -> None:
     error = PolicyError("first", "second", "third")
     assert (str(error), error.faults) == ("first (and 2 more faults)", ("first", "second", "third"))
+    assert str(PolicyError("first", "second")) == "first (and 1 more fault)"
 
 
 def test_a_long_value_is_shown_by_its_ends() -> None:

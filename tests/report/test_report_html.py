@@ -331,7 +331,7 @@ CONTRASTS = """
 """
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, 1000, 1100, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_is_readable_at_every_width_and_in_light_and_dark(
     browser: Chromium, page: Path, dark: bool, width: int

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from packed_bytes import empty_packed
-from recording import COLUMNS, Chart, Recorder, Results, argument, in_words
+from recording import COLUMNS, Chart, Recorder, Results, argument, in_words, plot
 
 import kvcompile
 from kvcompile.benching import measuring, workloads
@@ -221,10 +221,33 @@ def test_saved_results_are_shown_and_plotted_again(tmp_path, monkeypatch, capsys
         ("(1, 128/1, 512, 131072)", "1 sequence of 131,072 tokens; 128 query heads, 1 KV head, head_dim 512"),
         ("(8, 8, 128, 32768)", "8 sequences of 32,768 tokens; 8 KV heads, head_dim 128"),
         ("attention module", "attention module"),
+        ("1000 visible tokens of 131072", "1,000 visible tokens of 131,072"),
+        ("transform_6543", "transform_6543"),
     ],
 )
 def test_plots_name_shapes_in_words(shape, words):
     assert in_words(shape) == words
+
+
+RESULT_FILES = sorted((BENCHMARKS / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULT_FILES, ids=[path.stem for path in RESULT_FILES])
+def test_plots_of_saved_results_name_units_and_lie_within_their_frame(path):
+    pytest.importorskip("matplotlib")
+    figure = plot(Results.read(path))
+    figure.draw_without_rendering()
+    frame = figure.bbox.padded(1)
+    names = [text for axes in figure.get_axes() for text in (axes.title, *axes.get_yticklabels())]
+    others = [text for axes in figure.get_axes() for text in (axes.xaxis.label, *axes.texts)]
+    for text in (*names, *others):
+        box = text.get_window_extent()
+        assert frame.contains(*box.min), f"cut: {text.get_text()!r}"
+        assert frame.contains(*box.max), f"cut: {text.get_text()!r}"
+    for name in (text.get_text() for text in names):
+        assert not any(part.replace(",", "").isdigit() for part in name.split(", ")), f"no unit: {name!r}"
+        assert "bf16" not in name
+    assert "one for each group" not in " ".join(text.get_text() for text in others)
 
 
 def test_every_column_is_explained_in_the_readme():

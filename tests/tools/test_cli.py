@@ -279,6 +279,7 @@ def test_weights_that_leave_no_room_are_the_answer_no() -> None:
     out, err = run("plan --config config.json --memory 16GiB", code=1)
     assert out == ""
     assert "no room for a cache" in err
+    assert err.endswith("give more --memory, smaller --weights or a smaller --reserve\n")
 
 
 def test_a_plan_fits_the_width(folder: Path) -> None:

@@ -22,7 +22,7 @@ from kvcompile.evaluation.attention_sites import attention_sites, listen
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.replay import Step
 from kvcompile.evaluation.results import Evaluation
-from kvcompile.evaluation.results_text import layers
+from kvcompile.evaluation.results_text import exact_tokens, layers
 from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.step_comparison import StepComparison
 from kvcompile.evaluation.text import Text, read_text
@@ -294,6 +294,35 @@ def test_promote_raises_the_layers_with_outlier_keys_and_what_stays_as_it_is_is_
     assert (result["packed_layers"], result["num_layers"]) == (1, 2)
     assert result["effective_bits"] > 16
     assert result["attention_errors"][MODULES[0]] < 1e-6 < result["attention_errors"][MODULES[1]]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("eval --model ./nowhere", "--model ./nowhere: no such folder; give a folder with a model, or its name on"),
+        (
+            "calibrate --model . --output x.txt",
+            "--output x.txt: the name must end in .safetensors (transforms) or .json",
+        ),
+    ],
+)
+def test_wrong_paths_are_named_before_anything_is_read(folder: Path, command: str, message: str) -> None:
+    out, err = run(command, code=2)
+    assert out == ""
+    assert err.startswith(f"kvcompile: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert not (folder / "x.txt").exists()
+
+
+def test_the_error_of_one_window_is_unknown_and_its_place_is_blank() -> None:
+    result = SimpleNamespace(
+        policy="int4", exact_tokens=32.0, packed_bits=4.5, prefill_divergence=1e-3, decode_divergence=2e-3
+    )
+    evaluation = SimpleNamespace(prefill=64, decode=64, results=[result])
+    for error, shown in ((float("nan"), ""), (1e-4, "1.0e-4")):
+        result.decode_divergence_error = error
+        row = cells(exact_tokens(cast(Evaluation, evaluation)))["int4"]
+        assert row[-3:] == ["1.0e-3", "2.0e-3", shown]
 
 
 def test_tables_name_a_policy_file_without_its_folder_unless_two_have_one_name() -> None:
