@@ -43,6 +43,9 @@ MIN_GROWING_BLOCKS = 2
 
 Role = Literal["key", "value"]
 
+CACHE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""The dtypes that a packed cache can show. Compiled graphs pack caches of fewer dtypes."""
+
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 _SPEC = re.compile(r"(?P<format>[^\[\]]+)(\[recent=(?P<recent>\d+),sinks=(?P<sinks>\d+),(?P<dtype>\w+)\])?")
 
@@ -156,6 +159,8 @@ class PackedLayout:
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why a cache of ``dtype`` cannot have this layout; None if it can."""
+        if dtype not in CACHE_DTYPES:
+            return f"a cache holds floats of 16, 32 or 64 bits, not {dtype_name(dtype)}"
         reason = self.format.unsupported(self.head_dim, self.role)
         if reason is not None:
             return reason

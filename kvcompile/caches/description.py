@@ -28,8 +28,6 @@ _PLAIN = (type(None), bool, int, float, str)
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-_CACHE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
 _BASIS = "basis/"
 """The beginning of the names of tensors of bases: ``basis/3f9a0c12de45/mean``."""
 
@@ -296,7 +294,7 @@ class Reader:
         fits = bool(sizes) and data.shape[0] >= needed[0] and data.shape[1:] == needed[1:]
         if not fits or (layout.residual is None and start >= BLOCK_TOKENS):
             raise self._contradiction(name, f"{axes} {shape} from token {start} on", f"blocks {list(data.shape)}")
-        reason = layout.unsupported(dtype) if dtype in _CACHE_DTYPES else "keys and values are floats"
+        reason = layout.unsupported(dtype)
         if reason is not None:
             raise CacheFileError(f"{self._path}: {name}: no cache of {dtype} has the layout {layout.spec}: {reason}")
         return PackedTensor.owning(data, CacheMeta(layout, dtype, axes, start, content["growing"] is True), shape)

@@ -81,6 +81,16 @@ def test_a_cache_of_a_wrong_shape_is_refused():
         PackedTensor.zeros((2, 3, 100, 20), torch.float32, PackedLayout(INT8.format_name, "key", 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_that_are_no_floats_of_at_least_16_bits_are_an_error(dtype: torch.dtype) -> None:
+    layout = PackedLayout(INT8, "key", HEAD_DIM)
+    message = f"a cache holds floats of 16, 32 or 64 bits, not {str(dtype).removeprefix('torch.')}"
+    with pytest.raises(ValueError, match=message):
+        PackedTensor.from_dense(torch.zeros(1, 2, 3, HEAD_DIM).to(dtype), layout)
+    with pytest.raises(ValueError, match=message):
+        PackedTensor.zeros((1, 2, 3, HEAD_DIM), dtype, layout)
+
+
 # Each write gets the cache with tokens along dimension 2, [2, 3, 70, D], and values that it broadcasts or cuts to fit.
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "index_copy_": lambda c, x: c.index_copy_(2, torch.tensor([69, 0, 64]), x[:, :, :3]),
