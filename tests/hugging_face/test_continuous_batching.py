@@ -25,12 +25,14 @@ implementations = pytest.mark.parametrize("implementation", ["sdpa", "paged|eage
 skip_outside_of_graphs = pytest.mark.skipif(OUTSIDE_OF_GRAPHS, reason="Transformers compiles no paged attention")
 
 
-def generated(model: Any, compile_config: Any = None, **arguments: Any) -> list[list[int]]:
-    config = transformers.GenerationConfig(max_new_tokens=6, eos_token_id=-1, **arguments)
+def generated(
+    model: Any, compile_config: Any = None, prompts: list[list[int]] = PROMPTS, **arguments: Any
+) -> list[list[int]]:
+    config = transformers.GenerationConfig(**{"max_new_tokens": 6, "eos_token_id": -1, **arguments})
     batching = ContinuousBatchingConfig(
         num_blocks=32, block_size=16, max_batch_tokens=32, varlen_compile_config=compile_config
     )
-    results = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=batching)
+    results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
     assert all(result.error is None for result in results.values())
     return [results[request].generated_tokens for request in sorted(results)]
 
@@ -60,14 +62,15 @@ def test_requests_that_share_packed_pools_get_the_tokens_of_plain_ones(
 @pytest.mark.usefixtures("without_code_generation")
 def test_where_paged_attention_is_outside_of_graphs_the_user_is_told(implementation: str) -> None:
     model = tiny_llama(num_layers=1)
+    short: Any = {"prompts": PROMPTS[:2], "max_new_tokens": 2, "do_sample": False}
     model.set_attn_implementation(implementation)
     with collect_reports() as report:
-        compiled = generated(model, kvquant(LOSSLESS), do_sample=False)
+        compiled = generated(model, kvquant(LOSSLESS), **short)
     assert report.totals.rewritten == 0
     sites = [site for graph in report.graphs for site in graph.sites]
     assert all(site.reason for site in sites)
     assert sites or "graph breaks" in report.notes[0]
-    assert compiled == generated(model, do_sample=False)
+    assert compiled == generated(model, **short)
 
 
 @skip_outside_of_graphs

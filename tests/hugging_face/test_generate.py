@@ -15,7 +15,8 @@ transformers = pytest.importorskip("transformers")
 from tiny_llama import DEVICES, assistant, tiny_llama  # noqa: E402
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("node_by_node_on_cpu")
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param("cpu", id="generated code", marks=pytest.mark.slow)])
 def test_generate_with_a_static_cache_and_a_compile_config_packs_the_cache(device: str) -> None:
     torch._dynamo.reset()
     model = tiny_llama(device=device, num_layers=1)
@@ -52,8 +53,8 @@ LOSSLESS = {"default": {"dtype": "float32"}}
 REPETITIVE = torch.tensor([[5, 6, 7, 8] * 5])
 
 
-def left_padded() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(3))
+def left_padded(num_tokens: int = 20) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (2, num_tokens), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :7] = ids[0, :7] = 0
     return {"inputs": ids, "attention_mask": mask}
@@ -62,7 +63,11 @@ def left_padded() -> dict[str, torch.Tensor]:
 VARIANTS: dict[str, dict[str, Any]] = {
     "beams, which reorder the cache, of left-padded sequences": {**left_padded(), "num_beams": 3},
     "prompt lookup, which crops the cache": {"inputs": REPETITIVE, "prompt_lookup_num_tokens": 3},
-    "a static cache, prefilled in chunks": {**left_padded(), "prefill_chunk_size": 8, "cache_implementation": "static"},
+    "a static cache, prefilled in chunks": {
+        **left_padded(16),
+        "prefill_chunk_size": 8,
+        "cache_implementation": "static",
+    },
 }
 
 
@@ -79,7 +84,14 @@ def compiled_llama() -> Any:
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # An assistant that guesses wrong, below, crops the cache as prompt lookup does.
+        pytest.param(arguments, id=name, marks=pytest.mark.slow if "prompt lookup" in name else ())
+        for name, arguments in VARIANTS.items()
+    ],
+)
 def test_every_way_to_decode_works_on_packed_caches(arguments: dict[str, Any]) -> None:
     expected = generated(tiny_llama(num_layers=1), **arguments)
     with collect_reports() as report:
@@ -110,7 +122,7 @@ def test_a_returned_cache_continues_the_conversation_and_copies_of_it_continue_o
     def conversation(model: Any) -> list[torch.Tensor]:
         first = generated(model, inputs=left_padded()["inputs"], do_sample=True, top_k=5)
         sequences = [first.sequences]
-        for question in (torch.tensor([[11, 12]]), torch.tensor([[13]])):
+        for question in (torch.tensor([[11, 12]]), torch.tensor([[13, 14]])):
             ids = torch.cat([first.sequences, question.expand(2, -1)], 1)
             answer = generated(model, inputs=ids, past_key_values=copy.deepcopy(first.past_key_values))
             sequences.append(answer.sequences)

@@ -124,14 +124,14 @@ def test_lossless_pages_get_the_tokens_of_plain_pages() -> None:
 
 @pytest.mark.parametrize("settings", [{"max_blocks_per_request": 0}, {"max_batch_tokens": 64}], ids=["slots", "chunks"])
 def test_steps_without_block_tables_and_chunks_of_prompts_get_the_same_tokens(settings: Any, calls: Any) -> None:
-    model = packed()
+    model = packed(num_layers=1)
     assert batched(model, **settings) == one_by_one(model)
     assert calls["slots"]
     assert bool(calls["pages"]) == ("max_blocks_per_request" not in settings)
 
 
 def test_more_requests_than_fit_reuse_the_pages_of_others(caches: list[Any]) -> None:
-    model = packed("int8_per_token_head")
+    model = packed("int8_per_token_head", num_layers=1)
     prompts = [[(i * j) % 97 for j in range(40 + 20 * i)] for i in range(1, 7)]
     assert batched(model, prompts, max_new_tokens=40, num_blocks=2, max_batch_tokens=256) == one_by_one(
         model, prompts, max_new_tokens=40
@@ -142,7 +142,7 @@ def test_more_requests_than_fit_reuse_the_pages_of_others(caches: list[Any]) -> 
 
 
 def test_requests_with_a_common_prefix_share_its_pages(caches: list[Any]) -> None:
-    model, prompts = packed("int8_per_token_head"), [[*SHARED, 3, 4, 5], [*SHARED, *[9] * 30]]
+    model, prompts = packed("int8_per_token_head", num_layers=1), [[*SHARED, 3, 4, 5], [*SHARED, *[9] * 30]]
     expected = [*one_by_one(model, prompts), *one_by_one(model, prompts[:1])]
     matched: list[int] = []
     from transformers.generation.continuous_batching import PagedAttentionCache
@@ -161,7 +161,7 @@ def test_requests_with_a_common_prefix_share_its_pages(caches: list[Any]) -> Non
 
 
 def test_forked_requests_get_copies_of_packed_pages() -> None:
-    model = packed("int8_per_token_head")
+    model = packed("int8_per_token_head", num_layers=1)
     greedy = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
     twice = [tokens for tokens in one_by_one(model) for _ in range(2)]
     assert batched(model, sampling=greedy) == twice
@@ -194,8 +194,8 @@ def test_layers_may_have_formats_of_their_own() -> None:
 
 @pytest.mark.parametrize(("policy", "at_least"), [("int8_per_token_head", 3.7), ("int4_per_token_head", 7.0)])
 def test_the_same_memory_holds_more_pages(policy: str, at_least: float, caches: list[Any]) -> None:
-    batched(packed(LOSSLESS), num_blocks=32)
-    batched(packed(policy), num_blocks=32)
+    batched(packed(LOSSLESS, num_layers=1), num_blocks=32)
+    batched(packed(policy, num_layers=1), num_blocks=32)
     plain, smaller = (next(iter(cache.cache_allocators.values())) for cache in caches)
     assert caches[1].cache_tensor.nbytes <= caches[0].cache_tensor.nbytes
     assert smaller.num_blocks / plain.num_blocks > at_least
@@ -220,7 +220,7 @@ def test_the_memory_planner_turns_the_smaller_bytes_into_pages(
 
 
 def test_several_runs_and_persistent_managers_serve_one_model(caches: list[Any]) -> None:
-    model = packed("int8_per_token_head")
+    model = packed("int8_per_token_head", num_layers=1)
     expected = one_by_one(model)
     assert batched(model) == batched(model) == expected
     batching = ContinuousBatchingConfig(num_blocks=16, page_size=PAGE_SIZE, max_batch_tokens=512)
@@ -252,7 +252,7 @@ def test_plain_models_keep_plain_pages_beside_packed_ones(caches: list[Any]) -> 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_steps_have_no_graph_breaks_and_get_the_same_tokens() -> None:
-    model = packed("int8_per_token_head")
+    model = packed("int8_per_token_head", num_layers=1)
     expected = one_by_one(model)
     config = transformers.CompileConfig(backend="aot_eager", mode=None, dynamic=True, fullgraph=True)
     assert batched(model, varlen_compile_config=config, decode_compile_config=config) == expected

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("without_code_generation")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    torch._dynamo.reset()
     chat.main([*arguments, "--new-tokens", "3", "--max-len", "256"])
     return capsys.readouterr().out.splitlines()
 
@@ -81,7 +80,6 @@ def test_the_notebook_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]
     notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
     assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (4, len(notebook["cells"]))
     assert not any(cell.get("outputs") for cell in notebook["cells"]), "outputs are not committed"
-    torch._dynamo.reset()
     namespace: dict[str, object] = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

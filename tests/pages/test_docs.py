@@ -100,6 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("without_code_generation")
 @pytest.mark.parametrize("arguments", [command for command in command_line() if not runs_elsewhere(command)])
 def test_commands_of_the_command_line_run(arguments: str, folder: Path) -> None:
     result = CliRunner().invoke(app, shlex.split(arguments), prog_name="kvcompile")

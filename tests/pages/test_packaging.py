@@ -75,7 +75,18 @@ def index(sdist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a plain installation of the wheel."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        str(folder),
+    ]
     subprocess.run([*pip, str(wheel)], check=True)
     return folder
 

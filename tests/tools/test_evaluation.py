@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from documented_commands import commands
+from node_by_node import running_node_by_node
 from small_models import CONTEXT, HEAD_DIM, MODULES, give_outlier_keys, save, small_model, some_bytes
 from typer.testing import CliRunner
 
@@ -65,12 +66,21 @@ def cells(text: str) -> dict[str, list[str]]:
 # Measurements
 
 
-def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def results(saved_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the command prints about two policies, and the folder of its results and its plot."""
+    folder = tmp_path_factory.mktemp("results")
     policies = "int8_per_token_head,turboquant_3bit_nc"
-    files = f"--output {tmp_path}/quality.json --plot {tmp_path}/quality.svg"
-    out, _ = run(f"eval --model . --policies {policies} --layers {files} {READING}")
+    files = f"--output {folder}/quality.json --plot {folder}/quality.svg"
+    with pytest.MonkeyPatch.context() as patch, running_node_by_node(operators=True):
+        patch.chdir(saved_model)
+        return run(f"eval --model . --policies {policies} --layers {files} {READING}")[0], folder
+
+
+def test_the_command_compares_the_compiled_model_with_itself(results: tuple[str, Path]) -> None:
+    out, files = results
     assert max(map(len, out.splitlines())) <= WIDTH
-    found = json.loads((tmp_path / "quality.json").read_text())
+    found = json.loads((files / "quality.json").read_text())
     assert (found["metric"], found["tokens"], found["reference_bits"]) == ("bits per byte", 2 * (PREFILL + DECODE), 32)
     assert found["reference"] == pytest.approx(bits_per_byte_without_a_cache(), rel=1e-5)
     int8, three_bits = found["results"]
@@ -81,7 +91,7 @@ def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_p
         assert result["quality"] == pytest.approx(found["reference"] * (1 + result["change"]))
         assert list(result["attention_errors"]) == [MODULES[0]]
         assert result["policy"] in cells(out)
-        assert result["policy"] in (tmp_path / "quality.svg").read_text()
+        assert result["policy"] in (files / "quality.svg").read_text()
         assert result["notes"] == []
     assert 0 < int8["mean_divergence"] < three_bits["mean_divergence"] / 100
     assert int8["p999_divergence"] >= int8["median_divergence"] > 0
@@ -90,7 +100,7 @@ def test_the_command_compares_the_compiled_model_with_itself(folder: Path, tmp_p
     assert 0.05 < three_bits["attention_errors"][MODULES[0]] < 0.3
 
 
-def test_tokens_in_full_precision_count_as_a_share_of_the_context() -> None:
+def test_tokens_in_full_precision_count_as_a_share_of_the_context(results: tuple[str, Path]) -> None:
     out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128 {READING}")
     assert max(map(len, out.splitlines())) <= WIDTH
     rows = cells(out)
@@ -101,8 +111,7 @@ def test_tokens_in_full_precision_count_as_a_share_of_the_context() -> None:
     assert exact[3:5] == [f"{packed + 16 * 128 / tokens:.2f}" for tokens in (8192, 32768)]
     assert plain[3:5] == 2 * [f"{packed:.2f}"]
     assert float(exact[6]) < float(plain[6]) / 100, "all tokens that a later step reads are exact"
-    out, _ = run(f"eval --model . --policies turboquant_3bit {READING}")
-    assert "exact" not in out
+    assert "exact" not in results[0], "neither policy keeps tokens in full precision"
 
 
 def split(line: str) -> list[str]:
@@ -110,16 +119,16 @@ def split(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_an_exact_prompt_loses_nothing_before_the_later_steps(tmp_path: Path) -> None:
-    results = {}
-    for option in ("", "--exact-prompt"):
-        file = tmp_path / f"quality{option}.json"
-        out, _ = run(f"eval --model . --policies turboquant_2bit --output {file} {option} {READING}")
-        assert ("exact prefill of" in out) == bool(option)
-        results[option] = json.loads(file.read_text())["results"][0]
-    assert results[""]["prefill_divergence"] > 1e-5
-    assert results["--exact-prompt"]["prefill_divergence"] < 1e-9
-    assert results["--exact-prompt"]["decode_divergence"] > 1e-5
+def test_an_exact_prompt_loses_nothing_before_the_later_steps(results: tuple[str, Path], tmp_path: Path) -> None:
+    packed, files = results
+    file = tmp_path / "quality.json"
+    exact, _ = run(f"eval --model . --policies turboquant_3bit_nc --output {file} --exact-prompt {READING}")
+    assert "exact prefill of" in exact
+    assert "exact prefill of" not in packed
+    (prompt,) = json.loads(file.read_text())["results"]
+    assert json.loads((files / "quality.json").read_text())["results"][1]["prefill_divergence"] > 1e-5
+    assert prompt["prefill_divergence"] < 1e-9
+    assert prompt["decode_divergence"] > 1e-5
 
 
 def test_later_steps_read_their_own_tokens_packed_however_long_they_are(tmp_path: Path) -> None:
