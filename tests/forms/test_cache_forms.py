@@ -83,10 +83,6 @@ FORMS = {
 }
 
 
-GENERATED = [(index_put_per_sequence, "bthd"), (masked_update, "bthd")]
-"""What Inductor meets beside index_copy, which test_hand_written_model.py has. The others run node by node."""
-
-
 OTHER_ORDERS = [write for write in FORMS if write is not setitem_negative_positions]
 """Forms that need no token dimension of the cache itself."""
 
@@ -96,13 +92,13 @@ def heads_first(x: Tensor, axes: str) -> Tensor:
     return x.permute([axes.index(axis) for axis in "bhtd"])
 
 
-def attention_step(write: Write, axes: str) -> Callable[..., Tensor]:
+def attention_step(write: Write, axes: str, write_values: Write | None = None) -> Callable[..., Tensor]:
     """A decode step of a hand-written attention layer, whose caches have the order ``axes``."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
         keys, values = heads_first(k_cache, axes), heads_first(v_cache, axes)
         write(keys, k, pos)
-        write(values, v, pos)
+        (write_values or write)(values, v, pos)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
     return step
@@ -134,13 +130,20 @@ def fresh_compiler() -> None:
     ],
     ids=lambda param: getattr(param, "__name__", param),
 )
-def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
-    write: Write, axes: str, request: pytest.FixtureRequest
-) -> None:
-    if (write, axes) not in GENERATED:
-        request.getfixturevalue("without_code_generation")
-    n = 1 if write in (select_assignment, masked_update) else 2
-    step = attention_step(write, axes)
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(write: Write, axes: str) -> None:
+    check_steps(write, write, axes)
+
+
+def test_generated_code_writes_keys_per_sequence_and_values_in_a_mask() -> None:
+    """What Inductor meets beside index_copy, which test_attention_forms.py has."""
+    check_steps(index_put_per_sequence, masked_update, "bthd")
+
+
+def check_steps(write: Write, write_values: Write, axes: str) -> None:
+    """Run compiled steps beside eager code on packed caches."""
+    n = 1 if {write, write_values} & {select_assignment, masked_update} else 2
+    step = attention_step(write, axes, write_values)
     compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
     k_cache, v_cache = caches(axes)
     k_expected, v_expected = packed_copy(k_cache, "key", axes), packed_copy(v_cache, "value", axes)
@@ -168,7 +171,7 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(
     torch.testing.assert_close(k_cache.dequantize(), k_expected.dequantize(), rtol=0, atol=0)
     torch.testing.assert_close(v_cache.dequantize(), v_expected.dequantize(), rtol=0, atol=0)
     (site,) = last_report().sites
-    assert [cache.write_form for cache in site.caches] == [FORMS[write]] * 2
+    assert [cache.write_form for cache in site.caches] == [FORMS[write], FORMS[write_values]]
     assert [cache.kind for cache in site.caches] == ["static", "static"]
 
 
@@ -180,7 +183,9 @@ def test_the_index_of_the_only_sequence_is_broadcast_to_all_positions(axes: str)
     batch_dim = axes.index("b")
     plain = [cache.narrow(batch_dim, 0, 1).clone() for cache in caches(axes)]
     packed = [packed_copy(cache, role, axes) for cache, role in zip(plain, ("key", "value"), strict=True)]
-    for n in (3, 1, 5):
+    if axes != "bhtd":  # caches that arrive plain take another graph
+        plain = [cache.clone() for cache in packed]
+    for n in (3, 1, 5) if axes == "bhtd" else (3, 1):
         q, k, v = (torch.randn(1, heads, n, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
         pos = torch.arange(62, 62 + n)
         mask = torch.arange(MAX_LEN)[None, :] <= pos[:, None]

@@ -19,7 +19,7 @@ from kvcompile.policy.policy import Policy
 PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CHUNKS = [100, 7, *[1] * 24]  # across the block boundaries at 64 and 128
+CHUNKS = [117, 7, *[1] * 7]  # across the block boundaries at 64 and 128
 
 
 def with_packed_buffers(model: Decoder, preset: str) -> Decoder:

@@ -57,9 +57,9 @@ def eager_packed_cache(model: Any, kind: str, preset: str, batch: int) -> Any:
 
 
 def token_chunks(model: Any, batch: int = 2) -> list[Tensor]:
-    """A prefill of 100 tokens, a chunk of 7, and 24 single tokens, across the block boundaries at 64 and 128."""
+    """A prefill of 115 tokens, a chunk of 7, and 9 single tokens, across the block boundaries at 64 and 128."""
     generator = torch.Generator().manual_seed(1)
-    sizes = [100, 7, *[1] * 24]
+    sizes = [115, 7, *[1] * 9]
     ids = torch.randint(0, model.config.vocab_size, (batch, sum(sizes)), generator=generator)
     return list(ids.to(model.device).split(sizes, dim=1))
 
@@ -153,17 +153,21 @@ def test_prefill_and_64_decode_steps_compile_at_most_three_times_and_a_second_ca
     assert num_graphs[0] == num_graphs[1] <= 3
 
 
-def test_generated_code_of_a_growing_cache_serves_all_lengths_and_a_second_cache() -> None:
-    """The lengths of growing caches are symbols, on which Inductor puts guards."""
+@pytest.mark.parametrize(
+    ("begin", "counts"), [(100, [1] * 30), pytest.param(0, [100, *[1] * 30], marks=pytest.mark.slow)]
+)
+def test_generated_code_of_a_growing_cache_serves_all_lengths_and_a_second_cache(begin: int, counts: list[int]) -> None:
+    """The lengths of growing caches are symbols, on which Inductor puts guards. A prompt takes a graph of its own."""
     layouts = [PackedLayout("int8_per_token_head", role, 32) for role in ("key", "value")]
     compiled = torch.compile(growing_step, backend="kvquant", options={"policy": "int8_per_token_head"})
     num_graphs = []
     for _ in range(2):
+        past = torch.randn(2, 1, 2, begin, 32).unbind()
         caches, expected = (
-            [PackedTensor.zeros((1, 2, 0, 32), torch.float32, layout, growing=True) for layout in layouts]
+            [PackedTensor.from_dense(x, layout, growing=True) for x, layout in zip(past, layouts, strict=True)]
             for _ in range(2)
         )
-        for count in (100, *[1] * 30):
+        for count in counts:
             new = torch.randn(3, 1, 2, count, 32).unbind()
             out, *caches = compiled(*new, *caches)
             expected_out, *expected = growing_step(*new, *expected)

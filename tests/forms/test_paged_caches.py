@@ -71,8 +71,12 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-@pytest.mark.usefixtures("without_code_generation", "operators_traced")
-def test_packed_pools_arrive_and_all_sizes_may_be_symbols() -> None:
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_packed_pools_arrive_and_all_sizes_may_be_symbols(traced: bool, request: pytest.FixtureRequest) -> None:
+    if traced:
+        request.getfixturevalue("operators_traced")
+    request.getfixturevalue("without_code_generation")
+
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
         slots, table, mask = places
         keys[slots] = k

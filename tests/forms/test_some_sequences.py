@@ -102,7 +102,7 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
     expected = [packed_copy(cache, role, policy, axes) for cache, role in zip(caches, ("key", "value"), strict=True)]
     run = compiled(step, policy)
     start = 0
-    for n in (70, 1, 5):
+    for n in (70, 1) if step in (of_those_behind, of_one_and_heads_first) else (70, 1, 5):  # a length takes a graph
         new = new_tokens(batch, n, device)
         torch.testing.assert_close(run(*new, *caches, start), step(*new, *expected, start), rtol=1e-3, atol=1e-3)
         start += n
@@ -112,8 +112,15 @@ def test_only_the_sequences_of_a_step_are_written_and_read(
     assert all("of some sequences" in cache.write_form for cache in last_report().sites[0].caches)
 
 
-@pytest.mark.usefixtures("without_code_generation", "operators_traced")
-def test_how_many_sequences_and_which_may_change_from_step_to_step() -> None:
+@pytest.mark.parametrize("starts_packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_how_many_sequences_and_which_may_change_from_step_to_step(
+    starts_packed: bool, request: pytest.FixtureRequest
+) -> None:
+    """One graph serves packed caches. Plain caches, a first sequence 0 and one token take graphs of their own."""
+    if not starts_packed:
+        request.getfixturevalue("operators_traced")
+    request.getfixturevalue("without_code_generation")
+
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int, start: int) -> Tensor:
         batch, n = k.shape[:2]
         rows, places = slice(first, first + batch), slice(start, start + n)
@@ -128,7 +135,10 @@ def test_how_many_sequences_and_which_may_change_from_step_to_step() -> None:
     run = torch.compile(
         step, backend="kvquant", options={"policy": POLICIES[0], "on_unsupported": "error"}, dynamic=True
     )
-    for batch, first, n, start in ((2, 0, 3, 0), (3, 1, 5, 62), (2, 2, 1, 7)):
+    if starts_packed:
+        caches = [cache.clone() for cache in expected]
+    of_one_graph = (2, 2, 3, 9), (3, 1, 5, 62)
+    for batch, first, n, start in of_one_graph if starts_packed else ((2, 0, 3, 0), (3, 1, 5, 62), (2, 2, 1, 7)):
         new = new_tokens(batch, n, "cpu")
         out = run(*new, *caches, first, start)
         torch.testing.assert_close(out, step(*new, *expected, first, start), rtol=1e-4, atol=1e-5)

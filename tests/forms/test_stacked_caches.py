@@ -47,15 +47,27 @@ from kvcompile.packed.tensor import PackedTensor
 pytestmark = pytest.mark.usefixtures("seed_without_grad")
 
 
-@pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
+TWICE = (assignment, by_layer, both_at_once, roles_within_tokens, by_layer_and_sequence)
+"""Forms that the default run also tests in the graph of a stack that arrives packed: one or two dimensions, written at
+once or part by part."""
+
+
+@pytest.mark.parametrize(
+    ("fn", "begins"),
+    [
+        *((fn, (3, 9) if fn in TWICE else (3,)) for fn in FORMS),
+        *(pytest.param(fn, (3, 9), marks=pytest.mark.slow) for fn in FORMS if fn not in TWICE),
+    ],
+    ids=lambda param: getattr(param, "__name__", None),
+)
 def test_every_form_means_what_it_does_on_packed_caches_and_frees_the_plain_tensor(
-    fn: Step, rewritten_graphs: list[Graph]
+    fn: Step, begins: tuple[int, ...], rewritten_graphs: list[Graph]
 ) -> None:
     cache = plain_stack(fn)
     reference = packed_stack(fn, cache)
     storage = cache.untyped_storage()._weak_ref()
     step = compiled(fn)
-    for begin in (3, 9):  # the second call finds the packed stack
+    for begin in begins:  # the second call finds the packed stack
         args = inputs(6, begin)
         assert_close(step(cache, *args), fn(reference, *args))
     assert isinstance(cache, PackedStack)

@@ -119,9 +119,32 @@ def static(axes: str) -> Callable[..., tuple[Tensor, ...]]:
     return step
 
 
-@pytest.mark.parametrize("policy", [LOSSLESS, LOSSY])
-@pytest.mark.parametrize("axes", ["growing", "bhdt", "hbdt", "bdt", "hdt"])
-def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(axes: str, policy: str) -> None:
+STEPS = [
+    ("growing", LOSSLESS, (66, 1, 1)),
+    ("growing", LOSSY, (66, 1, 1, 2)),
+    ("bhdt", LOSSLESS, (66, 1)),
+    ("bhdt", LOSSY, (66, 2)),
+    ("hbdt", LOSSY, (66, 1)),
+    ("bdt", LOSSY, (66, 1)),
+    ("hdt", LOSSY, (66, 1)),
+]
+"""The order of dimensions, the policy, and the number of tokens in each step. Each number takes a graph."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "policy", "lengths"),
+    [
+        *STEPS,
+        *(
+            pytest.param(axes, policy, (66, 1, 1, 2), marks=pytest.mark.slow)
+            for axes in ("bhdt", "hbdt", "bdt", "hdt")
+            for policy in (LOSSLESS, LOSSY)
+        ),
+    ],
+)
+def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(
+    axes: str, policy: str, lengths: tuple[int, ...]
+) -> None:
     batch, heads = 1 if axes == "hdt" else B, {"growing": H, "bdt": 1}.get(axes, KV)
     sizes = {"b": batch, "h": heads, "t": S, "d": D}
     step: Any = bloom if axes == "growing" else static(axes)
@@ -132,7 +155,7 @@ def test_a_step_on_transposed_keys_equals_plain_and_eager_packed_code(axes: str,
     run = torch.compile(step, backend="kvquant", options={"policy": reading_packed(policy), "on_unsupported": "error"})
     start = 0
     with kvcompile.collect_reports() as report:
-        for n in (66, 1, 1, 2):
+        for n in lengths:
             q, k, v = (torch.randn(batch, count, n, D) for count in (H, heads, heads))
             if policy == LOSSY and past and not isinstance(expected[0], PackedTensor):
                 layouts = [PackedLayout(LOSSY, role, D) for role in ("key", "value")]

@@ -50,15 +50,15 @@ def calls_of_regions(graph: Graph) -> list[str]:
 def test_layers_share_attention_and_the_encoding_of_tokens(
     policy: str, rewritten_graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = torch.compile(Layers(3), backend="kvquant", options={"policy": policy})
+    shared = torch.compile(Layers(2), backend="kvquant", options={"policy": policy})
     outputs = steps(shared)
     calls = calls_of_regions(rewritten_graphs[0])
-    assert len(calls) == 9  # keys, values and attention of three layers
+    assert len(calls) == 6  # keys, values and attention of two layers
     assert len(set(calls)) == 3
     torch._dynamo.reset()
     rewritten_graphs.clear()
     monkeypatch.setattr(kvcompile.backend, "can_call_subgraphs", lambda: False)
-    expanded = torch.compile(Layers(3), backend="kvquant", options={"policy": policy})
+    expanded = torch.compile(Layers(2), backend="kvquant", options={"policy": policy})
     for output, expected in zip(outputs, steps(expanded), strict=True):
         assert torch.equal(output, expected)
     assert not calls_of_regions(rewritten_graphs[0])
