@@ -159,9 +159,9 @@ def test_other_interrupted_commands_say_that_nothing_was_written(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(name, interrupted)
-    _, err = run(f"{command} --output new.file", INTERRUPTED)
+    _, err = run(f"{command} --output new.json", INTERRUPTED)
     assert "interrupted: nothing was written" in err
-    assert not (folder / "new.file").exists()
+    assert not (folder / "new.json").exists()
 
 
 def test_an_interrupted_calibration_of_scales_writes_the_windows_that_were_read(
