@@ -14,6 +14,9 @@ TOLERANCE = 1e-5
 """The largest relative error from another order of summation; the format loses nothing."""
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of two ranks that have one KV head."""

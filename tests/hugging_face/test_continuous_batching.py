@@ -58,7 +58,8 @@ def test_requests_that_share_packed_pools_get_the_tokens_of_plain_ones(
 
 
 @pytest.mark.skipif(not OUTSIDE_OF_GRAPHS, reason="Transformers compiles paged attention")
-@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("paged|eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["sdpa", "paged|eager"])
 @pytest.mark.usefixtures("without_code_generation")
 def test_where_paged_attention_is_outside_of_graphs_the_user_is_told(implementation: str) -> None:
     model = tiny_llama(num_layers=1)

@@ -18,7 +18,7 @@ from sweep_models import ARCHITECTURES
 @pytest.mark.parametrize(
     ("architecture", "attention", "cache"),
     [
-        ("bloom", "eager", "dynamic"),
+        pytest.param("bloom", "eager", "dynamic", marks=pytest.mark.slow),
         ("cohere2", "sdpa", "static"),
         ("gpt_oss", "eager", "static"),
         ("t5", "eager", "static"),
