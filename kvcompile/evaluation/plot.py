@@ -28,29 +28,29 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     windows = "1 window" if evaluation.num_windows == 1 else f"{evaluation.num_windows} windows"
     figure.suptitle(
-        f"{evaluation.model}: {evaluation.metric} {evaluation.reference:.4f} unquantized "
+        f"{evaluation.model}: {evaluation.metric} {evaluation.reference:.4f} unquantized\n"
         f"({windows} of {evaluation.prefill} + {evaluation.decode} tokens)",
         fontsize="medium",
     )
     change, divergence = figure.subplots(1, 2)
     _scatter(change, evaluation, "change", 100.0, "change_error")
-    change.set_ylabel(f"change of {evaluation.metric}, % (bars: one standard error)")
+    change.set_ylabel(f"change of {evaluation.metric}, %\n(bars: one standard error)")
     change.axhline(0, color="black", linewidth=0.8)
     _scatter(divergence, evaluation, "mean_divergence", 1.0)
     divergence.set_ylabel("mean KL divergence, nats")
     if all(result.mean_divergence > 0 for result in evaluation.results):
         divergence.set_yscale("log")
     handles, labels = change.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def _scatter(axes: Any, evaluation: Evaluation, attribute: str, factor: float, error: str | None = None) -> None:
     """A point for every policy, with an error bar of one standard error if ``error`` names it."""
-    axes.set_xlabel("effective bits per element of the cache")
+    axes.set_xlabel("effective bits per element")
     axes.grid(alpha=0.3)
     for index, result in enumerate(evaluation.results):
         value = factor * getattr(result, attribute)
