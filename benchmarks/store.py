@@ -19,6 +19,7 @@ from torch import Tensor
 from kvcompile.benching.measuring import num_sets, time_graph
 from kvcompile.benching.random_bases import with_random_bases
 from kvcompile.benching.workloads import DEVICE, DTYPE, check, fully_packed_formats, parse_fully_packed, relative_error
+from kvcompile.errors import plural
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.packing import pack_tokens, read_tokens
 
@@ -73,7 +74,7 @@ def time_store(
 ) -> None:
     """A row for storing ``num_tokens`` tokens of every sequence."""
     shape = f"({batch}, {args.num_kv_heads}, {layout.head_dim}, {args.context})"
-    case = f"store of {num_tokens} token{'s'[: num_tokens > 1]}"
+    case = f"store of {plural(num_tokens, 'token')}"
     with recorder.row(case=case, shape=shape, format=name, part=layout.role) as row:
         vectors = batch * args.num_kv_heads * num_tokens
         nbytes = vectors * (layout.head_dim * DTYPE.itemsize + layout.bytes_per_token)

@@ -11,7 +11,7 @@ from torch import nn
 
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
-from kvcompile.errors import OptionsError
+from kvcompile.errors import OptionsError, check_callable
 from kvcompile.generation import Generation, is_generative
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
@@ -92,10 +92,7 @@ def compile(
 
 
 def _compile(model: Any, **how: Any) -> Any:
-    if not callable(model):
-        raise OptionsError(
-            f"compile: expected a module or a function, got {type(model).__name__}; load the model first"
-        )
+    check_callable(model, "compile")
     if not isinstance(model, nn.Module):
         return torch.compile(model, **how)
     if is_generative(model) and how["backend"].options.shard is not None:

@@ -29,8 +29,7 @@ class PolicyError(InputError):
 
     def __init__(self, *faults: str) -> None:
         self.faults = tuple(cut(fault, MAX_MESSAGE) for fault in faults)
-        count = len(faults) - 1
-        others = f" (and {count} more fault{'s' * (count > 1)})" if count else ""
+        others = f" (and {plural(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
         super().__init__(cut(faults[0], MAX_MESSAGE - len(others)) + others)
 
 
@@ -81,6 +80,19 @@ def shown(value: object) -> str:
     """The ``repr`` of a user's value for a message, cut to 60 characters."""
     text = repr(value[:200] if isinstance(value, str) else value)
     return cut(text, 60)
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things: ``1 window``, ``2 windows``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def check_callable(model: object, caller: str) -> None:
+    """Raise OptionsError unless ``model`` can be compiled; ``caller`` is the function that the user called."""
+    if not callable(model):
+        raise OptionsError(
+            f"{caller}: expected a module or a function, got {type(model).__name__}; load the model first"
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

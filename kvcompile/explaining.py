@@ -13,7 +13,7 @@ from torch import nn
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import original_module
 from kvcompile.compat.recompiling import with_new_code, without_recompile_limit
-from kvcompile.errors import OptionsError
+from kvcompile.errors import check_callable
 from kvcompile.policy.policy import Policy
 from kvcompile.report.report import Report, collect_reports
 
@@ -83,9 +83,7 @@ def _report(
     policy: str | Path | Mapping[str, Any] | Policy | None,
     verify: bool,
 ) -> Report:
-    if not callable(model):
-        name = "verify" if verify else "explain"
-        raise OptionsError(f"{name}: expected a module or a function, got {type(model).__name__}; load the model first")
+    check_callable(model, "verify" if verify else "explain")
     backend = kvquant(policy=Policy.load(policy), on_unsupported="ignore", verify=verify)
 
     def run(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -53,8 +53,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _not_complete(path: Any, error: SafetensorError) -> CacheFileError:
-    return CacheFileError(f"{path} is damaged, or no safetensors file ({one_line(error)}); save the cache again")
+def _unreadable(path: Any, error: SafetensorError) -> CacheFileError:
+    return CacheFileError(f"{path} is damaged or is not a safetensors file ({one_line(error)}); save the cache again")
 
 
 class TensorFile:
@@ -81,7 +81,7 @@ class TensorFile:
             self.header: dict[str, str] = self._file.metadata() or {}
             self.names: list[str] = list(self._file.keys())
         except SafetensorError as error:
-            raise _not_complete(path, error) from error
+            raise _unreadable(path, error) from error
 
     def close(self) -> None:
         self._file.__exit__(None, None, None)
@@ -106,7 +106,7 @@ class TensorFile:
         try:
             tensors: dict[str, Tensor] = {name: self._file.get_tensor(name) for name in names}
         except SafetensorError as error:
-            raise _not_complete(self.path, error) from error
+            raise _unreadable(self.path, error) from error
         if expected is not None:
             found = digests.of_tensors(tensors)
             for name in sorted({*self.names, *expected}):

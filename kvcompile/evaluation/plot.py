@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from kvcompile.errors import plural
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.results import Evaluation
 
@@ -29,7 +30,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    windows = "1 window" if evaluation.num_windows == 1 else f"{evaluation.num_windows} windows"
+    windows = plural(evaluation.num_windows, "window")
     figure.suptitle(
         f"{evaluation.model}: {evaluation.metric} {evaluation.reference:.4f} unquantized\n"
         f"({windows} of {evaluation.prefill} + {evaluation.decode} tokens)",

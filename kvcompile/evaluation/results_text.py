@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from kvcompile.errors import plural
 from kvcompile.evaluation.results import Evaluation, PolicyResult
 from kvcompile.tables import table
 
@@ -133,7 +134,7 @@ def _percent(error: float | None) -> str:
 def circumstances(evaluation: Evaluation) -> str:
     """The model, the text, the schedule and the versions, in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
-    windows = f"{evaluation.num_windows} window" + "s" * (evaluation.num_windows > 1)
+    windows = plural(evaluation.num_windows, "window")
     prefill = "exact prefill" if evaluation.exact_prompt else "prefill"
     return (
         f"{evaluation.model} on {evaluation.data}: {windows}, {prefill} of {evaluation.prefill}, "

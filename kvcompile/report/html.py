@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 
+from kvcompile.errors import plural
 from kvcompile.passes.notes.surroundings import SiteSurroundings, Surroundings
 from kvcompile.passes.site import CacheSummary, Site
 from kvcompile.report.data import Outcome, ReportData, enumerate_modules, modules_by_reason, outcome
@@ -102,11 +103,11 @@ def _summary(report: ReportData) -> Markup:
     }
     shares = [(kind.replace(" ", "-"), count) for kind, count in counts.items()]
     legend = [element("li", _badge(kind), f" {count}") for kind, count in counts.items()]
-    title = f"{_plural(totals.layers, 'attention layer')} in {_plural(totals.graphs, 'graph')}"
+    title = f"{plural(totals.layers, 'attention layer')} in {plural(totals.graphs, 'graph')}"
     cards = [_card(title, _bar(shares, totals.layers), element("ul", *legend, class_="inline"))]
     if totals.plain_calls:
         shares = [("rewritten", totals.calls - totals.plain_calls), ("refused", totals.plain_calls)]
-        title = f"{totals.plain_calls} of {_plural(totals.calls, 'call')} ran as plain Inductor would"
+        title = f"{totals.plain_calls} of {plural(totals.calls, 'call')} ran as plain Inductor would"
         what = element("p", "Bytes of a graph count where one of its calls ran on packed caches.", class_="muted")
         cards.append(_card(title, _bar(shares, totals.calls), what))
     if totals.ratio is not None:
@@ -164,10 +165,6 @@ def _name(text: str) -> Markup:
     return element("span", *(piece for part in parts for piece in (part, element("wbr"))), class_="name")
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _reasons(report: ReportData) -> Markup:
     """Every reason once, with its modules; the first few are unfolded."""
     items = []
@@ -181,7 +178,7 @@ def _reasons(report: ReportData) -> Markup:
         return Markup()
     lists = [element("ul", *items[:_REASONS_IN_SIGHT], class_="reasons")]
     if rest := items[_REASONS_IN_SIGHT:]:
-        more = element("summary", f"{_plural(len(rest), 'more reason')}")
+        more = element("summary", f"{plural(len(rest), 'more reason')}")
         lists.append(element("details", more, element("ul", *rest, class_="reasons")))
     return element("section", element("h2", "Why some sites are not packed"), *lists)
 

@@ -197,7 +197,9 @@ def test_half_a_file_and_another_kind_of_file_are_errors_with_a_remedy(file: Pat
     kvcompile.save_cache(values(1, 2, 3, HEAD_DIM), file)
     for content in (file.read_bytes()[:-100], b"a text", b""):
         file.write_bytes(content)
-        with pytest.raises(CacheFileError, match=r"is damaged, or no safetensors file \(.*\); save the cache again$"):
+        with pytest.raises(
+            CacheFileError, match=r"is damaged or is not a safetensors file \(.*\); save the cache again$"
+        ):
             kvcompile.load_cache(file)
 
 
