@@ -73,6 +73,7 @@ class CacheRewriter:
         self.output_actions: list[OutputAction] = []
         self.packed: dict[Node, Node] = {}
         self.new_tokens: dict[Node, NewTokens] = {}
+        self._last_stored: NewTokens | None = None
 
     def finish(self, gm: GraphModule) -> Rewritten:
         gm.graph.lint()
@@ -89,6 +90,7 @@ class CacheRewriter:
             with self.graph.inserting_before(anchors[0]):
                 data = self._new_data(cache, layout)
         state = in_place = data
+        self._last_stored = None
         dropped = False
         for write, anchor in zip(cache.writes, anchors, strict=True):
             with self.graph.inserting_before(anchor):
@@ -98,6 +100,8 @@ class CacheRewriter:
         if cache.kind in ("static", "functional", "growing") and in_place is not data:
             self._write_back(cache, data, in_place)
         self.packed[cache.root] = state
+        if self.exact_prompts and layout.takes_new_tokens and self._last_stored is not None:
+            self.new_tokens[cache.root] = self._last_stored
         if cache.computing:
             self._dequantize(cache, layout)
         if cache.kept is not None:
@@ -137,19 +141,13 @@ class CacheRewriter:
                 state = self._window(cache, layout, state, self._all_tokens(cache), write)
             if self.shard is not None:
                 x, positions, valid = insert_owned(self.graph, self.shard, x, positions, valid)
-            self._note_new_tokens(cache, layout, write, x, positions, valid)
+            self._last_stored = NewTokens(x, positions, valid) if write.first_sequence is None else None
             return insert_store(self.graph, state, layout, x, positions, valid, write.first_sequence)
         if write.drops_tokens:
+            self._last_stored = self._last_stored and self._last_stored.after_slice(self.graph, positions)
             return self._window(cache, layout, state, positions, write)
+        self._last_stored = None
         return inline(self.graph, move_tokens, state, layout, positions)
-
-    def _note_new_tokens(
-        self, cache: Cache, layout: PackedLayout, write: CacheWrite, x: Node, positions: Node, valid: Node | None
-    ) -> None:
-        """Remember the tokens of the last write before attention reads the cache."""
-        is_last = write.node is cache.root and write.first_sequence is None
-        if self.exact_prompts and is_last and layout.takes_new_tokens:
-            self.new_tokens[cache.root] = NewTokens(x, positions, valid)
 
     def rewrite_attention(self, attention: Attention, key: PackedLayout, value: PackedLayout) -> None:
         """Replace the marker by attention on the packed caches."""

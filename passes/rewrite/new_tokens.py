@@ -1,7 +1,7 @@
 """Attention to the new tokens of a prompt in full precision (:mod:`kvcompile.kernels.spec.new_tokens`).
 
-They are the tokens of the last write before attention reads the cache. An earlier write of the same graph may be
-overwritten by a later one; its tokens are read packed.
+They are the tokens of the last store before attention reads the cache, also if a window drops tokens behind it. A later
+store of the same graph may overwrite an earlier one, and a move may copy tokens elsewhere; such tokens are read packed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ class NewTokens(NamedTuple):
     positions: Node
     valid: Node | None
 
+    def after_slice(self, graph: Graph, source: Node) -> NewTokens:
+        """The same tokens after a slice of the cache, at the graph's insertion point.
+
+        Args:
+            graph: the graph.
+            source: int64 [m], neighbouring tokens: the slice keeps these. A position below 0, of a token that the slice
+                drops, has no influence on attention.
+        """
+        return self._replace(positions=inline(graph, _counted_from, self.positions, source))
+
     def of_heads(self, graph: Graph, first: int, num_heads: int) -> NewNodes:
         """The nodes for attention of ``num_heads`` KV heads from ``first`` on, at the graph's insertion point."""
         x, slots = self.x, self.positions
@@ -40,6 +50,10 @@ class NewTokens(NamedTuple):
         if self.valid is not None:
             slots = inline(graph, _slots, slots, self.valid)
         return x, slots
+
+
+def _counted_from(positions: Tensor, source: Tensor) -> Tensor:
+    return positions - source[:1].sum()  # the sum is 0 if the slice keeps nothing
 
 
 def _slots(positions: Tensor, valid: Tensor) -> Tensor:

@@ -306,13 +306,19 @@ def tokens_before_the_first_that_is_read_are_seen(original: Faulty) -> Faulty:
 # Exact attention to new tokens
 
 
-@fault(caches.CacheRewriter, "_note_new_tokens")
+@fault(caches.CacheRewriter, "_changed")
 def the_tokens_of_the_first_write_are_read_for_the_last(original: Faulty) -> Faulty:
-    def faulty(self: Any, cache: Any, layout: Any, write: Any, *tokens: Any) -> None:
-        if write is cache.writes[0]:
-            original(self, cache, layout, cache.writes[-1], *tokens)
+    def faulty(self: Any, *args: Any) -> Any:
+        first, state = self._last_stored, original(self, *args)
+        self._last_stored = first or self._last_stored
+        return state
 
     return faulty
+
+
+@fault(new_tokens.NewTokens, "after_slice")
+def new_tokens_keep_their_slots_when_a_window_drops_tokens(original: Faulty) -> Faulty:
+    return lambda self, graph, source: self
 
 
 @fault(caches, "can_be_exact")

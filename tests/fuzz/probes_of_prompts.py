@@ -53,3 +53,13 @@ def a_mask_leaves_some_tokens_of_a_prompt_out(compile: Any, new: Any) -> Iterato
 
     run, (kc, vc) = compile(step), caches(new)
     yield run(*tokens(new, S), kc, vc, new.range(0, S) % 2 == 0), kc, vc
+
+
+@shows("new tokens keep their slots when a window drops tokens")
+def a_prompt_enters_a_window(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc):
+        kc, vc = torch.cat((kc, k), 2)[:, :, 2:], torch.cat((vc, v), 2)[:, :, 2:]
+        return sdpa(q, kc, vc), kc, vc
+
+    run, (kc, vc) = compile(step), caches(new)
+    yield run(*tokens(new, 3), kc, vc)
