@@ -242,11 +242,11 @@ def check(drive: Drive, policy: str = "float32", dtype: str = "float32", **how: 
 def _verdict_of(error: Exception, drive: Drive, how: How) -> str:
     if _is_on_purpose(error):
         return "loud"
-    return "invalid" if how.generate_code and _raises_without_kvcompile(error, drive, how) else "crash"
+    return "invalid" if _raises_without_kvcompile(error, drive, how) else "crash"
 
 
 def _raises_without_kvcompile(error: Exception, drive: Drive, how: How) -> bool:
-    """Whether plain Inductor raises an error of the same type: then the fault is PyTorch's."""
+    """Whether plain Inductor, run in the same way, raises an error of the same type: then the fault is PyTorch's."""
     torch._dynamo.reset()
     try:
         for _ in drive(how.compiled_plain, how.new()):

@@ -28,6 +28,7 @@ def drive_that_raises(*errors: type[Exception] | None) -> Drive:
     return drive
 
 
+@pytest.mark.parametrize("generate_code", [False, True])
 @pytest.mark.parametrize(
     ("packed", "plain", "verdict"),
     [
@@ -37,11 +38,7 @@ def drive_that_raises(*errors: type[Exception] | None) -> Drive:
         (None, NameError, "equal"),
     ],
 )
-def test_an_error_of_generated_code_counts_unless_plain_inductor_raises_it_too(
-    packed: type[Exception] | None, plain: type[Exception] | None, verdict: str
+def test_an_error_of_compiled_code_counts_unless_plain_inductor_raises_it_too(
+    packed: type[Exception] | None, plain: type[Exception] | None, verdict: str, generate_code: bool
 ) -> None:
-    assert compare(drive_that_raises(packed, plain), How(generate_code=True)).verdict == verdict
-
-
-def test_an_error_counts_if_no_code_is_generated() -> None:
-    assert compare(drive_that_raises(NameError, NameError), How()).verdict == "crash"
+    assert compare(drive_that_raises(packed, plain), How(generate_code=generate_code)).verdict == verdict
