@@ -140,12 +140,21 @@ def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     described = []
     for arg in given:
         value = arg.meta["val"] if isinstance(arg, Node) else arg
+        parts = [value]
         if isinstance(value, torch.Tensor):
-            value = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device)
-        elif isinstance(value, torch.SymInt) or not isinstance(value, Hashable):
+            parts = [*value.shape, *value.stride(), value.storage_offset(), value.dtype, value.device]
+        parts = [_constant(part) for part in parts]
+        if any(isinstance(part, torch.SymInt) or not isinstance(part, Hashable) for part in parts):
             return None
-        described.append((type(arg), value, next(place for place, other in enumerate(given) if other is arg)))
+        described.append((type(arg), *parts, next(place for place, other in enumerate(given) if other is arg)))
     return fn.__code__, tuple(described)
+
+
+def _constant(value: Any) -> Any:
+    """``value``, or its number if it is a symbolic size that a guard has made constant."""
+    if isinstance(value, torch.SymInt) and (expr := expression_of(value)).is_number:
+        return int(expr)
+    return value
 
 
 def _copied(graph: Graph, node: Node, env: dict[Node, Node]) -> Node:
@@ -174,11 +183,10 @@ def symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
 
 def size_node(graph: Graph, size: int | torch.SymInt) -> Node | int:
     """A node that computes ``size`` from the graph's symbolic inputs, or the number itself."""
+    size = _constant(size)
     if not isinstance(size, torch.SymInt):
         return size
     expr = expression_of(size)
-    if expr.is_number:
-        return int(expr)
     tracer = GraphAppendingTracer(graph)  # one for all proxies: operations on two of them ask for it
     proxies = {symbol: Proxy(node, tracer) for symbol, node in symbol_nodes(graph).items()}
     before = set(graph.nodes)

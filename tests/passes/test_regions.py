@@ -143,3 +143,16 @@ def test_a_graph_with_symbolic_sizes_gets_the_operations() -> None:
     gm.recompile()
     assert not calls_of_regions(gm.graph)
     assert torch.equal(gm(3, torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+def test_sizes_that_became_constant_are_numbers() -> None:
+    gm, mode = GraphModule({}, Graph()), FakeTensorMode(shape_env=ShapeEnv())
+    x, y = (gm.graph.placeholder(name) for name in "xy")
+    x.meta["val"], y.meta["val"] = (mode.from_tensor(torch.randn(3, 4)) for _ in "xy")
+    assert x.meta["val"].shape == (3, 4) == y.meta["val"].shape  # a guard on each size
+    assert isinstance(x.meta["val"].shape[0], torch.SymInt)
+    gm.graph.output(tuple(insert_region(gm.graph, "doubled", doubled, node) for node in (x, y)))
+    gm.recompile()
+    assert calls_of_regions(gm.graph) == ["kvquant_doubled_0"] * 2
+    for result in gm(torch.ones(3, 4), torch.ones(3, 4)):
+        assert torch.equal(result, torch.full((3, 4), 2.0))
