@@ -1,18 +1,23 @@
 """Decode attention on packed caches, compared with the read ceiling and PyTorch's fastest attention in bfloat16.
 
     python benchmarks/decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4_per_token_head ...] [--q-len 1]
+                                [--programs-per-sm 2 4 8 ...]
 
 For every shape and format: the time of ``kvcompile::attention`` on a full cache of encoded random data. The baseline is
 the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``, without a mask, on an
 unexpanded cache. Then, for every format without a residual, the cost of masks: a mostly empty static cache with a bool
 mask, compared with a cache of only the visible tokens without a mask. Every result is first compared with the
-plain-PyTorch specification.
+plain-PyTorch specification. ``--programs-per-sm`` adds rows for other numbers of programs for each multiprocessor than
+:mod:`kvcompile.kernels.attention.configs` has.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from recording import Chart, Recorder, argument, parse_arguments
@@ -30,6 +35,8 @@ from kvcompile.benching.workloads import (
     parse_formats,
     time_sdpa,
 )
+from kvcompile.kernels import launch
+from kvcompile.kernels.attention.configs import AttentionConfig, num_splits
 from kvcompile.passes.site import FormatPair
 
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072", "8,32/8,128,1024")]
@@ -51,14 +58,37 @@ def time_baseline(recorder: Recorder, shape: Shape, q_len: int) -> tuple[str, Ti
     return next(iter(timings.items()), None)
 
 
+@contextlib.contextmanager
+def programs_per_sm(count: int) -> Iterator[None]:
+    """In the block, decode kernels have ``count`` programs for each multiprocessor, whatever their configurations."""
+
+    def splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
+        return num_splits(dataclasses.replace(config, programs_per_sm=count), programs, kv_len, num_sms)
+
+    with mock.patch.object(launch, "num_splits", splits):
+        yield
+
+
 def time_format(
-    recorder: Recorder, shape: Shape, name: str, pair: FormatPair, q_len: int, baseline: tuple[str, Timing] | None
+    recorder: Recorder,
+    shape: Shape,
+    name: str,
+    pair: FormatPair,
+    q_len: int,
+    baseline: tuple[str, Timing] | None,
+    others: list[int],
 ) -> None:
-    """Add a row for a full cache of one format."""
+    """Add a row for a full cache of one format, and one for each of ``others``, numbers of programs."""
     with recorder.row(case="kvcompile", shape=str(shape), format=name, q_len=q_len) as row:
         step = PackedDecode.of(shape, pair, q_len)
         row["relative_error"] = step.relative_error
         row |= recorder.timed(time_graph(step.run, step.inputs), step.nbytes, baseline)
+    if "error" in row:
+        return
+    for count in others:
+        case = f"kvcompile, {count} programs per multiprocessor"
+        with recorder.row(case=case, shape=str(shape), format=name, q_len=q_len) as row, programs_per_sm(count):
+            row |= recorder.timed(time_graph(step.run, step.inputs), step.nbytes, baseline)
 
 
 def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: FormatPair) -> None:
@@ -105,6 +135,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", type=argument(Shape.parse), default=SHAPES)
     parser.add_argument("--formats", nargs="*", type=argument(parse_formats), default=default_formats())
     parser.add_argument("--q-len", type=int, default=1, help="query positions (default: %(default)s)")
+    parser.add_argument("--programs-per-sm", nargs="*", type=int, default=[], help="further numbers to time")
     parser.add_argument("--masked-shapes", nargs="*", type=argument(Shape.parse), default=MASKED_SHAPES)
     parser.add_argument("--visible", type=int, default=1000, help="tokens that a mask shows (default: %(default)s)")
     arguments = parse_arguments(parser)
@@ -113,7 +144,7 @@ def main() -> int:
         for shape in arguments.shapes:
             baseline = time_baseline(recorder, shape, arguments.q_len)
             for name, pair in arguments.formats:
-                time_format(recorder, shape, name, pair, arguments.q_len, baseline)
+                time_format(recorder, shape, name, pair, arguments.q_len, baseline, arguments.programs_per_sm)
         for shape in arguments.masked_shapes:
             time_range(recorder, shape, arguments.visible)
             for name, pair in arguments.formats:

@@ -25,7 +25,8 @@ class AttentionConfig:
         num_warps: warps of a program.
         num_stages: tiles that are loaded ahead.
         max_registers: most registers of a thread; None leaves the number to the compiler.
-        programs_per_sm: programs that a streaming multiprocessor runs at once; determines the number of splits.
+        programs_per_sm: programs for each streaming multiprocessor, which determine the number of splits. A
+            multiprocessor has room for as many at once, and often for more.
     """
 
     rows: int
@@ -43,14 +44,15 @@ class AttentionConfig:
 
 
 # Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
-# Twelve warps with 168 registers fill a register file, and the tiles that they load ahead fit into shared memory. Most
-# formats are faster with eight warps, two per scheduler. With fewer than 64 tokens per warp, a thread would have a
-# single 16-bit scale, which is too small for an asynchronous copy.
+# Four warps per multiprocessor, one per scheduler, keep the memory busy if a code takes few instructions. Of two warps
+# that share a scheduler, one is served first, and the other one ends later and alone. Codes of 2 and 3 bits take more
+# instructions, which need more warps. With fewer than 64 tokens per warp, a thread would have a single 16-bit scale,
+# which is too small for an asynchronous copy.
 DECODE = {
-    (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=2),
+    (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
     (9, 0, 0): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=5),  # words
-    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=4),
-    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=4),
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=2),
+    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=2),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
     (9, 4, 4): AttentionConfig(8, 256, num_stages=3, max_registers=168, programs_per_sm=2),
     (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
@@ -62,8 +64,8 @@ DECODE = {
 }
 # Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above.
 DECODE_DIGITS = {
-    (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
-    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=4),
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=7),
     (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
 }
 SCRATCH_NBYTES = 8 << 10
@@ -155,7 +157,7 @@ def latent_config(capability: int, rows: int, float32: bool, has_gluon: bool) ->
 
 
 def num_splits(config: AttentionConfig, programs: int, kv_len: int, num_sms: int) -> int:
-    """The number of splits of the tokens: all programs run in one wave, and every split has a tile.
+    """The number of splits of the tokens: all programs run at once if possible, and every split has a tile.
 
     Args:
         config: the configuration of the kernel.
