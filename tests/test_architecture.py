@@ -88,8 +88,8 @@ ROOMS_WITH_TRANSFORMERS = (
 )
 """The modules that import Transformers, inside the functions that need it."""
 
-INSIDE_FUNCTIONS = {"triton", "transformers", "depyf", "matplotlib"}
-"""Packages that functions may import: optional ones, and one that takes seconds to import."""
+INSIDE_FUNCTIONS = {"triton", "transformers", "huggingface_hub", "depyf", "matplotlib"}
+"""Packages that functions may import: optional ones, and those that take seconds to import."""
 
 
 @dataclass(frozen=True)

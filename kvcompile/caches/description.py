@@ -212,6 +212,11 @@ class Reader:
             if bases.register(bases.Basis(**parts)) != digest:
                 raise self._contradiction(f"{_BASIS}{digest}", f"the digest {digest}", "other numbers")
 
+    def check_all_used(self) -> None:
+        """Raise CacheFileError if the description has left out a tensor of the file."""
+        if self._tensors:
+            raise self._contradiction("the cache", "a part of the file", f"the tensor {min(self._tensors)}, too")
+
     def make(self, content: Any) -> Any:
         """The object that ``content`` describes.
 

@@ -13,13 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcompile.errors import CacheFileError, one_line
+from kvcompile.errors import CacheFileError, one_line, shown
 from kvcompile.files import digests
 from kvcompile.files.reading import is_folder
 
 
 def check_replaceable(path: Path) -> None:
     """Raise CacheFileError if ``path`` is something else than a regular file or nothing, or has no folder."""
+    if "\0" in str(path):
+        raise CacheFileError(f"save_cache: {shown(str(path))} is not a path; give one without a null character")
     if not is_folder(path.parent):
         raise CacheFileError(f"save_cache: {path.parent} is not a folder; make it first")
     if path.is_symlink() or (path.exists() and not path.is_file()):

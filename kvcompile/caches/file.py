@@ -18,7 +18,7 @@ from kvcompile.caches.division import share_of
 from kvcompile.caches.ranks import Ranks
 from kvcompile.caches.save_on_ranks import save_on_ranks
 from kvcompile.caches.source import FORMAT, OWN_ENTRIES, VERSION, Source, check_origin
-from kvcompile.errors import CacheFileError, one_line
+from kvcompile.errors import CacheFileError, one_line, shown
 from kvcompile.files import digests
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
@@ -68,12 +68,20 @@ def save_cache(
     if taken := sorted(set(OWN_ENTRIES) & set(metadata or {})):
         raise CacheFileError(f"save_cache: the file writes the metadata {taken[0]!r} itself; choose another name")
     fingerprint = {"fingerprint": digests.of_model(model)} if model is not None else {}
+    for name, value in (metadata or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise CacheFileError(
+                f"save_cache: metadata are names and texts, but {shown(name)} is {shown(value)}; give a string"
+            )
     if ranks is not None:
         save_on_ranks(cache, path, metadata or {}, fingerprint, ranks)
         return
     check_replaceable(path)
     writer = Writer()
-    content = writer.describe(cache, "")
+    try:
+        content = writer.describe(cache, "")
+    except RecursionError:
+        raise CacheFileError("save_cache: the cache contains itself, or too many levels are nested") from None
     if not writer.tensors:
         raise CacheFileError("save_cache: the cache holds no tensors; save it after the model has read a prompt")
     header = {
@@ -156,7 +164,11 @@ def _load(
             share = share_of(source.content, ranks, {name: one.shape for name, one in source.tensors.items()})
             tensors = source.read(share.ranges, verify)
             shard = ranks.shard if ranks is not None else None
-            return Reader(tensors, source.header, device, path, shard).make(share.content), source.save
+            reader = Reader(tensors, source.header, device, path, shard)
+            cache = reader.make(share.content)
+            if ranks is None:
+                reader.check_all_used()
+            return cache, source.save
     except (CacheFileError, OSError):
         raise
     except _NOT_VALID as error:

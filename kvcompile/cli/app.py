@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -16,12 +18,21 @@ COMMANDS = ("plan", "policy", "eval", "compare", "tune", "calibrate", "explain",
 """Modules of this package, in the order of the help."""
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""The class of all errors about arguments; the module that defines it depends on the release of typer."""
+
+
 class ErrorReporter(TyperGroup):
     """A group of commands that reports the users' mistakes as plain lines on stderr, never as a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _short_usage_errors():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _short_usage_errors():
+                return super().invoke(ctx)
         except BrokenPipeError:
             raise  # the reader of a pipe has closed it; typer ends the program quietly
         except KVCompileError as error:
@@ -29,6 +40,16 @@ class ErrorReporter(TyperGroup):
         except OSError as error:
             print_error(cut(f"{error.filename}: {error.strerror}" if error.filename else str(error), MAX_MESSAGE))
         raise typer.Exit(USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def _short_usage_errors() -> Iterator[None]:
+    """Cut the message of an unknown option or command, which repeats what the user wrote, whatever its length."""
+    try:
+        yield
+    except _UsageError as error:
+        error.message = cut(error.message)  # type: ignore[attr-defined]
+        raise
 
 
 app = typer.Typer(

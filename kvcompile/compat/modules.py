@@ -40,5 +40,6 @@ def traced_module() -> nn.Module | None:
     """
     running = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
     scope = getattr(getattr(running, "output", None), "local_scope", None) or {}
-    callee = scope.get("self", (*scope.get("args", ()), None)[0])
+    first = next(iter(scope.values()), None)  # not every method calls its module self
+    callee = scope.get("self", (*scope.get("args", (first,)), None)[0])
     return callee if isinstance(callee, nn.Module) else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcompile.debugging.output_code import marked, packed_inputs
+from kvcompile.debugging.output_code import PackedParts, marked
 from kvcompile.debugging.stages import Stage
 from kvcompile.errors import KVCompileError
 from kvcompile.policy.policy import Policy
@@ -44,8 +44,8 @@ class DumpedGraph:
     """(file, its description), in the order of writing."""
     after_last_pass: str = ""
     """The graph as the last pass left it."""
-    packed: dict[str, str] = field(default_factory=dict)
-    """The packed caches among the inputs of the rewritten graph, by name, with their roles."""
+    packed: PackedParts = field(default_factory=PackedParts)
+    """What is known of packed caches in the rewritten graph."""
 
 
 class DumpFolder:
@@ -85,7 +85,7 @@ class DumpFolder:
     def stage(self, number: int, stage: Stage, text: str) -> None:
         """Write a graph at one of its stages."""
         if stage is Stage.rewritten:
-            self.graphs[number - 1].packed = packed_inputs(text)
+            self.graphs[number - 1].packed = PackedParts.of(text)
         self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
 
     def passed(self, number: int, step: int, name: str, text: str) -> None:

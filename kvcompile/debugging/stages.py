@@ -151,7 +151,7 @@ class GraphStages:
 def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     """The graph as Python. Comments name the inputs, each change of module, and the role of a line for a site.
 
-    Each store, attention and other role that takes several lines has a heading.
+    Each store has a heading, and so has each other role that takes several lines.
 
     Args:
         gm: a graph of any stage.
@@ -174,7 +174,7 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
                 lines.append(f"{assigned[1]}# module {inner}")
                 module = inner
             comment = _comment(node)
-            if comment is not None and comment != role and roles[comment] > 1:
+            if comment is not None and comment != role and (roles[comment] > 1 or comment.endswith(" store")):
                 lines += ["", f"{assigned[1]}# ==== {comment} ===="]
             role = comment or role
             line = "  # ".join(filter(None, (line, comment)))

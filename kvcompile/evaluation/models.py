@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.compat.modules import is_compiled_in_place, original_module
-from kvcompile.errors import KVCompileError, cut, did_you_mean
+from kvcompile.errors import KVCompileError, cut, did_you_mean, one_line
 from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.hub import check_hub_name, hub_is_silent
 from kvcompile.files.reading import MAX_CONFIG, check_file, is_folder, is_path
 
 if TYPE_CHECKING:
@@ -43,13 +44,12 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     Raises:
         EvaluationError: there is no such model, device or dtype.
     """
-    from transformers import AutoModelForCausalLM
-
     place = find_device(device)
     found = _dtype(dtype, place)
-    with _mistakes_named(name):
-        _check_name(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=found)
+    with _files_of(name) as where:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=found, **where)
     return model.eval().to(place)
 
 
@@ -67,13 +67,12 @@ def random_model(
     Raises:
         EvaluationError: there is no such config, device or dtype, or the config has fewer layers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     place = find_device(device)
     found = _dtype(dtype, place)
-    with _mistakes_named(name):
-        _check_name(name)
-        config = AutoConfig.from_pretrained(name)
+    with _files_of(name) as where:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(name, **where)
         text = config.get_text_config(decoder=True)
         if num_layers is not None:
             _keep_layers(text, num_layers)
@@ -93,14 +92,41 @@ def has_weights(name: str) -> bool:
     return not path.exists()
 
 
-def _check_name(name: str) -> None:
-    """Raise OSError if a name is a path at which Transformers cannot find a model or a config."""
+@contextlib.contextmanager
+def _files_of(name: str) -> Iterator[dict[str, Any]]:
+    """The arguments of ``from_pretrained`` that say where the files of a model are.
+
+    Raises:
+        EvaluationError: Transformers cannot find or read them, or the block raises an error.
+    """
+    with _mistakes_named(name):
+        silence = hub_is_silent(name) if _is_on_hub(name) else ""
+        if not silence:
+            yield {}
+            return
+        try:
+            yield {"local_files_only": True}
+        except OSError as error:
+            raise OSError(
+                "no such folder, not among the files downloaded before, and the Hugging Face hub does not answer "
+                f"({one_line(silence)})"
+            ) from error
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a name is a model's on the hub; OSError if it is a path at which Transformers finds no model or config"""
     if name.endswith(".json"):
         check_file(Path(name), MAX_CONFIG)
-    elif is_path(Path(name)) and not is_folder(Path(name)):
+    elif is_folder(Path(name)):
+        return False
+    elif is_path(Path(name)):
         raise OSError("it is neither a folder nor a .json file")
-    elif name.startswith((".", "/", "~")) and not is_path(Path(name)):
+    elif name.startswith((".", "/", "~")):
         raise OSError("no such folder; give a folder with a model, or its name on the Hugging Face hub")
+    else:
+        check_hub_name(name)
+        return True
+    return False
 
 
 def _keep_layers(config: Any, num_layers: int) -> None:

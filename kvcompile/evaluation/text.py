@@ -13,13 +13,16 @@ from torch import Tensor
 
 from kvcompile.errors import cut
 from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.hub import hub_arguments
 from kvcompile.evaluation.models import first_line, reads_bytes, text_config
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.files.reading import read_file
+from kvcompile.files.reading import is_folder, read_file
 
 HELD_OUT = "val.bin"
 """The default text of a byte-level model, a file in the model's folder."""
 
+MAX_TOKENS = 1 << 25
+"""The most tokens of all windows together."""
 
 MAX_TEXT = 1 << 26
 """The maximum size of a text, in bytes."""
@@ -81,7 +84,8 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
         num_windows: the number of windows.
 
     Raises:
-        EvaluationError: there is no text, no tokenizer or too little text, or a window exceeds the model's context.
+        EvaluationError: there is no text, no tokenizer or too little text for the windows, or a window exceeds the
+            model's context.
     """
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and schedule.num_tokens > limit:
@@ -99,6 +103,12 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
         raise EvaluationError(
             f"{path}: {len(tokens)} tokens, but a window takes {schedule.window_tokens}; give more text, or a smaller "
             "--prefill or --decode"
+        )
+    most = min(len(tokens) - schedule.window_tokens + 1, MAX_TOKENS // schedule.window_tokens)
+    if num_windows > most:
+        raise EvaluationError(
+            f"--windows {num_windows}: {path.name} gives at most {most} different windows of {schedule.window_tokens} "
+            "tokens; give a smaller number"
         )
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
     windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)].long()
@@ -137,7 +147,8 @@ def encoder(model: Any, model_name: str) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        where = {} if is_folder(Path(model_name)) else hub_arguments(model_name)
+        tokenizer = AutoTokenizer.from_pretrained(model_name, **where)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise EvaluationError(f"--model {model_name}: no tokenizer: {first_line(error)}") from error
     return lambda string: tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]

@@ -143,6 +143,7 @@ def tune_on(
         table = {half: options for half, options in table.items() if options and half.module not in left}
         return _Search(table, sites, numel, model.dtype.itemsize, budget_bits, known)
 
+    _check_budget(halves, numel, names, model.dtype.itemsize, budget_bits)
     measured = estimate_divergences(model, tap, windows, halves, names, named, on_progress)
     left: set[str] = set()
     rounds = itertools.count(1)
@@ -189,6 +190,25 @@ def search_formats(formats: Iterable[str] | None, budget_bits: float, *, has_tra
     return names
 
 
+def _check_budget(
+    halves: Sequence[HalfCache], numel: int, formats: Iterable[str], plain_itemsize: int, budget_bits: float
+) -> None:
+    """Raise EvaluationError before all measurements if even the smallest formats of all caches exceed the budget."""
+    least = plain_itemsize * (numel - sum(half.numel for half in halves))
+    for half in halves:
+        sizes = [size for name in formats if (size := half.nbytes(name)) is not None]
+        least += min(sizes, default=plain_itemsize * half.numel)
+    if least > math.floor(budget_bits * numel / 8):
+        raise _no_room(budget_bits, 8 * least / numel)
+
+
+def _no_room(budget_bits: float, least_bits: float) -> EvaluationError:
+    return EvaluationError(
+        f"no choice of formats fits a budget of {budget_bits:g} bits: the smallest choice takes {least_bits:.4g}; give "
+        "a larger budget or smaller formats"
+    )
+
+
 class _Search:
     """The choice of formats for all key caches and value caches that can be packed."""
 
@@ -231,10 +251,7 @@ class _Search:
         try:
             chosen = choose(slots, capacity)
         except NoRoomError as error:
-            raise EvaluationError(
-                f"no choice of formats fits a budget of {self.budget_bits:g} bits: the smallest choice takes "
-                f"{self._bits(error.least):.4g}; give a larger budget or smaller formats"
-            ) from None
+            raise _no_room(self.budget_bits, self._bits(error.least)) from None
         return [options[index] for options, index in zip(table, chosen, strict=True)]
 
     def not_measured(self, chosen: Sequence[FormatCost]) -> list[tuple[HalfCache, str]]:

@@ -19,6 +19,9 @@ _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_conf
 MAX_INTEGER = 1 << 31
 """The largest size that a config may have."""
 
+MAX_NAME = 100
+"""The most characters of a model type."""
+
 MAX_LAYERS = 10_000
 """The maximum number of layers in a config."""
 
@@ -123,5 +126,8 @@ def _language_part(values: Mapping[str, Any], source: str) -> Fields:
         name = next((name for name in _LANGUAGE_PARTS if isinstance(values.get(name), dict)), None)
         if name is None:
             family = FAMILIES.get(str(values.get("model_type")), Family())
-            return Fields(values, source, part, outer, family.defaults)
+            fields = Fields(values, source, part, outer, family.defaults)
+            if not isinstance(values.get("model_type", ""), str | None) or len(fields.model_type) > MAX_NAME:
+                raise fields.error("model_type", f"expected a name, got {shown(values['model_type'])}")
+            return fields
         values, part = values[name], f"{part}{name}."

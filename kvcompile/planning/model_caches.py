@@ -208,10 +208,10 @@ class _Reader:
             layer_types = [self._layer_type(layer) for layer in range(num_layers)]
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise self.fields.error("layer_types", f"expected a list of {num_layers} names")
-        unknown = [name for name in layer_types if name not in _KIND_OF_LAYER_TYPE]
+        unknown = [name for name in layer_types if not isinstance(name, str) or name not in _KIND_OF_LAYER_TYPE]
         if unknown:
             known = ", ".join(_KIND_OF_LAYER_TYPE)
-            text = f"the planner does not know what a layer {unknown[0]!r} keeps (known: {known})"
+            text = f"the planner does not know what a layer {shown(unknown[0])} keeps (known: {known})"
             raise self.fields.error("layer_types", text)
         with_state = sum(name in _HAS_STATE for name in layer_types)
         if with_state:
@@ -294,4 +294,4 @@ def _refuse_unknown_caches(fields: Fields) -> None:
     hint = next((name for name, value in fields.values.items() if value and re.search(pattern, name)), None)
     if hint is not None:
         what = "says that some layers do not keep plain keys and values"
-        raise fields.error(hint, f"{what}, and the planner does not know model_type {fields.model_type!r}")
+        raise fields.error(hint, f"{what}, and the planner does not know model_type {shown(fields.model_type)}")

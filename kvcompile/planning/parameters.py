@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import sympy
 
+from kvcompile.errors import shown
 from kvcompile.planning.config_file import Fields
 from kvcompile.planning.errors import PlanError
 from kvcompile.planning.model_caches import ModelCaches
@@ -136,7 +137,9 @@ def count_parameters(fields: Fields, caches: ModelCaches) -> ParameterCount:
     architecture = ARCHITECTURES.get(fields.model_type)
     remedy = "give the size of the weights, e.g. --weights 16GB"
     if architecture is None:
-        raise PlanError(f"{fields.source}: cannot count the parameters of model_type {fields.model_type!r}; {remedy}")
+        raise PlanError(
+            f"{fields.source}: cannot count the parameters of model_type {shown(fields.model_type)}; {remedy}"
+        )
     if fields.nested:
         raise PlanError(f"{fields.source}: the config also describes parts outside {fields.part[:-1]}; {remedy}")
     if fields.get("per_layer_config"):

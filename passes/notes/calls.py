@@ -54,14 +54,19 @@ def _name_of_target(node: Node) -> str:
 def _code_of_call(file: str, line: int, name: str) -> str | None:
     """The text of the call of ``name`` in the statement at ``line``, or else of this statement; None without both.
 
-    The statement may have several lines. A statement with a body, such as ``if``, has no text here.
+    The statement may have several lines. A statement with a body, such as ``if``, has no text here. If several
+    statements share the line, only a call that one of them alone contains has a text.
     """
-    statements = [node for node in _parsed(file) if isinstance(node, ast.stmt) and _spans(node, line)]
-    statement = min(statements, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
-    if statement is None or hasattr(statement, "body"):
+    around = [node for node in _parsed(file) if isinstance(node, ast.stmt) and _spans(node, line)]
+    shortest = min((_num_lines(node) for node in around), default=0)
+    statements = [node for node in around if _num_lines(node) == shortest]
+    if not statements or any(hasattr(statement, "body") for statement in statements):
         return None
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _called(node) == name]
-    found = next((call for call in calls if _spans(call, line)), statement)
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) == name and _spans(node, line)]
+    if len(statements) > 1:
+        return " ".join(ast.unparse(calls[0]).split()) if len(calls) == 1 else None
+    found = next(iter(calls), statements[0])
     return " ".join(ast.unparse(found).split())
 
 
@@ -73,6 +78,10 @@ def _parsed(file: str) -> tuple[ast.AST, ...]:
             return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError, RecursionError):
         return ()
+
+
+def _num_lines(statement: ast.stmt) -> int:
+    return (statement.end_lineno or statement.lineno) - statement.lineno + 1
 
 
 def _spans(node: ast.stmt | ast.expr, line: int) -> bool:

@@ -186,11 +186,15 @@ def test_dynamo_says_which_module_it_traces() -> None:
         def half(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1
 
+        def third(this, x: torch.Tensor) -> torch.Tensor:
+            return x / 3
+
     module = Doubled()
-    calls = (torch.compile(module, backend=backend), module, torch.compile(module.half, backend=backend))
+    methods = (torch.compile(method, backend=backend) for method in (module.half, module.third))
+    calls = (torch.compile(module, backend=backend), module, *methods)
     module.compile(backend=backend)
     for call in (*calls, torch.compile(lambda x: x + 1, backend=backend)):
         torch._dynamo.reset()  # another call of the same code would be served by the graph of the first
         call(torch.zeros(2))
-    assert found == [module, module, module, None]
+    assert found == [module, module, module, module, None]
     assert modules.traced_module() is None

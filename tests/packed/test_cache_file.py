@@ -230,6 +230,12 @@ def test_what_cannot_be_saved_is_named_and_leaves_the_file_alone(file: Path) -> 
         kvcompile.save_cache({"layers": [torch.ones(1), {"parts": {1}}]}, file)
     with pytest.raises(CacheFileError, match="keys is a Parameter"):
         kvcompile.save_cache({"keys": torch.nn.Parameter(torch.ones(1))}, file)
+    itself: list[Any] = [torch.ones(1)]
+    itself.append(itself)
+    with pytest.raises(CacheFileError, match="the cache contains itself"):
+        kvcompile.save_cache(itself, file)
+    with pytest.raises(CacheFileError, match="'position' is 3; give a string"):
+        kvcompile.save_cache(torch.ones(1), file, {"position": 3})  # type: ignore[dict-item]
     assert kvcompile.load_cache(file).tolist() == [1, 1]
     assert list(file.parent.iterdir()) == [file]
 
@@ -288,6 +294,14 @@ def test_a_description_that_contradicts_the_tensors_is_an_error(changes: dict[st
         kvcompile.load_cache(file)
 
 
+@pytest.mark.parametrize("content", ["null", "NaN", '{"list": [{"tensor": "0"}]}'])
+def test_a_description_that_leaves_out_tensors_is_an_error(content: str, file: Path) -> None:
+    kvcompile.save_cache([torch.ones(2), torch.zeros(2)], file)
+    rewrite_header(file, content=content)
+    with pytest.raises(CacheFileError, match=r"described as a part of the file, but the file has the tensor [01], too"):
+        kvcompile.load_cache(file)
+
+
 def test_a_cache_belongs_to_the_model_that_computed_it(file: Path) -> None:
     model = tiny_llama(num_layers=2)
     kvcompile.save_cache(torch.ones(2), file, model=model)
@@ -331,3 +345,5 @@ def test_metadata_of_the_file_itself_are_refused(file: Path) -> None:
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match=r"save_cache: .*nowhere is not a folder"):
         kvcompile.save_cache(torch.zeros(2), tmp_path / "nowhere" / "cache.safetensors")
+    with pytest.raises(CacheFileError, match="is not a path; give one without a null character"):
+        kvcompile.save_cache(torch.zeros(2), "a\0b")

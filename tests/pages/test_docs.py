@@ -78,6 +78,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_merge_is_half_done(page: Path) -> None:
+    assert not re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 @by_page
 @pytest.mark.usefixtures("folder")
 def test_policies_are_policies(page: Path) -> None:

@@ -159,7 +159,9 @@ def test_files_that_a_policy_names_are_no_pipes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"num_hidden_layers": 10**9}, {"num_hidden_layers": True}, {"hidden_size": 10**30}, {"num_attention_heads": 0},
-     {"num_key_value_heads": "2"}, {"num_hidden_layers": None}, {"head_dim": -1}],
+     {"num_key_value_heads": "2"}, {"num_hidden_layers": None}, {"head_dim": -1},
+     {"layer_types": [{"a": 1}] * 2}, {"layer_types": ["x" * 10**5] * 2}, {"model_type": ["llama"]},
+     {"model_type": "x" * 10**5}],
 )  # fmt: skip
 def test_a_bad_config_gets_one_short_line(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "config.json"

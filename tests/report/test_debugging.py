@@ -24,7 +24,6 @@ from torch._inductor.codecache import PyCodeCache
 from torch.fx import GraphModule
 
 import kvcompile
-from kvcompile.debugging.output_code import marked, packed_inputs
 from kvcompile.errors import KVCompileError
 from kvcompile.passes.pipeline import PIPELINE
 from kvcompile.policy.policy import Policy
@@ -440,36 +439,3 @@ def test_inside_a_dump_of_depyf_there_is_no_second_one(tmp_path: Path, monkeypat
     with refused, kvcompile.debug(tmp_path / "out"):
         pass
     assert not (tmp_path / "out").exists()
-
-
-# Marks in the dump
-
-
-def test_calls_on_packed_caches_and_their_views_are_marked_in_generated_code() -> None:
-    packed = packed_inputs("# inputs:\n#    arg0  L['x']\n#    arg1_packed  L['c'].keys  layers.0: packed key cache\n")
-    assert packed == {"arg1_packed": "layers.0: packed key cache"}
-    code = (
-        "cpp = compile(r'''\n    kernel(arg1_packed)\n''')\n"
-        "def call(args):\n"
-        "    arg0, arg1_packed = args\n"
-        "    assert_size_stride(arg1_packed, (1,), (1,))\n"
-        "    buf0 = torch.ops.aten.view.dtype(arg1_packed, torch.float16)\n"
-        "    buf1 = buf0\n"
-        "    cpp_fused_0(arg0, buf2)\n"
-        "    cpp_fused_1(arg0, buf1)\n"
-        "    buf3 = torch.ops.kvcompile.attention.default(arg0)\n"
-    )
-    lines = marked(code, packed).splitlines()
-    comments = {line.strip(): lines[number + 1].strip() for number, line in enumerate(lines) if "# kvquant:" in line}
-    assert comments == {
-        "# kvquant: layers.0: packed key cache": "cpp_fused_1(arg0, buf1)",
-        "# kvquant: kvcompile.attention.default": "buf3 = torch.ops.kvcompile.attention.default(arg0)",
-    }
-    assert [line for line in lines if "# kvquant" not in line] == code.splitlines()
-    assert marked("no python (", packed) == "no python ("
-
-
-def test_each_store_and_attention_has_a_heading_in_the_rewritten_graph(dump: Dump) -> None:
-    headings = re.findall(r"^ +# ==== (.*) ====$", dump.read("graph_1/4_rewritten.py"), re.MULTILINE)
-    assert len(headings) == len(set(headings))
-    assert {heading.rsplit(": ", 1)[1] for heading in headings} >= {"key store", "value store", "packed attention"}

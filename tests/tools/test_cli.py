@@ -60,6 +60,14 @@ def help_of(*command: str) -> str:
     return run(shlex.join([*command, "--help"]))[0]
 
 
+@pytest.mark.parametrize("command", ["e" * 5000, "plan --conf" + "g" * 5000, "-" + "x" * 5000])
+def test_a_long_mistake_gets_a_short_message(command: str) -> None:
+    _, err = run(command, code=2)
+    message = err.splitlines()[-1]
+    assert message.startswith("Error: No such ")
+    assert len(message) < 200
+
+
 def cells(text: str) -> list[list[str]]:
     """The cells of all rows of all tables in a text."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]

@@ -19,8 +19,10 @@ from small_models import CONTEXT, HEAD_DIM, MODULES, give_outlier_keys, save, sm
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
+from kvcompile.errors import MAX_MESSAGE
 from kvcompile.evaluation.attention_sites import attention_sites, listen
 from kvcompile.evaluation.errors import EvaluationError
+from kvcompile.evaluation.models import load_model
 from kvcompile.evaluation.replay import Step
 from kvcompile.evaluation.results import Evaluation
 from kvcompile.evaluation.results_text import exact_tokens, layers
@@ -251,6 +253,10 @@ def test_the_examples_run_up_to_the_evaluation(folder: Path, monkeypatch: pytest
         ("--data nowhere.txt --prefill 8 --decode 8", "nowhere.txt: cannot be read: [Errno 2] No such file"),
         ("--data config.json --prefill 8 --decode 2000", f"make 2008 tokens, but the model reads at most {CONTEXT}"),
         ("--data short.txt --prefill 8 --decode 8", "short.txt: 3 tokens, but a window takes 17; give more text"),
+        (
+            "--windows 1000000000 --prefill 8 --decode 8",
+            "val.bin gives at most 1984 different windows of 17 tokens",
+        ),
         ("--device nonsense", "--device nonsense: "),
         (
             "--dtype float31",
@@ -275,6 +281,37 @@ def test_a_folder_without_a_model_is_a_mistake_in_one_line(tmp_path: Path) -> No
     _, err = run(f"eval --model {tmp_path}", code=2)
     assert err.startswith(f"kvcompile: error: --model {tmp_path}: ")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("command", ["eval", "explain"])
+def test_a_name_is_no_model_if_the_hub_does_not_answer(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is asked once; its own client would ask for 20 seconds."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    _, err = run(f"{command} --model no_such_folder", code=2)
+    assert err.startswith("kvcompile: error: --model no_such_folder: no such folder, not among the files downloaded ")
+    assert "the Hugging Face hub does not answer (" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["my model", "a/b/c", "x" * 5000])
+def test_a_name_that_cannot_be_on_the_hub_is_not_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("kvcompile.evaluation.models.hub_is_silent")
+    with pytest.raises(EvaluationError, match="no such folder, and not a valid name on the Hugging Face hub") as caught:
+        load_model(name)
+    assert len(str(caught.value)) <= MAX_MESSAGE
+
+
+def test_files_that_were_downloaded_before_are_found_while_the_hub_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
+    save(small_model(num_layers=1), snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert load_model("owner/model", "cpu").config.num_hidden_layers == 1
 
 
 def test_other_models_need_a_text(tmp_path: Path) -> None:
