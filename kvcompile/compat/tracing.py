@@ -13,11 +13,17 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def converted_tensors(fake_mode: FakeTensorMode) -> list[Tensor]:
     """The fake tensors that the mode has made of real tensors."""
     return list(fake_mode.fake_tensor_converter.meta_converter.tensor_memo.values())
+
+
+def records_operators() -> bool:
+    """Whether a tracer records the operators that run now in a graph, as AOTAutograd does and Dynamo does not."""
+    return get_proxy_mode() is not None
 
 
 def functional_mode() -> Any:

@@ -12,7 +12,7 @@ import kvcompile.kernels.ops  # noqa: F401 - defines torch.ops.kvcompile
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.new_tokens import NewTokens
 from kvcompile.kernels.spec.packing import pack_blocks, read_tokens, to_cache_dtype
-from kvcompile.packed.tracing import is_traced
+from kvcompile.packed.tracing import has_no_values, is_traced
 
 _CHUNK_BYTES = 64 << 20
 
@@ -37,6 +37,9 @@ def read_packed(data: Tensor, layout: PackedLayout, num_tokens: int, dtype: torc
     """Dequantizes the first ``num_tokens`` tokens to ``dtype``: [batch, num_kv_heads, num_tokens, head_dim]."""
     if runs_kernels(data):
         return torch.ops.kvcompile.dequantize(data, num_tokens, dtype, layout.spec, layout.role, layout.head_dim)
+    if has_no_values(data):
+        empty = data.new_empty((num_tokens, *data.shape[1:3], layout.head_dim), dtype=dtype)
+        return empty.permute(1, 2, 0, 3)  # the strides of :func:`read_tokens`
     return to_cache_dtype(read_tokens(data, layout, num_tokens), dtype)
 
 

@@ -7,12 +7,27 @@ from typing import Any
 from torch import Tensor
 
 from kvcompile.compat.tensors import storage_id
-from kvcompile.compat.tracing import FunctionalTensor, converted_tensors, detect_fake_mode, functional_mode
+from kvcompile.compat.tracing import (
+    FakeTensor,
+    FunctionalTensor,
+    converted_tensors,
+    detect_fake_mode,
+    functional_mode,
+    records_operators,
+)
 
 
 def is_traced(data: Tensor) -> bool:
     """Whether ``data`` stands for a tensor of a graph that is being traced."""
     return type(data) is not Tensor
+
+
+def has_no_values(data: Tensor) -> bool:
+    """Whether operators on ``data`` only tell shapes: it is a fake tensor, and no graph records the operators.
+
+    This is so while Dynamo traces. Code may then leave out operators that change neither a shape nor an error.
+    """
+    return type(data) is FakeTensor and not records_operators()
 
 
 def is_functionalized(data: Tensor) -> bool:

@@ -26,7 +26,7 @@ from kvcompile.packed.op_table import handles
 from kvcompile.packed.subclass import PackedSubclass
 from kvcompile.packed.tensor import CHANNELS, PACKED_DIM, PackedTensor
 from kvcompile.packed.tokens import launch_write, read_packed, runs_kernels
-from kvcompile.packed.tracing import ends_functional_graph, is_traced
+from kvcompile.packed.tracing import ends_functional_graph, has_no_values, is_traced
 
 aten = torch.ops.aten
 
@@ -80,6 +80,8 @@ def encoded(cache: PackedTensor, x: Tensor, head: Tensor | None = None) -> Tenso
     x = x.detach().to(cache.device, cache.dtype)
     if layout.residual is not None:
         return x
+    if has_no_values(cache.packed) and x.shape[-1] == layout.head_dim:
+        return cache.packed.new_empty((*x.shape[:-1], layout.bytes_per_token))
     if head is None or not layout.format.is_calibrated:
         return layout.token_bytes(layout.format.encode(x))
     # Encoded for every head, and then selected.
@@ -116,6 +118,9 @@ def put(
     cache: PackedTensor, data: Tensor, coordinates: Coordinates, values: Tensor, valid: Tensor | None = None
 ) -> None:
     """Stores ``values`` in the packed ``data`` of ``cache``, except where ``valid`` [*N] is False."""
+    if has_no_values(data):
+        _check_shape(cache, coordinates, values)
+        return
     if cache.packed_layout.residual is not None:
         vectors = values.expand(*torch.broadcast_shapes(*(c.shape for c in coordinates)), values.shape[-1])
         sequence, head, position = coordinates
@@ -125,10 +130,17 @@ def put(
     data.index_put_(index, values if valid is None else torch.where(valid[..., None], values, data[index]))
 
 
+def _check_shape(cache: PackedTensor, coordinates: Coordinates, values: Tensor) -> None:
+    """Raises if ``values`` do not fit into the vectors at ``coordinates``."""
+    layout = cache.packed_layout
+    width = layout.bytes_per_token if layout.residual is None else layout.head_dim
+    values.expand(*torch.broadcast_shapes(*(c.shape for c in coordinates)), width)
+
+
 def put_along(cache: PackedTensor, data: Tensor, axis: str, index: Tensor | None, values: Tensor) -> None:
     """Stores ``values`` in all vectors whose index along ``axis`` is in ``index``, int64 [n] (None: all vectors)."""
     coordinates = coordinates_of(cache, axis, index)
-    if cache.packed_layout.residual is None or axis in ("b", "h"):
+    if cache.packed_layout.residual is None or axis in ("b", "h") or has_no_values(data):
         put(cache, data, coordinates, values)
         return
     positions = coordinates[2].reshape(-1)

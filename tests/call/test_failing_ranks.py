@@ -23,27 +23,24 @@ ERROR = "ValueError: no more paper"
 
 
 def run(cases: str, size: int, output: Path) -> list[dict[str, Any] | str]:
-    """The results of each rank, or the error output of a program that has ended with an error.
+    """The results of each rank, or the error output of all ranks for a rank that has ended with an error.
 
-    This process holds the store of the ranks, as torchrun does. Unlike torchrun, it stops no rank if another one ends.
+    This process holds the store of the ranks, as torchrun does. Unlike under torchrun, no rank is stopped if another
+    one ends.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = environment_of_ranks(store, size)
-    command = [sys.executable, str(SUPPORT / "failing_rank_program.py"), cases, str(output)]
-    ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    program = SUPPORT / "failing_rank_program.py"
+    command = [sys.executable, SUPPORT / "forked_ranks.py", "--separate", size, program, cases, output]
+    done = subprocess.run(
+        [*map(str, command)],
+        env=environment_of_ranks(store, size),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     files = [output.with_suffix(f".{rank}") for rank in range(size)]
-    return [
-        torch.load(file) if rank.returncode == 0 else error
-        for rank, file, error in zip(ranks, files, errors, strict=True)
-    ]
+    return [torch.load(file) if file.exists() else done.stderr for file in files]
 
 
 @pytest.mark.parametrize("size", SIZES)

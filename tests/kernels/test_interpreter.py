@@ -12,17 +12,25 @@ from kernel_tests import INTERPRETED_TOGETHER
 
 pytest.importorskip("triton")
 
+ALL = tuple(name for files in INTERPRETED_TOGETHER for name in files)
+"""One process runs a fifth of the cases of all files, because importing takes as long as many of them."""
+
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what this test starts")
 @pytest.mark.parametrize(
-    ("marks", "part"),
+    ("files", "marks", "part"),
     [
-        ("not gpu and not slow", "1/5"),
-        *(pytest.param("not gpu and not slow", f"{part}/5", marks=pytest.mark.slow) for part in (2, 3, 4, 5)),
-        pytest.param("not gpu and slow", "1/1", marks=pytest.mark.slow),
+        pytest.param(ALL, "not gpu and not slow", "1/5", id="1/5"),
+        *(
+            pytest.param(ALL, "not gpu and not slow", f"{part}/5", id=f"{part}/5", marks=pytest.mark.slow)
+            for part in (2, 3, 4, 5)
+        ),
+        *(
+            pytest.param(files, "not gpu and slow", "1/1", id=files[0].removesuffix(".py"), marks=pytest.mark.slow)
+            for files in INTERPRETED_TOGETHER
+        ),
     ],
 )
-@pytest.mark.parametrize("files", INTERPRETED_TOGETHER, ids=lambda files: files[0].removesuffix(".py"))
 def test_the_kernels_agree_with_the_specification_in_the_interpreter(files, marks, part):
     options = ["-q", "-n", "0", "-m", marks, "--part", part, "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *(str(Path(__file__).with_name(name)) for name in files)]

@@ -13,7 +13,7 @@ INTERPRETED_TOGETHER = (
         "test_dequantize.py",
     ),
 )
-"""Files in tests/kernels/ whose tests run in one process of Triton's interpreter, in groups that take equally long."""
+"""Files in tests/kernels/ whose tests run in Triton's interpreter, in groups whose slow tests take equally long."""
 
 KERNEL_TESTS = [
     "test_attention_kernel.py",
