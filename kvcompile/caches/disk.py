@@ -17,6 +17,9 @@ from kvcompile.errors import CacheFileError, one_line, shown
 from kvcompile.files import digests
 from kvcompile.files.reading import is_folder
 
+MAX_HEADER = 1 << 20
+"""The maximum size of a file's header, in bytes: a cache of 100 layers has about 120,000."""
+
 
 def check_replaceable(path: Path) -> None:
     """Raise CacheFileError if ``path`` is something else than a regular file or nothing, or has no folder."""
@@ -55,8 +58,14 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _unreadable(path: Any, error: SafetensorError) -> CacheFileError:
+def _unreadable(path: Any, error: SafetensorError | str) -> CacheFileError:
     return CacheFileError(f"{path} is damaged or is not a safetensors file ({one_line(error)}); save the cache again")
+
+
+def _header_size(path: Any) -> int:
+    """The size of a safetensors header, which the first 8 bytes of the file give."""
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(8), "little")
 
 
 class TensorFile:
@@ -76,6 +85,8 @@ class TensorFile:
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CacheFileError(f"{path} is not a regular file; load_cache reads the files of save_cache")
+        if (size := _header_size(path)) > MAX_HEADER:
+            raise _unreadable(path, f"its header has {size} bytes, and at most {MAX_HEADER} are read")
         self.path = path
         try:
             self._file = safe_open(os.fspath(path), "pt", device="cpu")

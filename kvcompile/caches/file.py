@@ -18,7 +18,7 @@ from kvcompile.caches.division import share_of
 from kvcompile.caches.ranks import Ranks
 from kvcompile.caches.save_on_ranks import save_on_ranks
 from kvcompile.caches.source import FORMAT, OWN_ENTRIES, VERSION, Source, check_origin
-from kvcompile.errors import CacheFileError, one_line, shown
+from kvcompile.errors import CacheFileError, cut, one_line, shown
 from kvcompile.files import digests
 
 _NOT_VALID = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, StopIteration)
@@ -169,7 +169,11 @@ def _load(
             if ranks is None:
                 reader.check_all_used()
             return cache, source.save
-    except (CacheFileError, OSError):
+    except CacheFileError:
+        raise
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = cut(error.filename)  # Python's message repeats a path of any length
         raise
     except _NOT_VALID as error:
         reason = one_line(f"{type(error).__name__}: {error}")

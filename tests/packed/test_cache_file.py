@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvcompile
+from kvcompile.caches.disk import MAX_HEADER
 from kvcompile.errors import CacheFileError
 from kvcompile.files import digests
 from kvcompile.kernels.layout.packed_layout import PackedLayout
@@ -260,6 +261,18 @@ def test_a_flipped_bit_is_noticed_wherever_it_lies(file: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(CacheFileError, match=r"prompt\.safetensors"):
             kvcompile.load_cache(file)
+
+
+def test_a_huge_header_is_not_read(file: Path) -> None:
+    save_file({"keys": torch.zeros(3)}, file, {"content": "[]" * (MAX_HEADER // 2)})
+    with pytest.raises(CacheFileError, match=rf"at most {MAX_HEADER} are read"):
+        kvcompile.load_cache(file)
+
+
+def test_a_path_of_any_length_gives_a_short_message() -> None:
+    with pytest.raises(OSError, match="too long") as raised:
+        kvcompile.load_cache("x" * 10_000)
+    assert len(str(raised.value)) < 300
 
 
 def test_exchanged_tensors_are_noticed(file: Path) -> None:
