@@ -281,9 +281,12 @@ class PackedLayout:
         for a section that a block shares.
         """
         sections = {}
+        # One view for each dtype: in generated code for CPUs a view of other dtype is a call of PyTorch.
+        views = {data.dtype: data[self.header_blocks :]}
         for section in self.sections:
-            typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
-            typed = typed[self.header_blocks :]
+            if section.dtype not in views:
+                views[section.dtype] = data.view(section.dtype)[self.header_blocks :]
+            typed = views[section.dtype]
             start = self.section_offsets[section.name] // section.dtype.itemsize
             rows = 1 if section.shared else BLOCK_TOKENS
             flat = typed[..., start : start + section.width * rows]
