@@ -242,7 +242,7 @@ class LloydMax(Format):
         bits = self.bits_of_planes[plane]
         sign = 1 << bits - 1
         magnitude = _centroid(codes & (sign - 1), bits)
-        return torch.where(codes >= sign, -magnitude, magnitude)
+        return torch.where(codes.float() >= sign, -magnitude, magnitude)  # Inductor is slow on comparisons of bytes
 
     def metadata_of(self, section: Tensor) -> Tensor:
         return scale_of_byte(section)

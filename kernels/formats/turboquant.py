@@ -196,7 +196,7 @@ class TurboQuant(Format):
         bits = self.plane_bits[plane]
         sign = 2 ** (bits - 1)
         magnitude = _centroid(codes & (sign - 1), bits) * STEP
-        return torch.where(codes >= sign, -magnitude, magnitude)
+        return torch.where(codes.float() >= sign, -magnitude, magnitude)  # Inductor is slow on comparisons of bytes
 
 
 def codebook(bits: int) -> tuple[float, ...]:

@@ -38,6 +38,9 @@ GPU_HEAD_DIM = 256
 """The most channels of a head for which the Triton kernels are tuned and tested."""
 TAG_BYTES = torch.int32.itemsize
 
+FEW_TOKENS = 16
+"""The most tokens of a sequence that count as few, see :func:`are_few`."""
+
 MIN_GROWING_BLOCKS = 2
 """The least number of blocks of a growing cache: Dynamo specialises on the sizes 0 and 1."""
 
@@ -278,9 +281,12 @@ class PackedLayout:
         for a section that a block shares.
         """
         sections = {}
+        # One view for each dtype: in generated code for CPUs a view of other dtype is a call of PyTorch.
+        views = {data.dtype: data[self.header_blocks :]}
         for section in self.sections:
-            typed = data if section.dtype == torch.uint8 else data.view(section.dtype)
-            typed = typed[self.header_blocks :]
+            if section.dtype not in views:
+                views[section.dtype] = data.view(section.dtype)[self.header_blocks :]
+            typed = views[section.dtype]
             start = self.section_offsets[section.name] // section.dtype.itemsize
             rows = 1 if section.shared else BLOCK_TOKENS
             flat = typed[..., start : start + section.width * rows]
@@ -291,9 +297,15 @@ class PackedLayout:
         return sections
 
     def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
-        """The bytes of tokens, uint8 [..., bytes_per_token], from their sections [..., width], in section order."""
-        columns = [_byte_values(sections[section.name].to(section.dtype)) for section in self.sections]
-        return torch.cat(columns, dim=-1).to(torch.uint8)
+        """The bytes of tokens, uint8 [..., n, bytes_per_token], from their sections [..., n, width], in section order.
+
+        Inductor fuses the concatenation of int32 tensors into one kernel for few tokens, but not that of uint8 tensors.
+        For many tokens, copying bytes is cheaper than computing on four times their size.
+        """
+        tensors = [sections[section.name].to(section.dtype) for section in self.sections]
+        if are_few(tensors[0].shape[:-1]):
+            return torch.cat([_byte_values(x) for x in tensors], dim=-1).to(torch.uint8)
+        return torch.cat([_bytes_of(x) for x in tensors], dim=-1)
 
     def block_byte_values(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`split`: int32 [..., nbytes] from [..., BLOCK_TOKENS, width], for each section."""
@@ -339,23 +351,48 @@ class PackedLayout:
         return [_byte_values(rows).flatten(-2), _byte_values(tag)]
 
     def byte_offsets(self, row: Tensor) -> Tensor:
-        """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., bytes_per_token] from rows [...].
+        """Offsets in a block of the :meth:`token_bytes` of tokens: int64 [..., n, bytes_per_token] from rows [..., n].
 
-        Inductor inlines these choices into the store, and would keep a concatenation in memory. Without divisions by
-        the size of an item its CPU loops are not split, see :attr:`written_entry_bytes`.
+        Inductor inlines the choices between sections into the store, and keeps a concatenation in memory. Few tokens
+        save the memory and its kernel. Many tokens of all heads read offsets that are computed once.
         """
-        row, byte = row[..., None], torch.arange(self.bytes_per_token, device=row.device)
+        few, row = are_few(row.shape), row[..., None]
+        if not few:
+            columns = [
+                self._offsets_in_block(section, torch.arange(section.nbytes, device=row.device), row)
+                for section in self.sections
+            ]
+            return torch.cat(columns, dim=-1)
+        byte = torch.arange(self.bytes_per_token, device=row.device)
         offsets, first = byte, self.bytes_per_token
         for section in reversed(self.sections):
             first -= section.nbytes
-            index, itemsize = byte - first, section.dtype.itemsize
-            if self.column_major(section):
-                within = (index & -itemsize) * BLOCK_TOKENS + row * itemsize + (index & itemsize - 1)
-            else:
-                within = row * section.nbytes + index
-            within = within + self.section_offsets[section.name]
-            offsets = torch.where(index < section.nbytes, within, offsets)
+            index = byte - first
+            offsets = torch.where(index < section.nbytes, self._offsets_in_block(section, index, row), offsets)
         return offsets
+
+    def _offsets_in_block(self, section: Section, byte: Tensor, row: Tensor) -> Tensor:
+        """Offsets in a block of the bytes ``byte`` of a section, for the tokens of ``row``; both int64, and broadcast.
+
+        Without divisions by the size of an item Inductor's CPU loops are not split, see :attr:`written_entry_bytes`.
+        """
+        if self.column_major(section):
+            itemsize = section.dtype.itemsize
+            within = (byte & -itemsize) * BLOCK_TOKENS + row * itemsize + (byte & itemsize - 1)
+        else:
+            within = row * section.nbytes + byte
+        return self.section_offsets[section.name] + within
+
+
+def are_few(shape: torch.Size) -> bool:
+    """Whether tokens [..., n] are few, as in decode steps: code computes their bytes and offsets where it stores them.
+
+    The choice changes no byte. It serves the code that Inductor generates for CPUs: with many tokens, arithmetic that
+    each byte of each head repeats takes longer than reading bytes and offsets that are ready. A symbolic ``n`` counts
+    as many.
+    """
+    n = shape[-1] if shape else 1
+    return isinstance(n, int) and n <= FEW_TOKENS
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -372,12 +409,16 @@ def _bytes_in_block(section: Section) -> int:
     return section.nbytes * (1 if section.shared else BLOCK_TOKENS)
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """:func:`_byte_values` as uint8."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else _byte_values(x).to(torch.uint8)
+
+
 def _byte_values(x: Tensor) -> Tensor:
     """The little-endian bytes of ``x`` [..., width] as int32 [..., width * itemsize].
 
     They are computed by arithmetic on the bits, which Inductor fuses. ``view(torch.uint8)`` would be a kernel of its
-    own, and Inductor of torch 2.11 computes wrong strides for it. Inductor fuses the concatenation of int32 tensors,
-    but not of uint8 tensors.
+    own, and Inductor of torch 2.11 computes wrong strides for it.
     """
     if x.dtype.itemsize == 1:
         return x.view(torch.uint8).int()

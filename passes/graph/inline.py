@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from kvcompile.compat.inductor import select_decomp_table
 from kvcompile.compat.pytree import tree_map_only
 from kvcompile.compat.symbols import PythonReferenceAnalysis, expression_of, sympy_interp
 from kvcompile.compat.tracing import FakeTensor, FakeTensorMode
+from kvcompile.passes.graph.constant_factors import constant_factors, formula_of, needed_only_for, steps_to
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
@@ -72,10 +73,37 @@ def inline(graph: Graph, fn: Callable[..., Any], *args: Any) -> Any:
     symbols = symbol_nodes(graph).values()
     nodes = [*(arg for arg in args if isinstance(arg, Node)), *symbols]
     traced, is_copy = (_traced(graph, fn, args, nodes), False) if symbols else traced_once(graph, fn, args)
-    return insert_operations(graph, traced, nodes, new_values=is_copy)
+    return insert_operations(graph, traced, nodes, new_values=is_copy, known=shared_factors(graph, traced))
 
 
-def insert_operations(graph: Graph, traced: Graph, nodes: Sequence[Node], *, new_values: bool) -> Any:
+_SHARED: WeakKeyDictionary[Graph, dict[str, Node]] = WeakKeyDictionary()
+"""For each graph, the constant factors that it computes, by the way in which they are computed."""
+
+
+def shared_factors(graph: Graph, traced: Graph) -> dict[Node, Node]:
+    """The nodes of ``graph`` that compute the constant factors of ``traced``, by their nodes in ``traced``.
+
+    Each factor is in the graph once, before all other operations.
+    """
+    factors = {}
+    known = _SHARED.setdefault(graph, {})
+    for factor in constant_factors(traced):
+        formula = formula_of(factor)
+        node = known.get(formula)
+        if node is None or node not in graph.find_nodes(op="call_function", target=node.target):
+            env: dict[Node, Node] = {}
+            with graph.inserting_before(behind_placeholders(graph.find_nodes(op="placeholder")[0])):
+                for step in steps_to(factor):
+                    env[step] = graph.node_copy(step, env.__getitem__)
+                    _compute_value(env[step])
+            node = known[formula] = env[factor]
+        factors[factor] = node
+    return factors
+
+
+def insert_operations(
+    graph: Graph, traced: Graph, nodes: Sequence[Node], *, new_values: bool, known: Mapping[Node, Node] | None = None
+) -> Any:
     """Insert a copy of the operations of ``traced`` at the graph's insertion point.
 
     Args:
@@ -83,15 +111,18 @@ def insert_operations(graph: Graph, traced: Graph, nodes: Sequence[Node], *, new
         traced: a graph of tensor operations.
         nodes: nodes of ``graph`` that take the place of the placeholders of ``traced``.
         new_values: whether to compute new fake values. Operations that are copied twice need it.
+        known: nodes of ``graph`` that take the place of operations of ``traced``.
 
     Returns:
         The output of ``traced``, with nodes of ``graph``.
     """
     env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
+    env.update(known or {})
+    replaced = needed_only_for(known or {})
     for node in traced.nodes:
         if node.op == "output":
             return tree_map_only(Node, env.__getitem__, node.args[0])
-        if node.op != "placeholder":
+        if node.op != "placeholder" and node not in replaced:
             env[node] = _copied(graph, node, env)
             if new_values:
                 _compute_value(env[node])

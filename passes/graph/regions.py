@@ -4,7 +4,8 @@ Inductor generates the code of a subgraph once. The layers of a model store and 
 it takes most of the time of a compilation on a CPU.
 
 A region is called by the higher-order operator ``invoke_subgraph``, with tensors only. It neither changes its inputs
-nor returns one of them. A graph with symbolic sizes gets the operations themselves, and so does code that cannot call a
+nor returns one of them. Matrices that depend on no input are inputs of the region, so that a graph computes them once
+and not at each call. A graph with symbolic sizes gets the operations themselves, and so does code that cannot call a
 subgraph (:func:`expand_regions`).
 """
 
@@ -21,7 +22,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.compat.inductor import fx_graph_cse
 from kvcompile.compat.operators import invoke_subgraph
-from kvcompile.passes.graph.inline import fake_mode_of, inline, insert_operations, symbol_nodes, traced_once
+from kvcompile.passes.graph.inline import (
+    fake_mode_of,
+    inline,
+    insert_operations,
+    shared_factors,
+    symbol_nodes,
+    traced_once,
+)
 
 _PREFIX = "kvquant_"
 
@@ -48,10 +56,11 @@ def insert_region(graph: Graph, name: str, fn: Callable[..., Any], *args: Any) -
     traced, _ = traced_once(graph, fn, args)
     result = traced.output_node().args[0]
     outputs = result if isinstance(result, (tuple, list)) else (result,)
+    factors = shared_factors(graph, traced)
     if traced not in _NAMES:
-        _NAMES[traced] = _add_region(owner, name, traced)
+        _NAMES[traced] = _add_region(owner, name, traced, factors)
     region = _NAMES[traced]
-    operands = [arg for arg in args if isinstance(arg, Node)]
+    operands = [*(arg for arg in args if isinstance(arg, Node)), *dict.fromkeys(factors.values())]
     call = graph.create_node(
         "call_function", invoke_subgraph, (graph.get_attr(region), region, *operands), name=_PREFIX + name
     )
@@ -63,11 +72,20 @@ def insert_region(graph: Graph, name: str, fn: Callable[..., Any], *args: Any) -
     return nodes if isinstance(result, (tuple, list)) else nodes[0]
 
 
-def _add_region(owner: GraphModule, name: str, traced: Graph) -> str:
-    """Add ``traced`` to ``owner`` as a submodule that returns a tuple; returns the name of the submodule."""
+def _add_region(owner: GraphModule, name: str, traced: Graph, factors: dict[Node, Node]) -> str:
+    """Add ``traced`` to ``owner`` as a submodule that returns a tuple; returns the name of the submodule.
+
+    Nodes of the caller that compute ``factors`` of ``traced`` are further inputs of the submodule, each once.
+    """
     copied = Graph()
     placeholders = [copied.node_copy(node) for node in traced.find_nodes(op="placeholder")]
-    result = insert_operations(copied, traced, placeholders, new_values=False)
+    inputs = {}
+    for factor, node in factors.items():
+        if node not in inputs:
+            inputs[node] = copied.placeholder(f"{factor.name}_factor")
+            inputs[node].meta["val"] = factor.meta["val"]
+    known = {factor: inputs[node] for factor, node in factors.items()}
+    result = insert_operations(copied, traced, placeholders, new_values=False, known=known)
     copied.output(tuple(result) if isinstance(result, (tuple, list)) else (result,))
     number = 0
     while hasattr(owner, region := f"{_PREFIX}{name}_{number}"):

@@ -12,7 +12,7 @@ from packed_bytes import empty_packed
 
 from kvcompile.kernels.formats import get_format
 from kvcompile.kernels.formats.rotation import rotate
-from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
+from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, FEW_TOKENS, PackedLayout, are_few, num_blocks
 from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens, write_tokens, write_tokens_
 
 CPU = torch.device("cpu")
@@ -62,6 +62,19 @@ def test_token_bytes_fill_a_block_without_gap_or_overlap(layout):
     offsets = layout.byte_offsets(torch.arange(BLOCK_TOKENS))
     assert offsets.shape == (BLOCK_TOKENS, layout.bytes_per_token)
     assert torch.equal(offsets.flatten().sort().values, torch.arange(layout.block_bytes))
+
+
+@every_layout
+def test_few_tokens_have_the_same_bytes_and_offsets_as_many(layout):
+    row, x = torch.arange(BLOCK_TOKENS), random_tokens(BLOCK_TOKENS)
+    assert are_few(row[:FEW_TOKENS].shape)
+    assert not are_few(row.shape)
+    assert torch.equal(
+        torch.cat([layout.byte_offsets(part) for part in row.split(FEW_TOKENS)]), layout.byte_offsets(row)
+    )
+    assert all(torch.equal(layout.byte_offsets(row[i]), layout.byte_offsets(row)[i]) for i in (0, BLOCK_TOKENS - 1))
+    parts = [layout.token_bytes(layout.format.encode(part)) for part in x.split(FEW_TOKENS, 2)]
+    assert torch.equal(torch.cat(parts, 2), layout.token_bytes(layout.format.encode(x)))
 
 
 @every_layout

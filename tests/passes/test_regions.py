@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import kvcompile.backend
 from kvcompile.compat.operators import invoke_subgraph
 from kvcompile.compat.tracing import FakeTensorMode
+from kvcompile.kernels.formats.rotation import rotate, unrotate
+from kvcompile.passes.graph.inline import inline
 from kvcompile.passes.graph.regions import expand_regions, insert_region
 
 
@@ -156,3 +160,31 @@ def test_sizes_that_became_constant_are_numbers() -> None:
     assert calls_of_regions(gm.graph) == ["kvquant_doubled_0"] * 2
     for result in gm(torch.ones(3, 4), torch.ones(3, 4)):
         assert torch.equal(result, torch.full((3, 4), 2.0))
+
+
+def rotated_twice(x: Tensor) -> Tensor:
+    return unrotate(rotate(x) + 1)
+
+
+def rotated_with_signs(x: Tensor) -> Tensor:
+    return rotate(x, seed=3)
+
+
+@pytest.mark.parametrize("inserted", [insert_region, lambda graph, name, fn, *args: inline(graph, fn, *args)])
+def test_a_graph_computes_each_rotation_once(inserted: Callable[..., Node]) -> None:
+    inputs = [torch.randn(3, 16), torch.randn(2, 16), torch.randn(2, 32)]
+    gm, (x, y, wider) = graph_of(*inputs)
+    given = [(rotated_twice, x), (rotated_twice, y), (rotated_with_signs, x), (rotated_twice, wider)]
+    results = [inserted(gm.graph, "rotated", fn, node) for fn, node in given]
+    gm.graph.output(tuple(results))
+    gm.graph.lint()
+    gm.recompile()
+    signs = [node for node in gm.graph.nodes if node.target is torch.ops.aten.bitwise_and.Tensor]
+    assert len(signs) == 3  # rotations of 16 channels, of 16 channels with signs, and of 32 channels
+    expected = [rotated_twice(inputs[0]), rotated_twice(inputs[1]), rotated_with_signs(inputs[0])]
+    for result, value in zip(gm(*inputs), [*expected, rotated_twice(inputs[2])], strict=True):
+        assert torch.equal(result, value)
+    expand_regions(gm)
+    gm.recompile()
+    for result, value in zip(gm(*inputs), [*expected, rotated_twice(inputs[2])], strict=True):
+        assert torch.equal(result, value)
