@@ -27,6 +27,7 @@ from typing import Literal, get_args
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.formats import get_format, of_heads
@@ -299,13 +300,17 @@ class PackedLayout:
     def token_bytes(self, sections: dict[str, Tensor]) -> Tensor:
         """The bytes of tokens, uint8 [..., n, bytes_per_token], from their sections [..., n, width], in section order.
 
-        Inductor fuses the concatenation of int32 tensors into one kernel for few tokens, but not that of uint8 tensors.
-        For many tokens, copying bytes is cheaper than computing on four times their size.
+        Inductor fuses sums of padded int32 tensors into one kernel for few tokens, and gives each part of a
+        concatenation a buffer. For many tokens, copying bytes is cheaper than computing on four times their size.
         """
         tensors = [sections[section.name].to(section.dtype) for section in self.sections]
-        if are_few(tensors[0].shape[:-1]):
-            return torch.cat([_byte_values(x) for x in tensors], dim=-1).to(torch.uint8)
-        return torch.cat([_bytes_of(x) for x in tensors], dim=-1)
+        if not are_few(tensors[0].shape[:-1]):
+            return torch.cat([_bytes_of(x) for x in tensors], dim=-1)
+        columns, first = [], 0
+        for x, section in zip(tensors, self.sections, strict=True):
+            columns.append(F.pad(_byte_values(x), (first, self.bytes_per_token - first - section.nbytes)))
+            first += section.nbytes
+        return functools.reduce(torch.bitwise_or, columns).to(torch.uint8)
 
     def block_byte_values(self, sections: dict[str, Tensor]) -> list[Tensor]:
         """Inverse of :meth:`split`: int32 [..., nbytes] from [..., BLOCK_TOKENS, width], for each section."""

@@ -448,13 +448,13 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     # Two stages of sums, so that the loops read the cache nearly in the order of its memory.
     blocks = p.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
-    rows = []
+    sums = []
     for row in zip(*(weight.unsqueeze(-2).unbind(3) for weight in weights), strict=True):
         of_planes = row if len(row) == len(levels) else row * len(levels)
         products = [level * weight for level, weight in zip(levels, of_planes, strict=True)]
-        planes = [product.unflatten(0, (blocks // group, group)).sum((1, -1)) for product in products]
-        rows.append(torch.cat(planes, dim=-1))
-    out = torch.stack(rows, 3).sum(0)
+        sums += [product.unflatten(0, (blocks // group, group)).sum((1, -1)) for product in products]
+    # One concatenation of all rows and planes: each is a buffer of its own in generated code.
+    out = torch.stack(sums, 3).sum(0).unflatten(2, (-1, len(levels))).flatten(-2)
     if "zero" in sections and fmt.granularity == "token":
         zero = torch.where(in_cache, _per_token(sections["zero"]), 0.0)
         out = out + (p * zero).sum((0, -1)).unsqueeze(-1)

@@ -229,7 +229,9 @@ class ReportData:
             graph: the graph.
             plain_because: why the call ran as plain Inductor would; None if it ran on packed caches.
         """
-        runs = self.runs.setdefault(id(graph), Runs(graph))
+        runs = self.runs.get(id(graph))  # at every step, so nothing is made in vain
+        if runs is None:
+            runs = self.runs[id(graph)] = Runs(graph)
         if plain_because is None:
             runs.packed += 1
         else:
