@@ -40,7 +40,7 @@ class NewTokens(NamedTuple):
             source: int64 [m], neighbouring tokens: the slice keeps these. A position below 0, of a token that the slice
                 drops, has no influence on attention.
         """
-        return self._replace(positions=inline(graph, _counted_from, self.positions, source))
+        return NewTokens(self.x, inline(graph, _counted_from, self.positions, source), self.valid)
 
     def of_heads(self, graph: Graph, first: int, num_heads: int) -> NewNodes:
         """The nodes for attention of ``num_heads`` KV heads from ``first`` on, at the graph's insertion point."""

@@ -124,8 +124,8 @@ def calls_with_other_constants_share_a_trace(original: Faulty) -> Faulty:
 
 @fault(regions, "_add_region")
 def tensors_of_one_shape_are_exchanged_in_a_region(original: Faulty) -> Faulty:
-    def faulty(owner: Any, name: str, traced: Any) -> str:
-        region: str = original(owner, name, traced)
+    def faulty(owner: Any, *args: Any) -> str:
+        region: str = original(owner, *args)
         module = getattr(owner, region)
         inputs = module.graph.find_nodes(op="placeholder")
         for place, one in enumerate(inputs):
