@@ -1,4 +1,4 @@
-"""Run a program on several ranks that are forks of one process, which imports PyTorch once for all of them.
+"""Run a program on several ranks. Without GPUs they are forks of one process, which imports PyTorch once for all.
 
 ``python forked_ranks.py SIZE PROGRAM ARGUMENT...``: a rank that fails ends the others, as under torchrun. After the
 option ``--separate`` it ends no other.
@@ -38,8 +38,9 @@ if __name__ == "__main__":
     for module in (Path(program).stem, "kvcompile.backend"):  # `import kvcompile` alone does not import the backend
         importlib.import_module(module)
     gc.freeze()
+    method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA does not work in forks
     ranks = torch.multiprocessing.start_processes(
-        run_rank, (program, arguments), int(size), join=not separate, start_method="fork"
+        run_rank, (program, arguments), int(size), join=not separate, start_method=method
     )
     if separate:
         for rank in ranks.processes:
