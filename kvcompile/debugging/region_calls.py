@@ -48,9 +48,7 @@ def statements_of(text: str) -> tuple[list[Statement], list[str]]:
 
 
 def _region_of(value: ast.expr) -> str:
-    if not (
-        isinstance(value, ast.Call) and ast.unparse(value.func).endswith("invoke_subgraph") and len(value.args) > 1
-    ):
+    if not isinstance(value, ast.Call) or not ast.unparse(value.func).endswith(_CALL) or len(value.args) < 2:
         return ""
     name = value.args[1]
     return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
