@@ -44,8 +44,8 @@ class AttentionConfig:
 
 
 # Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
-# Four warps per multiprocessor, one per scheduler, keep the memory busy if a code takes few instructions. Of two warps
-# that share a scheduler, one is served first, and the other one ends later and alone. Codes of 2 and 3 bits take more
+# Four warps per multiprocessor, one per scheduler, keep the memory busy if a code takes few instructions. If two warps
+# share a scheduler, one is served first, and the other one ends later and alone. Codes of 2 and 3 bits take more
 # instructions, which need more warps. With fewer than 64 tokens per warp, a thread would have a single 16-bit scale,
 # which is too small for an asynchronous copy.
 DECODE = {

@@ -23,6 +23,7 @@ from kvcompile.generation import Generation
 
 transformers = pytest.importorskip("transformers")
 from formats_of_every_kind import in_turn  # noqa: E402
+from policies import reading_packed  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
 from tiny_llama import assistant, tiny_llama  # noqa: E402
 
@@ -132,7 +133,8 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> 
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
 )
 def test_tokens_are_those_of_a_packed_cache_that_is_passed(policy: str, arguments: dict[str, Any]) -> None:
-    plain, model = tiny_llama(num_layers=1), compiled_llama(policy)
+    """Both read prompts packed: a model that is not prepared reads its own prompt so."""
+    plain, model = tiny_llama(num_layers=1), compiled_llama(reading_packed(policy))
     for num_tokens in (60, 30):  # the second request reuses the memory of the first
         arguments |= left_padded(num_tokens)
         cache = kvcompile.static_cache(plain, 2 * arguments.get("num_beams", 1), 128, policy)
