@@ -18,7 +18,7 @@ def check_hub_name(name: str) -> None:
         raise OSError("no such folder, and not a valid name on the Hugging Face hub, such as owner/model") from None
 
 
-def hub_is_silent(name: str) -> str:
+def hub_failure(name: str) -> str:
     """Why the hub does not answer a request for ``name``; empty if it answers, or if it shall not be asked.
 
     The hub's own client repeats each request for 20 seconds before it fails. This is one request, as the client makes
@@ -37,4 +37,4 @@ def hub_is_silent(name: str) -> str:
 
 def hub_arguments(name: str) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` for a name on the hub: local files only, if the hub does not answer."""
-    return {"local_files_only": True} if hub_is_silent(name) else {}
+    return {"local_files_only": True} if hub_failure(name) else {}

@@ -13,7 +13,7 @@ import torch
 from kvcompile.compat.modules import is_compiled_in_place, original_module
 from kvcompile.errors import KVCompileError, cut, did_you_mean, one_line
 from kvcompile.evaluation.errors import EvaluationError
-from kvcompile.evaluation.hub import check_hub_name, hub_is_silent
+from kvcompile.evaluation.hub import check_hub_name, hub_failure
 from kvcompile.files.reading import MAX_CONFIG, check_file, is_folder, is_path
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def _files_of(name: str) -> Iterator[dict[str, Any]]:
         EvaluationError: Transformers cannot find or read them, or the block raises an error.
     """
     with _mistakes_named(name):
-        silence = hub_is_silent(name) if _is_on_hub(name) else ""
-        if not silence:
+        failure = hub_failure(name) if _is_on_hub(name) else ""
+        if not failure:
             yield {}
             return
         try:
@@ -109,7 +109,7 @@ def _files_of(name: str) -> Iterator[dict[str, Any]]:
         except OSError as error:
             raise OSError(
                 "no such folder, not among the files downloaded before, and the Hugging Face hub does not answer "
-                f"({one_line(silence)})"
+                f"({one_line(failure)})"
             ) from error
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+import contextlib
+from collections.abc import Iterator
+
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kvcompile.passes.graph.aten import shape_of
@@ -22,21 +25,25 @@ def prove_sites(gm: GraphModule, finder: CacheFinder) -> list[Candidate]:
     """A candidate for every marker of ``gm``, with the caches that ``finder`` proves."""
     candidates = [Candidate(site) for site in sites_of(gm)]
     for candidate, marker in zip(candidates, markers_of(gm.graph), strict=True):
-        try:
+        with _refusals_noted(candidate, gm.graph):
             _prove(finder, marker, candidate)
-        except Refusal as refusal:
-            candidate.site.refuse(with_graph_break(refusal, gm.graph))
-        except GuardOnDataDependentSymNode:  # a size decides, and only the data of a step determine it
-            candidate.site.refuse(Refusal(Reason.unrecognised, detail=_FROM_DATA))
     for candidate in candidates:
-        if not candidate.accepted:
-            continue
-        try:
-            for cache in candidate.caches:
-                finder.check_reads(cache)
-        except Refusal as refusal:
-            candidate.site.refuse(with_graph_break(refusal, gm.graph))
+        if candidate.accepted:
+            with _refusals_noted(candidate, gm.graph):
+                for cache in candidate.caches:
+                    finder.check_reads(cache)
     return candidates
+
+
+@contextlib.contextmanager
+def _refusals_noted(candidate: Candidate, graph: Graph) -> Iterator[None]:
+    """Refuse the site of ``candidate`` if the block raises a refusal, or needs a size that only data determine."""
+    try:
+        yield
+    except Refusal as refusal:
+        candidate.site.refuse(with_graph_break(refusal, graph))
+    except GuardOnDataDependentSymNode:
+        candidate.site.refuse(Refusal(Reason.unrecognised, detail=_FROM_DATA))
 
 
 def _prove(finder: CacheFinder, marker: Node, candidate: Candidate) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import kvcompile
 from kvcompile.packed.tensor import PackedTensor
+from kvcompile.passes.prove.find import CacheFinder
 
 BATCH, HEADS, MAX_LEN, HEAD_DIM = 2, 2, 70, 32
 
@@ -181,3 +184,25 @@ def test_a_size_from_data_is_refused_and_the_result_stays_right(step: Callable[.
         torch.testing.assert_close(run(q, new, past, torch.tensor(number)), step(q, new, copies, torch.tensor(number)))
         assert torch.equal(past[0], copies[0])
     assert {site.reason_code for site in kvcompile.last_report().sites} == {code}
+
+
+@pytest.mark.usefixtures("without_code_generation")
+def test_a_use_whose_size_only_data_determine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def undecided(self: CacheFinder, cache: object) -> None:
+        raise GuardOnDataDependentSymNode(sympy.Symbol("u0") > 1)
+
+    monkeypatch.setattr(CacheFinder, "check_reads", undecided)
+    torch._dynamo.reset()
+
+    def step(q: Tensor, new: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        for x in (keys, values):
+            x[:, 2:3] = new
+        return attend(q, keys, values)
+
+    past = [torch.randn(BATCH, 6, HEADS, HEAD_DIM) for _ in range(2)]
+    options = {"policy": "float32", "on_unsupported": "ignore"}
+    torch.compile(step, backend="kvquant", fullgraph=True, options=options)(
+        torch.randn(BATCH, HEADS, 1, HEAD_DIM), torch.randn(BATCH, 1, HEADS, HEAD_DIM), *past
+    )
+    (site,) = kvcompile.last_report().sites
+    assert "only known from the data of a step" in str(site.reason)

@@ -296,7 +296,7 @@ def test_a_name_is_no_model_if_the_hub_does_not_answer(command: str, monkeypatch
 
 @pytest.mark.parametrize("name", ["my model", "a/b/c", "x" * 5000])
 def test_a_name_that_cannot_be_on_the_hub_is_not_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("kvcompile.evaluation.models.hub_is_silent")
+    monkeypatch.delattr("kvcompile.evaluation.models.hub_failure")
     with pytest.raises(EvaluationError, match="no such folder, and not a valid name on the Hugging Face hub") as caught:
         load_model(name)
     assert len(str(caught.value)) <= MAX_MESSAGE
