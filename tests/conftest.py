@@ -9,6 +9,19 @@ import pytest
 from processor_times import ProcessorTimes
 
 
+BEGIN_EARLY = (
+    "hugging_face/test_tensor_parallel.py",
+    "call/test_context_parallel.py",
+    "fuzz/test_programs.py",
+    "kernels/test_interpreter.py",
+    "packed/test_saved_by_ranks.py",
+    "packaging/test_packages.py",
+    "call/test_failing_ranks.py",
+    "forms/test_paged_caches.py",
+)
+"""Files with tests of 10 to 20 seconds: one that begins last would leave the other workers without work."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Settings that make compilation in tests cheaper.
 
@@ -45,9 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only the part that ``--part`` names runs. Without a CUDA device the tests that need one are skipped."""
+    """Only the part that ``--part`` names runs, files with long tests first.
+
+    Without a CUDA device the tests that need one are skipped.
+    """
     import torch
 
+    items.sort(key=lambda item: not item.path.as_posix().endswith(BEGIN_EARLY))  # keeps the order of equal ones
     part, parts = map(int, config.getoption("part").split("/"))
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
     items[:] = items[part - 1 :: parts]
