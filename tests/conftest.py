@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from processor_times import ProcessorTimes
 
-
 BEGIN_EARLY = (
     "hugging_face/test_tensor_parallel.py",
     "call/test_context_parallel.py",
