@@ -67,6 +67,10 @@ def operators_traced() -> None:
     """For tests ``without_code_generation``: graphs hold the plain PyTorch of stores and attention."""
 
 
+WITHOUT_VECTORS = {"cpp.simdlen": 1}
+"""Options with which Inductor writes kernels for a CPU without vector instructions, in half of the time."""
+
+
 def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
     """Inside the block generated code calls the operators of PyTorch, and the C++ compiler has nothing to do.
 
