@@ -1,20 +1,24 @@
-"""Which tests run, with how many threads, and the fixtures that tests of several files use."""
+"""Which tests run, and with how many threads. ``support/shared_fixtures.py`` has the fixtures."""
 
 from __future__ import annotations
 
-import copy
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch._functorch.config
-from cheaper_compilation import make_compilation_cheaper, skip_present_objects_in_collections
-from node_by_node import running_node_by_node
 from processor_times import ProcessorTimes
+
+BEGIN_EARLY = (
+    "hugging_face/test_tensor_parallel.py",
+    "call/test_context_parallel.py",
+    "fuzz/test_programs.py",
+    "kernels/test_interpreter.py",
+    "packed/test_saved_by_ranks.py",
+    "packaging/test_packages.py",
+    "call/test_failing_ranks.py",
+    "forms/test_paged_caches.py",
+)
+"""Files with tests of 10 to 20 seconds: one that begins last would leave the other workers without work."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,12 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
     One thread for each of the processes that share the cores: more would wait for each other, and spin meanwhile.
     Environment variables hold for the programs that tests start, too, and give way to the user's.
     """
-    make_compilation_cheaper()
-    # Tests replace passes by others, which the keys of stored code do not cover.
-    torch._functorch.config.enable_autograd_cache = False
     # Inductor would compile and load a program for each instruction set of the processor, in every process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if config.getoption("tx", None) and not is_worker:
+        return  # the process that starts the workers; they would wait until it has imported PyTorch
+    config.pluginmanager.import_plugin("shared_fixtures")
+    import torch
+    import torch._functorch.config
+    from cheaper_compilation import make_code_generation_cheaper, make_compilation_cheaper
+
+    make_compilation_cheaper()
+    make_code_generation_cheaper()
+    # Tests replace passes by others, which the keys of stored code do not cover.
+    torch._functorch.config.enable_autograd_cache = False
+    if is_worker:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import PyTorch first
@@ -44,7 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only the part that ``--part`` names runs. Without a CUDA device the tests that need one are skipped."""
+    """Only the part that ``--part`` names runs, files with long tests first.
+
+    Without a CUDA device the tests that need one are skipped.
+    """
+    import torch
+
+    items.sort(key=lambda item: not item.path.as_posix().endswith(BEGIN_EARLY))  # keeps the order of equal ones
     part, parts = map(int, config.getoption("part").split("/"))
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
     items[:] = items[part - 1 :: parts]
@@ -53,90 +72,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_collection_finish() -> None:
-    skip_present_objects_in_collections()
-
-
-@pytest.fixture
-def seed_without_grad() -> Iterator[None]:
-    """The same random numbers in every test, and no gradients."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
-    """Nothing is compiled yet, and nothing counted."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def without_code_generation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates.
-
-    Stores and attention are operators of ``kvcompile::`` in these graphs, as on a GPU. With ``operators_traced`` their
-    plain PyTorch is traced into the graphs, as for generated code on a CPU; this takes twice as long.
-    """
-    torch._dynamo.reset()
-    with running_node_by_node(operators="operators_traced" not in request.fixturenames):
-        yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def operators_traced() -> None:
-    """For tests ``without_code_generation``: graphs hold the plain PyTorch of stores and attention."""
-
-
-@pytest.fixture
-def node_by_node_on_cpu(request: pytest.FixtureRequest) -> None:
-    """On a CPU graphs run node by node, except in slow cases; for tests that have a parameter ``device``."""
-    if request.getfixturevalue("device") == "cpu" and not request.node.get_closest_marker("slow"):
-        request.getfixturevalue("without_code_generation")
-
-
-@pytest.fixture
-def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
-    """The graphs that would go to Inductor, one after the other; they run node by node."""
-    import kvcompile.backend
-
-    graphs: list[torch.fx.Graph] = []
-    interpret = kvcompile.backend.compile_fx_inner
-
-    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        graphs.append(copy.deepcopy(gm.graph))
-        return interpret(gm, example_inputs, **kwargs)
-
-    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
-    return graphs
-
-
-@pytest.fixture
-def dumps_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``verify`` writes the folder of a mismatch below ``tmp_path``, which pytest deletes after some runs."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    cache_dir()  # keeps the cache of all tests where it is: Inductor looks for a place once
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> list[Any]:
-    """One element for every CUDA graph that is recorded during the test."""
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-    recorded: list[Any] = []
-    record = CUDAGraphTreeManager.record_function
-
-    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
-        recorded.append(function_id)
-        return record(self, inputs, function_id)
-
-    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
-    return recorded

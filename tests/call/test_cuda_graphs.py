@@ -147,6 +147,7 @@ def referred(data: Tensor) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * data.numel()).from_address(address), dtype=torch.uint8).view(data.shape)
 
 
+@pytest.mark.usefixtures("no_kernels_of_inductor")
 def test_generated_code_stores_and_attends_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     pass_for_a_gpu(monkeypatch)
     write, attend = ops.write_tokens_, ops.attend

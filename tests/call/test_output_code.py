@@ -11,6 +11,7 @@ import pytest
 import torch
 from devices import cases_by_device
 from releases import is_before
+from shared_fixtures import WITHOUT_VECTORS
 from torch._inductor.utils import run_and_get_code
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,7 +30,8 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
     model = tiny_llama(torch.bfloat16, device, num_layers=num_layers)
     cache = kvcompile.static_cache(model, 2, MAX_LEN, preset)
     ids = torch.randint(0, 97, (2, 31), device=device)
-    compiled = torch.compile(model, backend="kvquant", options={"policy": preset, "fx_graph_cache": False})
+    options = {"policy": preset, "fx_graph_cache": False, **WITHOUT_VECTORS}
+    compiled = torch.compile(model, backend="kvquant", options=options)
     with torch.no_grad():
         model(input_ids=ids[:, :30], past_key_values=cache)
         expected_cache = copy.deepcopy(cache)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from decode_steps import growing_step, step
+from shared_fixtures import without_kernels_of_inductor
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -86,7 +87,8 @@ class Stored:
 @pytest.fixture(scope="module")
 def stored() -> Iterator[Stored]:
     """Code is generated once for the tests that find it on disk."""
-    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True), torch.no_grad():
+    stores = torch._functorch.config.patch(enable_autograd_cache=True)
+    with fresh_cache(), stores, without_kernels_of_inductor(), torch.no_grad():
         torch.manual_seed(0)
         new, plain, pos = tokens(), caches(), torch.tensor([5])
         with kvcompile.collect_reports() as report:

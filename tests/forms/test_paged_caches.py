@@ -31,6 +31,7 @@ from paged_steps import (
     reference_pools,
     slots_of,
 )
+from shared_fixtures import WITHOUT_VECTORS
 from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph
@@ -183,7 +184,7 @@ def test_generated_code_serves_layers_that_hold_their_pools() -> None:
             q = q + layer(q, *rest)
         return q
 
-    run = compiled(step)
+    run = compiled(step, options=WITHOUT_VECTORS)
     for _ in range(2):
         new, places = inputs(1, 3)
         assert_close(run(layers, *new, *places), step(expected, *new, *places))

@@ -41,6 +41,7 @@ def by_hand(model: Any, ids: Tensor, **arguments: Any) -> Any:
     return generated(model, ids, past_key_values=cache, disable_compile=True, **arguments)
 
 
+@pytest.mark.usefixtures("no_kernels_of_inductor")
 def test_decode_steps_compile_once_for_requests_of_any_length_and_kind(fresh_compiler: None) -> None:
     model, plain = kvcompile.compile(tiny_llama(num_layers=1), policy=POLICY), tiny_llama(num_layers=1)
     lengths: list[dict[str, Any]] = [{}, {"do_sample": True}, {"cache_implementation": "static"}]

@@ -16,6 +16,7 @@ import torch
 from decode_steps import step
 from hand_written_decoder import Decoder, masked_update, slice_assignment
 from policies import reading_packed
+from shared_fixtures import WITHOUT_VECTORS
 from test_packed_tensor_compiled import PROGRAMS, compare
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -75,7 +76,7 @@ def eager_cache(model: Any, kind: str, policy: Any, batch: int) -> Any:
 
 
 def compiled(model: Any, policy: Any) -> Any:
-    options = {"policy": reading_packed(policy), "on_unsupported": "error", "fx_graph_cache": False}
+    options = {"policy": reading_packed(policy), "on_unsupported": "error", "fx_graph_cache": False, **WITHOUT_VECTORS}
     return torch.compile(model, backend="kvquant", options=options)
 
 

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.multiprocessing
-from cheaper_compilation import make_compilation_cheaper
+from cheaper_compilation import in_one_piece_of_stack, make_compilation_cheaper
 
 
 def run_rank(rank: int, program: str, arguments: Sequence[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [program, *arguments]
     try:
-        runpy.run_path(program, run_name="__main__")
+        in_one_piece_of_stack(runpy.run_path)(program, run_name="__main__")
     except Exception as error:  # a fork ends without what the interpreter does at the end of a program
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,0 +1,135 @@
+"""The fixtures that tests of several files use, and how each test is run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from _pytest.runner import runtestprotocol
+from cheaper_compilation import in_one_piece_of_stack, skip_present_objects_in_collections
+from node_by_node import running_node_by_node
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """As pytest's own, in one piece of stack."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    in_one_piece_of_stack(runtestprotocol)(item, nextitem=nextitem)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def present_objects_skipped_in_collections() -> None:
+    """A test that collects garbage looks at the objects of its own file, not at those of all files before it."""
+    skip_present_objects_in_collections()
+
+
+@pytest.fixture
+def seed_without_grad() -> Iterator[None]:
+    """The same random numbers in every test, and no gradients."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def fresh_compiler(seed_without_grad: None) -> Iterator[None]:
+    """Nothing is compiled yet, and nothing counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_code_generation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run graphs node by node: what the passes make of a graph is tested, not the code Inductor generates.
+
+    Stores and attention are operators of ``kvcompile::`` in these graphs, as on a GPU. With ``operators_traced`` their
+    plain PyTorch is traced into the graphs, as for generated code on a CPU; this takes twice as long.
+    """
+    torch._dynamo.reset()
+    with running_node_by_node(operators="operators_traced" not in request.fixturenames):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def operators_traced() -> None:
+    """For tests ``without_code_generation``: graphs hold the plain PyTorch of stores and attention."""
+
+
+WITHOUT_VECTORS = {"cpp.simdlen": 1}
+"""Options with which Inductor writes kernels for a CPU without vector instructions, in half of the time."""
+
+
+def without_kernels_of_inductor() -> contextlib.AbstractContextManager[None]:
+    """Inside the block generated code calls the operators of PyTorch, and the C++ compiler has nothing to do.
+
+    For promises about the code around kernels: what it is given, what is stored of it, and how often it is generated.
+    """
+    setting = {"fallback_by_default": True}
+    known = hasattr(torch._inductor.config, "fallback_by_default")  # not in PyTorch 2.11
+    return torch._inductor.config.patch(setting) if known else contextlib.nullcontext()
+
+
+@pytest.fixture
+def no_kernels_of_inductor() -> Iterator[None]:
+    with without_kernels_of_inductor():
+        yield
+
+
+@pytest.fixture
+def node_by_node_on_cpu(request: pytest.FixtureRequest) -> None:
+    """On a CPU graphs run node by node, except in slow cases; for tests that have a parameter ``device``."""
+    if request.getfixturevalue("device") == "cpu" and not request.node.get_closest_marker("slow"):
+        request.getfixturevalue("without_code_generation")
+
+
+@pytest.fixture
+def rewritten_graphs(without_code_generation: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Graph]:
+    """The graphs that would go to Inductor, one after the other; they run node by node."""
+    import kvcompile.backend
+
+    graphs: list[torch.fx.Graph] = []
+    interpret = kvcompile.backend.compile_fx_inner
+
+    def remember(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(copy.deepcopy(gm.graph))
+        return interpret(gm, example_inputs, **kwargs)
+
+    monkeypatch.setattr(kvcompile.backend, "compile_fx_inner", remember)
+    return graphs
+
+
+@pytest.fixture
+def dumps_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` writes the folder of a mismatch below ``tmp_path``, which pytest deletes after some runs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # keeps the cache of all tests where it is: Inductor looks for a place once
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> list[Any]:
+    """One element for every CUDA graph that is recorded during the test."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    recorded: list[Any] = []
+    record = CUDAGraphTreeManager.record_function
+
+    def record_function(self: Any, inputs: Any, function_id: Any) -> Any:
+        recorded.append(function_id)
+        return record(self, inputs, function_id)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", record_function)
+    return recorded

@@ -1,0 +1,43 @@
+"""The settings that make compilation in tests cheaper change no result."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from cheaper_compilation import in_one_piece_of_stack
+from shared_fixtures import WITHOUT_VECTORS, without_kernels_of_inductor
+from torch._inductor.utils import run_and_get_code
+
+
+def depth(remaining: int, *, found: int = 0) -> int:
+    return depth(remaining - 1, found=found + 1) if remaining else found
+
+
+def test_a_function_in_one_piece_of_stack_gives_and_raises_what_it_does_elsewhere() -> None:
+    assert in_one_piece_of_stack(depth)(700, found=3) == 703
+    assert in_one_piece_of_stack(depth).__name__ == "depth"
+    with pytest.raises(RecursionError):
+        in_one_piece_of_stack(depth)(10**6)
+
+
+def test_a_test_runs_in_a_frame_that_needs_a_piece_of_its_own() -> None:
+    assert max(frame.frame.f_code.co_stacksize for frame in inspect.stack(0)) >= 2**17
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_code_without_kernels_or_vectors_computes_the_same() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * 2 + x.cos()).softmax(-1)
+
+    x = torch.randn(3, 40)
+    _, (scalar,) = run_and_get_code(torch.compile(fn, options=WITHOUT_VECTORS), x)
+    assert "at::vec" not in scalar
+    torch.testing.assert_close(torch.compile(fn, options=WITHOUT_VECTORS)(x), fn(x))
+    torch._dynamo.reset()
+    with without_kernels_of_inductor():
+        result, (code,) = run_and_get_code(torch.compile(fn), x)
+    torch.testing.assert_close(result, fn(x))
+    if hasattr(torch._inductor.config, "fallback_by_default"):
+        assert "cpp_pybinding(" not in code
