@@ -262,6 +262,9 @@ class PackedLayout:
     def tags(self, data: Tensor) -> Tensor:
         """A view of the tags in the header, int32 [batch, num_kv_heads, num_entries]."""
         assert self.residual is not None
+        if self.residual.dtype.itemsize == TAG_BYTES:
+            # Generated code for CPUs makes this view of the bytes once, for tags and rows.
+            return data.view(self.residual.dtype)[0, ..., : self.residual.num_entries].view(torch.int32)
         return data.view(torch.int32)[0, ..., : self.residual.num_entries]
 
     def rows(self, data: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ Everything is traceable: no data-dependent Python, sizes may be symbolic.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,8 @@ def entry_of(residual: Residual, block: Tensor) -> Tensor:
     """The entry of each block, int64 [...]. Blocks without an entry get the last one, which never has their tag."""
     if residual.recent_blocks == 0:
         return block.clamp(max=residual.sink_blocks - 1)
+    if residual.num_entries == 1:
+        return torch.zeros_like(block)
     cyclic = residual.sink_blocks + (block - residual.sink_blocks) % residual.recent_blocks
     return torch.where(block < residual.sink_blocks, block, cyclic) if residual.sink_blocks else cyclic
 
@@ -154,16 +157,17 @@ class Update:
         place = computed_once(place)
         row = place[..., None] * layout.rows_per_block + torch.arange(layout.rows_per_block, device=data.device)
         token = row - layout.first_row(self.entry[:, 0])[..., None]
-        row, token = computed_once(row).unsqueeze(1), computed_once(token).unsqueeze(1)
+        row, token = row.unsqueeze(1), token.unsqueeze(1)  # [batch or 1, 1, 1 + m, rows_per_block]
 
-        # Choices between bytes are slow in vector instructions, and choices between int32 are not.
-        old = data[place, sequence[:, 0]].int().transpose(1, 2).unflatten(-1, (-1, layout.row_bytes))
-        new = _bytes_of_rows(self.rows)[sequence[..., None], head[..., None], token.clamp(0, BLOCK_TOKENS - 1)].int()
-        tag_row = layout.with_tag(old[:, :, 1, 0], self.entry, self.tags)[:, :, None, None]
-        header = torch.where(((token >= 0) & (token < BLOCK_TOKENS))[..., None], new, old)
-        header = torch.where((row == 0)[..., None], tag_row, header)
-        packed = torch.cat(layout.block_byte_values(self.sections), -1).unflatten(-1, (-1, layout.row_bytes))
-        values = torch.where((number == 0)[:, None, None], packed, header).to(torch.uint8).flatten(-2)
+        old = data[place, sequence[:, 0]].transpose(1, 2).unflatten(-1, (-1, layout.row_bytes))
+        new = _bytes_of_rows(self.rows)[sequence[..., None], head[..., None], token.clamp(0, BLOCK_TOKENS - 1)]
+        tag_row = computed_once(layout.with_tag(old[:, :, 1, 0], self.entry, self.tags).to(torch.uint8))
+        packed = computed_once(self.packed(layout)).unflatten(-1, (-1, layout.row_bytes))
+        is_packed, is_tag = (number == 0)[:, None], row == 0
+        is_new = (token >= 0) & (token < BLOCK_TOKENS) & ~is_packed
+        values = _chosen(
+            [(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, :, None, None])], old
+        ).flatten(-2)
         return (place, sequence[:, 0]), values.transpose(1, 2)
 
     def _place(self, layout: PackedLayout) -> Tensor:
@@ -196,6 +200,22 @@ def _scatter(block: Tensor, offset: Tensor, values: list[Tensor]) -> Scatter:
     return (block, sequence[..., None], head[..., None], offset), torch.cat(values, -1).to(torch.uint8)
 
 
+def _chosen(choices: list[tuple[Tensor, Tensor]], otherwise: Tensor) -> Tensor:
+    """The rows of bytes whose condition holds, at most one for each row; ``otherwise`` where none holds.
+
+    It is computed on bits, because generated code has no fast choice between vectors of bytes.
+
+    Args:
+        choices: conditions, bool that broadcasts to [...], and rows, uint8 [..., nbytes].
+        otherwise: uint8 [..., nbytes].
+    """
+    masks = [torch.where(condition, 0xFF, 0).to(torch.uint8)[..., None] for condition, _ in choices]
+    result = otherwise & ~functools.reduce(torch.bitwise_or, masks)
+    for mask, (_, rows) in zip(masks, choices, strict=True):
+        result = result | (rows & mask)
+    return result
+
+
 def _bytes_of_rows(rows: Tensor) -> Tensor:
     """The bytes of the rows of one entry, uint8 [batch, num_kv_heads, BLOCK_TOKENS, row_bytes].
 
@@ -220,7 +240,9 @@ def token_update(
         if valid is not None:
             chosen = chosen & valid[..., None, None, :]
         source = torch.where(chosen, token, -1).amax(-1)
-        entry = computed_once(entry_of(layout.residual, block))
+        entry = entry_of(layout.residual, block)
+        if layout.residual.num_entries > 1:  # else it is constant
+            entry = computed_once(entry)
         touched = None if valid is None else (source >= 0).any(-1)
     else:
         token = token.expand(positions.shape) if valid is None else torch.where(valid, token, -1)
