@@ -1,16 +1,20 @@
 """A decode step on a CPU: ``kvquant`` compared with plain Inductor, for models in bfloat16 and in float32.
 
     python benchmarks/cpu_decode.py [--shape 1,16/4,64,4096] [--policies int8_per_token_head int4_per_token_head]
+    python benchmarks/cpu_decode.py --shape 1,4/2,64,256 --contexts 64 256 1024 4096 --threads 1 2 --layers 2
 
 Times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of random values.
 The baseline is plain Inductor. Plain and packed steps take turns, so that other load on the machine slows both equally.
-Results are first compared with the uncompiled module on a plain cache with the dequantized values.
+Results are first compared with the uncompiled module on a plain cache with the dequantized values. The smaller the
+model and the shorter the context, the larger is the part of a step that packing adds.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +32,7 @@ from kvcompile.compat.transformers import with_cache
 
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-POLICIES = ["int8_per_token_head", "int4_per_token_head"]
+POLICIES = ["int8_per_token_head", "int4_per_token_head", "int4", "turboquant_4bit_nc", "fp8_e4m3"]
 
 
 @dataclass(frozen=True)
@@ -85,20 +89,21 @@ def take_turns(steps: list[CompiledStep], repeats: int) -> list[Timing]:
     return time_in_turns([step.run for step in steps], repeats=repeats, before=lambda index: rewind(steps[index].cache))
 
 
-def compare(recorder: Recorder, workload: str, dtype: str, args: argparse.Namespace) -> None:
+def compare(recorder: Recorder, workload: str, shape: Shape, dtype: str, args: argparse.Namespace) -> None:
     """A row for plain Inductor, and one for every policy."""
     torch._dynamo.reset()
     layers = args.layers if workload == "whole model" else 1
-    model = random_model(config(args.shape, layers, args.vocab_size), DTYPES[dtype], CPU)
-    module, run = WORKLOADS[workload](model, args.shape)
-    compiled = functools.partial(compile_step, module, run, args.shape, DTYPES[dtype])
+    model = random_model(config(shape, layers, args.vocab_size), DTYPES[dtype], CPU)
+    module, run = WORKLOADS[workload](model, shape)
+    compiled = functools.partial(compile_step, module, run, shape, DTYPES[dtype])
+    labels = {"case": workload, "shape": str(shape), "dtype": dtype, "threads": torch.get_num_threads()}
     plain: list[CompiledStep] = []
-    with recorder.row(case=workload, shape=str(args.shape), dtype=dtype, format="plain") as row:
+    with recorder.row(**labels, format="plain") as row:
         plain.append(compiled())
         row |= recorder.timed(take_turns(plain, args.repeats)[0])
         row |= facts(plain[0])
     for policy in args.policies:
-        with recorder.row(case=workload, shape=str(args.shape), dtype=dtype, format=policy) as row:
+        with recorder.row(**labels, format=policy) as row:
             packed = compiled(backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
             timing, *baseline = take_turns([packed, *plain], args.repeats)
             row |= recorder.timed(timing, baseline=("plain Inductor", baseline[0]) if baseline else None)
@@ -117,20 +122,23 @@ def facts(step: CompiledStep) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=argument(Shape.parse), default="1,16/4,64,4096", help="default: %(default)s")
+    parser.add_argument("--contexts", nargs="+", type=int, help="tokens of the cache (default: those of the shape)")
+    parser.add_argument("--cases", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: both")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the whole model (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=50, help="steps that are timed (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="fewer than the cores of a busy machine (default: PyTorch's)")
+    parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()], help="default: PyTorch's")
     args = parse_arguments(parser, needs_cuda=False, needs_backend=True)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    recorder = Recorder(args, Chart("case", ("dtype", "format"), ("speedup",)), "cpu")
+    recorder = Recorder(args, Chart("case", ("threads", "shape", "dtype", "format"), ("speedup",)), "cpu")
     # All variants of a module share a code object, for which Dynamo keeps only eight versions by default.
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        for workload in WORKLOADS:
-            for dtype in DTYPES:
-                compare(recorder, workload, dtype, args)
+        for threads, context in itertools.product(args.threads, args.contexts or [args.shape.context]):
+            torch.set_num_threads(threads)
+            shape = dataclasses.replace(args.shape, context=context)
+            for workload, dtype in itertools.product(args.cases, args.dtypes):
+                compare(recorder, workload, shape, dtype, args)
     return recorder.finish()
 
 

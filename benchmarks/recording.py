@@ -62,6 +62,7 @@ COLUMNS = {
     "part": Column("part", "", "`key` or `value`"),
     "dtype": Column("dtype", "", "dtype of the model"),
     "mode": Column("mode", "", "mode of `torch.compile`"),
+    "threads": Column("threads", "d", "threads of PyTorch on a CPU"),
     "ranks": Column("ranks", "d", "processes that run the step together, each on its own GPU"),
     "q_len": Column("q_len", "d", "query positions"),
     "microseconds": Column("us", ".1f", "time of one call or step, the median"),
@@ -104,6 +105,7 @@ AMOUNTS = frozenset({"tokens_per_second"})
 """Keys of plots that are no ratios to a baseline or a ceiling, so that 1 is a value like any other."""
 
 UNITS = {
+    "threads": ("{} thread", "{} threads"),
     "ranks": ("{} rank", "{} ranks"),
     "context": ("sequences of {} token", "sequences of {:,} tokens"),
 }

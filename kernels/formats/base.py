@@ -58,6 +58,16 @@ def divided(x: Tensor, divisor: float) -> Tensor:
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
+def computed_once(x: Tensor) -> Tensor:
+    """``x``, which a compiled graph stores in a buffer: Inductor would otherwise compute it in the loop of every
+    reader.
+
+    The result of ``as_strided`` must exist in memory. It has the sizes and strides of ``x``, so its values stay the
+    same.
+    """
+    return x.as_strided(x.size(), x.stride())
+
+
 class Format(abc.ABC):
     """A cache format. Every family of formats has one subclass, in a file of its own.
 

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.formats.base import Format, Granularity, divided
+from kvcompile.kernels.formats.base import Format, Granularity, computed_once, divided
 from kvcompile.kernels.formats.bit_planes import PACKINGS
 from kvcompile.kernels.formats.codec import Codec
 from kvcompile.kernels.formats.codes_ptx import halves_of_codes, integers_of_nibbles
@@ -75,8 +75,8 @@ class AsymmetricInt(Format):
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.clamp(-SATURATION, SATURATION)
-        zero = 0.0 - half_above(0.0 - x.amin(-1, keepdim=True))
-        scale = half_above(divided(x.amax(-1, keepdim=True) - zero, self.max_code))
+        zero = computed_once(0.0 - half_above(0.0 - x.amin(-1, keepdim=True)))
+        scale = computed_once(half_above(divided(x.amax(-1, keepdim=True) - zero, self.max_code)))
         codes = torch.round((x - zero) / torch.where(scale > 0, scale, 1.0)).clamp(0, self.max_code)
         return codes.to(torch.uint8), scale.half(), zero.half()
 

@@ -262,6 +262,9 @@ class PackedLayout:
     def tags(self, data: Tensor) -> Tensor:
         """A view of the tags in the header, int32 [batch, num_kv_heads, num_entries]."""
         assert self.residual is not None
+        if self.residual.dtype.itemsize == TAG_BYTES:
+            # Generated code for CPUs makes this view of the bytes once, for tags and rows.
+            return data.view(self.residual.dtype)[0, ..., : self.residual.num_entries].view(torch.int32)
         return data.view(torch.int32)[0, ..., : self.residual.num_entries]
 
     def rows(self, data: Tensor) -> Tensor:
@@ -344,6 +347,38 @@ class PackedLayout:
             in_rows, row % self.rows_per_block * self.row_bytes + rest, entry * TAG_BYTES + rest % TAG_BYTES
         )
         return block, offset
+
+    def first_row(self, entry: Tensor) -> Tensor:
+        """The row of the header with the first token of each entry, int64 [...]."""
+        return 1 + entry * BLOCK_TOKENS
+
+    def entry_blocks(self, entry: Tensor) -> Tensor:
+        """The blocks of the header in which tokens of an entry lie, after block 0, which has the tags.
+
+        Args:
+            entry: int64 [..., 1].
+
+        Returns:
+            int64 [..., m]; a block may occur twice.
+        """
+        most = 2 + (BLOCK_TOKENS - 2) // self.rows_per_block
+        block = torch.arange(min(1 + most, self.header_blocks), device=entry.device)
+        if 1 + most >= self.header_blocks:
+            return block.expand(*entry.shape[:-1], -1)
+        first = self.first_row(entry) // self.rows_per_block
+        return torch.where(block == 0, 0, (first + block - 1).clamp(1, self.header_blocks - 1))
+
+    def with_tag(self, row: Tensor, entry: Tensor, tags: Tensor) -> Tensor:
+        """Row 0 of a header, bytes as int32 [batch, num_kv_heads, row_bytes], with a new tag of one entry.
+
+        Args:
+            row: the row.
+            entry: the entry, int64 [batch or 1, 1, 1].
+            tags: the tag, int64 [batch, num_kv_heads, 1].
+        """
+        byte = torch.arange(self.row_bytes, dtype=torch.int32, device=row.device)
+        tag = tags.int() >> 8 * (byte & TAG_BYTES - 1) & 0xFF
+        return torch.where(byte & -TAG_BYTES == TAG_BYTES * entry.int(), tag, row)
 
     def entry_byte_values(self, rows: Tensor, tags: Tensor) -> list[Tensor]:
         """The bytes of a write to entries, as a list of int32 [..., nbytes].

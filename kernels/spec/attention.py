@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels.formats.base import Format
+from kvcompile.kernels.formats.base import Format, computed_once
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout
 from kvcompile.kernels.spec.new_tokens import NewTokens, reads_packed, with_new_tokens
 from kvcompile.kernels.spec.packing import read_stored_tokens, read_tokens
@@ -362,7 +362,7 @@ def _scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
         return scores
     # The same products with the tokens of all entries; exact blocks then take the scores of their entry.
     keys = layout.rows(data).float()
-    rows = [(keys * row).sum(-1) for row in _computed_once(q)[:, :, :, None, None].unbind(2)]
+    rows = [(keys * row).sum(-1) for row in computed_once(q)[:, :, :, None, None].unbind(2)]
     entry, exact = holding_entries(data, layout)
     exact_scores = torch.stack(rows, 3)[:, :, entry].permute(2, 0, 1, 3, 4)
     return torch.where(exact[..., None, None], exact_scores, scores)
@@ -380,7 +380,7 @@ def _packed_scores(q: Tensor, data: Tensor, layout: PackedLayout) -> Tensor:
         q = sections["scale"].float() * q
     # One reduction per row, over the same bytes: Inductor fuses them into one loop, which decodes a byte once.
     rows = []
-    for row in _computed_once(q).unsqueeze(-2).unbind(-3):
+    for row in computed_once(q).unsqueeze(-2).unbind(-3):
         products = [level * plane for level, plane in zip(levels, row.chunk(len(levels), dim=-1), strict=True)]
         if fmt.granularity == "plane":
             products = [
@@ -413,7 +413,7 @@ def _weighted_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: PackedLa
     weights = torch.where(holds[..., None, None], p[block, sequence[:, None, None], head[:, None]], 0.0)
     visible = holds[..., None] & in_cache[:, 0, 0, 0][block]
     values = torch.where(visible[..., None], layout.rows(data).float(), 0.0)  # 0 * NaN would be NaN
-    rows = [(values * row[..., None]).sum((2, 3)) for row in _computed_once(weights).unbind(3)]
+    rows = [(values * row[..., None]).sum((2, 3)) for row in computed_once(weights).unbind(3)]
     return out + torch.stack(rows, 2)
 
 
@@ -439,12 +439,12 @@ def _weighted_packed_values(p: Tensor, in_cache: Tensor, data: Tensor, layout: P
     weights: tuple[Tensor, ...] = (p,)  # of all planes, or of each
     if fmt.granularity == "plane":
         scales = [scale.squeeze(-1).unsqueeze(3) for scale in _scales_of_planes(sections, fmt)]
-        weights = tuple(_computed_once(p * torch.where(in_cache, scale, 0.0)) for scale in scales)
+        weights = tuple(computed_once(p * torch.where(in_cache, scale, 0.0)) for scale in scales)
     elif fmt.scale_dtype is None or fmt.granularity != "token":
         # Tokens beyond the cache must not count, and 0 * NaN would be NaN.
         levels = [torch.where(in_cache[..., 0, :].unsqueeze(-2), level, 0.0) for level in levels]
     else:
-        weights = (_computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0)),)
+        weights = (computed_once(p * torch.where(in_cache, _per_token(sections["scale"]), 0.0)),)
     # Two stages of sums, so that the loops read the cache nearly in the order of its memory.
     blocks = p.shape[0]
     group = math.gcd(blocks, GROUP_BLOCKS) if isinstance(blocks, int) else 1
@@ -491,13 +491,3 @@ def _scales_of_planes(sections: dict[str, Tensor], fmt: Format) -> tuple[Tensor,
 def _per_token(section: Tensor) -> Tensor:
     """Scales or zero points [num_blocks, batch, num_kv_heads, BLOCK_TOKENS, 1] as float32 that broadcasts to scores."""
     return section.float().squeeze(-1).unsqueeze(3)
-
-
-def _computed_once(x: Tensor) -> Tensor:
-    """``x``, which a compiled graph stores in a buffer: Inductor would otherwise compute it in the loop of every
-    reader.
-
-    The result of ``as_strided`` must exist in memory. It has the sizes and strides of ``x``, so its values stay the
-    same.
-    """
-    return x.as_strided(x.size(), x.stride())

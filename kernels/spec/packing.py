@@ -110,10 +110,11 @@ def few_tokens(
     """The bytes that :func:`write_tokens` changes with a residual, for few tokens; arguments as there.
 
     Returns:
-        int64 indices of blocks, sequences, heads and bytes; and the new bytes, uint8. All broadcast together.
+        int64 indices of blocks and sequences, and of heads and bytes if not whole blocks change; and the new bytes,
+        uint8. They are the arguments of an ``index_put`` on ``data``.
     """
-    update = token_update(_written(data, x, first_sequence), layout, x, positions, valid)
-    index, values = update.scatter(layout)
+    data = _written(data, x, first_sequence)
+    index, values = token_update(data, layout, x, positions, valid).scatter(data, layout)
     return *_from_sequence(index, first_sequence), values
 
 
@@ -121,8 +122,8 @@ def _from_sequence(index: tuple[Tensor, ...], first_sequence: int | None) -> tup
     """An index into some sequences as an index into all of them."""
     if first_sequence is None:
         return index
-    block, sequence, head, byte = index
-    return block, sequence + first_sequence, head, byte
+    block, sequence, *places = index
+    return block, sequence + first_sequence, *places
 
 
 def write_tokens_(
@@ -142,7 +143,7 @@ def write_tokens_(
         data.index_put_(*_byte_update(data, layout, encoded_tokens(layout, x), positions, valid))
     elif is_few(x):
         if x.shape[2]:
-            data.index_put_(*token_update(data, layout, x, positions, valid).scatter(layout))
+            data.index_put_(*token_update(data, layout, x, positions, valid).scatter(data, layout))
     else:
         _apply(data, layout, token_update(data, layout, x, positions, valid, blocks), blocks)
 

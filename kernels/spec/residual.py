@@ -25,12 +25,14 @@ Everything is traceable: no data-dependent Python, sizes may be symbolic.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.kernels.formats.base import computed_once
 from kvcompile.kernels.formats.rotation import rotate
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual
 
@@ -53,6 +55,8 @@ def entry_of(residual: Residual, block: Tensor) -> Tensor:
     """The entry of each block, int64 [...]. Blocks without an entry get the last one, which never has their tag."""
     if residual.recent_blocks == 0:
         return block.clamp(max=residual.sink_blocks - 1)
+    if residual.num_entries == 1:
+        return torch.zeros_like(block)
     cyclic = residual.sink_blocks + (block - residual.sink_blocks) % residual.recent_blocks
     return torch.where(block < residual.sink_blocks, block, cyclic) if residual.sink_blocks else cyclic
 
@@ -125,20 +129,50 @@ class Update:
         """The scatter that writes only the entries, to the packed data or to its header."""
         return entry_scatter(layout, self.entry, self.rows, self.tags)
 
-    def scatter(self, layout: PackedLayout) -> Scatter:
-        """The scatter that writes all changes to the packed data; ``entry`` must hold one entry for each block.
+    def scatter(self, data: Tensor, layout: PackedLayout) -> Scatter:
+        """The scatter that writes all changes to the packed ``data``; ``entry`` must hold one entry for each block.
 
         It is a single scatter because several in a row would not become in-place stores in a compiled graph.
         """
+        if self.block.shape[-1] == 1 and layout.block_bytes % layout.row_bytes == 0:
+            return self._whole_blocks(data, layout)
         byte = torch.arange(layout.block_bytes + layout.written_entry_bytes, device=self.block.device)
         in_block = byte < layout.block_bytes
         entry_block, entry_offset = layout.entry_place(self.entry[..., None], byte - layout.block_bytes)
-        # A negative block number must not become a block of the header.
-        block = torch.where(self.block < 0, _NOWHERE, self.block + layout.header_blocks)
-        block = torch.where(in_block, block[..., None], entry_block)
+        block = torch.where(in_block, self._place(layout)[..., None], entry_block)
         offset = torch.where(in_block, byte, entry_offset)
         values = layout.block_byte_values(self._sections_of_one()) + layout.entry_byte_values(self.rows, self.tags)
         return _scatter(block, offset, values)
+
+    def _whole_blocks(self, data: Tensor, layout: PackedLayout) -> Scatter:
+        """:meth:`scatter` of one block and its entry: the block, then all blocks of the header in which the entry lies.
+
+        Other bytes of these blocks are written as they are. Generated code then copies rows, and computes neither a
+        place nor a value for single bytes.
+        """
+        sequence, head = _sequences_and_heads(self.tags)
+        of_entry = layout.entry_blocks(self.entry[:, 0])  # [batch or 1, m]
+        number = torch.arange(1 + of_entry.shape[-1], device=data.device)
+        place = torch.where(number == 0, self._place(layout)[:, 0], of_entry[:, (number - 1).clamp(min=0)])
+        place = computed_once(place)
+        row = place[..., None] * layout.rows_per_block + torch.arange(layout.rows_per_block, device=data.device)
+        token = row - layout.first_row(self.entry[:, 0])[..., None]
+        row, token = row.unsqueeze(1), token.unsqueeze(1)  # [batch or 1, 1, 1 + m, rows_per_block]
+
+        old = data[place, sequence[:, 0]].transpose(1, 2).unflatten(-1, (-1, layout.row_bytes))
+        new = _bytes_of_rows(self.rows)[sequence[..., None], head[..., None], token.clamp(0, BLOCK_TOKENS - 1)]
+        tag_row = computed_once(layout.with_tag(old[:, :, 1, 0], self.entry, self.tags).to(torch.uint8))
+        packed = computed_once(self.packed(layout)).unflatten(-1, (-1, layout.row_bytes))
+        is_packed, is_tag = (number == 0)[:, None], row == 0
+        is_new = (token >= 0) & (token < BLOCK_TOKENS) & ~is_packed
+        values = _chosen(
+            [(is_packed, packed), (is_new, new), (is_tag & ~is_packed, tag_row[:, :, None, None])], old
+        ).flatten(-2)
+        return (place, sequence[:, 0]), values.transpose(1, 2)
+
+    def _place(self, layout: PackedLayout) -> Tensor:
+        """The places of the blocks in the packed data. A negative block must not become a block of the header."""
+        return torch.where(self.block < 0, _NOWHERE, self.block + layout.header_blocks)
 
     def _sections_of_one(self) -> dict[str, Tensor]:
         """The sections, the same for each occurrence of a block: rounding may differ, and bytes must not mix."""
@@ -166,6 +200,31 @@ def _scatter(block: Tensor, offset: Tensor, values: list[Tensor]) -> Scatter:
     return (block, sequence[..., None], head[..., None], offset), torch.cat(values, -1).to(torch.uint8)
 
 
+def _chosen(choices: list[tuple[Tensor, Tensor]], otherwise: Tensor) -> Tensor:
+    """The rows of bytes whose condition holds, at most one for each row; ``otherwise`` where none holds.
+
+    It is computed on bits, because generated code has no fast choice between vectors of bytes.
+
+    Args:
+        choices: conditions, bool that broadcasts to [...], and rows, uint8 [..., nbytes].
+        otherwise: uint8 [..., nbytes].
+    """
+    masks = [torch.where(condition, 0xFF, 0).to(torch.uint8)[..., None] for condition, _ in choices]
+    result = otherwise & ~functools.reduce(torch.bitwise_or, masks)
+    for mask, (_, rows) in zip(masks, choices, strict=True):
+        result = result | (rows & mask)
+    return result
+
+
+def _bytes_of_rows(rows: Tensor) -> Tensor:
+    """The bytes of the rows of one entry, uint8 [batch, num_kv_heads, BLOCK_TOKENS, row_bytes].
+
+    The view of one dimension has the same strides in all releases of Inductor. It is a call of PyTorch, which takes
+    less time than arithmetic on every byte.
+    """
+    return rows.reshape(-1).view(torch.uint8).view(*rows.shape[:2], BLOCK_TOKENS, -1)
+
+
 def token_update(
     data: Tensor, layout: PackedLayout, x: Tensor, positions: Tensor, valid: Tensor | None, blocks: Tensor | None = None
 ) -> Update:
@@ -175,13 +234,16 @@ def token_update(
     positions = torch.atleast_2d(positions).unsqueeze(1)  # [batch or 1, 1, n]
     valid = torch.atleast_2d(valid).unsqueeze(1) if valid is not None else None
     if is_few(x):
-        block = positions // BLOCK_TOKENS
+        block = computed_once(positions // BLOCK_TOKENS)
         place = block[..., None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=x.device)
         chosen = place[..., None] == positions[..., None, None, :]
         if valid is not None:
             chosen = chosen & valid[..., None, None, :]
         source = torch.where(chosen, token, -1).amax(-1)
-        entry, touched = entry_of(layout.residual, block), None if valid is None else (source >= 0).any(-1)
+        entry = entry_of(layout.residual, block)
+        if layout.residual.num_entries > 1:  # else it is constant
+            entry = computed_once(entry)
+        touched = None if valid is None else (source >= 0).any(-1)
     else:
         token = token.expand(positions.shape) if valid is None else torch.where(valid, token, -1)
         places = _empty_places(data, layout, *positions.shape[:2]).scatter(-1, positions, token)

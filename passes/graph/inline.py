@@ -153,10 +153,21 @@ def _traced(graph: Graph, fn: Callable[..., Any], args: tuple[Any, ...], nodes: 
 
     with fake_mode_of(graph):
         traced = make_fx(call, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in nodes)).graph
+    _share_typed_views(traced)
     traced.eliminate_dead_code()
     if constant := next(iter(traced.find_nodes(op="get_attr")), None):
         raise ValueError(f"{fn} captures the tensor constant {constant.target}; inlined code must make its own tensors")
     return traced
+
+
+def _share_typed_views(traced: Graph) -> None:
+    """Let equal views of one tensor in another dtype be one node: in generated code for CPUs each calls PyTorch."""
+    known: dict[tuple[Any, ...], Node] = {}
+    for node in traced.find_nodes(op="call_function", target=torch.ops.aten.view.dtype):
+        first = known.setdefault(node.args, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            traced.erase_node(node)
 
 
 def _key_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

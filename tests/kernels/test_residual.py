@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, Residual
 from kvcompile.kernels.spec.attention import attend
-from kvcompile.kernels.spec.packing import pack_tokens, read_tokens, write_tokens, write_tokens_
+from kvcompile.kernels.spec.packing import pack_tokens, read_tokens, write_tokens, write_tokens_, write_vectors_
 from kvcompile.kernels.spec.residual import MAX_FEW_TOKENS
 
 BATCH, HEADS, HEAD_DIM, TOKENS = 2, 2, 16, 250
@@ -131,6 +131,33 @@ def test_a_write_to_named_blocks_and_one_to_all_are_the_same_bytes(layout, count
     assert torch.equal(data, before)
     write_tokens_(data, layout, x, positions, blocks=torch.unique(positions // BLOCK_TOKENS))
     assert torch.equal(data, expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *LAYOUTS,
+        PackedLayout("int4_per_channel", "key", HEAD_DIM, Residual(0, 3, torch.bfloat16)),
+        PackedLayout("int2_per_channel", "key", HEAD_DIM, Residual(2, 1, torch.float32)),
+        PackedLayout("int4_unrotated", "value", 48, Residual(0, 1, torch.float32)),  # rows end between blocks
+    ],
+    ids=lambda layout: f"{layout.spec} {layout.head_dim}",
+)
+def test_single_tokens_are_the_same_bytes_as_writes_through_all_blocks(layout):
+    """A single token is written with whole blocks of the header, in which other entries keep their bytes."""
+    data = pack_tokens(layout, torch.randn(BATCH, HEADS, TOKENS, layout.head_dim))
+    for positions in ([[63], [249]], [[64], [0]], [[65], [130]], [[1], [131]], [[192], [132]]):
+        x, valid = torch.randn(BATCH, HEADS, 1, layout.head_dim), torch.tensor([[True], [positions[1] != [131]]])
+        sequence, head = torch.arange(BATCH)[:, None], torch.arange(HEADS)
+        places, expected = torch.tensor(positions), data.clone()
+        write_vectors_(expected, layout, x[:, :, 0], sequence, head, places.expand(-1, HEADS), valid)
+        before = data.clone()
+        written = write_tokens(data, layout, x, places, valid)
+        assert torch.equal(data, before)
+        assert torch.equal(written, expected)
+        if valid.all():
+            assert torch.equal(write_tokens(data, layout, x, places), expected)
+        data = written
 
 
 @every_layout

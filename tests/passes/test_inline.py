@@ -60,6 +60,20 @@ def test_equal_arguments_are_traced_once_and_computed_alike(traced: list[str]) -
         assert torch.equal(result, value)
 
 
+def sum_of_bits(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x.view(torch.int16)[0] + x.view(torch.int16)[1], x.view(torch.int8)[0] + y.view(torch.int16)[0, 0]
+
+
+def test_equal_views_in_another_dtype_are_computed_once() -> None:
+    inputs = [torch.randn(3, 4).half(), torch.randn(3, 4).half()]
+    graph, nodes = graph_of(*inputs)
+    outputs = list(inline(graph, sum_of_bits, *nodes))
+    views = graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype)
+    assert [node.args for node in views] == [(nodes[0], torch.int16), (nodes[0], torch.int8), (nodes[1], torch.int16)]
+    for result, value in zip(run(graph, outputs, *inputs), sum_of_bits(*inputs), strict=True):
+        assert torch.equal(result, value)
+
+
 def test_one_tensor_in_two_places_is_not_traced_for_two_tensors(traced: list[str]) -> None:
     inputs = [torch.randn(4), torch.randn(4)]
     graph, (x, y) = graph_of(*inputs)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cpu_decode
 import latents
 import llama
 import pytest
@@ -35,6 +36,7 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in 
 CUDA_SCRIPTS = ["decode", "latents", "llama_step", "prefill", "store"]
 INT8 = FormatPair("int8_per_token_head", "int8_per_token_head")
 SHAPE = Shape(2, 4, 2, 64, 192)
+CPU = torch.device("cpu")
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -324,6 +326,31 @@ def test_attention_on_latents_is_checked_and_compared_with_plain_latents(wall_cl
     monkeypatch.setattr(latents, "attention", lambda query, *rest: query)
     with pytest.raises(ArithmeticError, match="is wrong: relative error"):
         latents.check_attention(shape.query(), latents.random_data(shape), shape.context)
+
+
+def test_decode_steps_on_a_cpu_are_timed_for_each_context_and_number_of_threads(monkeypatch, tmp_path):
+    timed = []
+
+    def compile_step(module, run, shape, dtype, **arguments):
+        options = arguments.get("options", {"policy": "plain"})
+        timed.append((torch.get_num_threads(), shape.context, dtype, options["policy"]))
+        return cpu_decode.CompiledStep(lambda: torch.zeros(1), llama.empty_cache(module.config, shape, dtype, CPU), 0.0)
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(cpu_decode, "compile_step", compile_step)
+    options = ["--shape", "1,2/1,16,64", "--contexts", 64, 128, "--threads", 1, 2, "--policies", "int4", "--layers", 1]
+    options += ["--cases", "whole model", "--dtypes", "float32", "--repeats", 2, "--output", tmp_path, "--tag", "test"]
+    try:
+        assert run(monkeypatch, "cpu_decode", *options) == 0
+    finally:
+        torch.set_num_threads(threads)
+    variants = [(count, context) for count in (1, 2) for context in (64, 128)]
+    assert timed == [(*variant, torch.float32, policy) for variant in variants for policy in ("plain", "int4")]
+    (path,) = tmp_path.glob("*.json")
+    rows = Results.read(path).rows
+    assert [row["threads"] for row in rows] == [count for count, *_ in timed]
+    assert [row["shape"] for row in rows] == [f"(1, 2/1, 16, {context})" for _, context, *_ in timed]
+    assert all(("speedup" in row) == (row["format"] == "int4") for row in rows)
 
 
 def test_wrong_results_are_not_timed(monkeypatch):
