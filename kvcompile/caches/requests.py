@@ -100,7 +100,7 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
         is_on_top: whether ``num_tokens`` excludes the tokens that the cache already holds.
 
     Raises:
-        KVCompileError: the cache is too short, and a layer with a cut window has no room for it or has dropped tokens.
+        KVCompileError: the cache is too short, and a layer with a cut window has dropped tokens or other states.
     """
     packed = packed_layers(cache)
     if not packed:
@@ -112,8 +112,8 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
     cut = [(layer, wider) for layer, wider in _with_wider_windows(cache, config, longer) if layer.max_cache_len == room]
     if not all(_can_widen(layer, wider) for layer, wider in cut):
         raise KVCompileError(
-            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a layer of it "
-            "has dropped tokens that a longer window holds; make a longer cache with kvcompile.static_cache"
+            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a window that "
+            "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
         )
     layer: Any
     for layer in filter(_is_static, cache.layers):

@@ -451,6 +451,7 @@ def test_windows_that_were_cut_to_a_short_cache_grow_with_the_conversation(
         windows.append(result.past_key_values.layers[0].keys.shape[2])
         ids = torch.cat([expected, torch.tensor([[11]])], 1)
     assert windows[0] < windows[-1] <= 16
+    assert all(isinstance(layer.keys, PackedTensor) for layer in result.past_key_values.layers)
 
 
 def test_a_cut_window_that_has_dropped_tokens_is_named() -> None:
@@ -459,7 +460,7 @@ def test_a_cut_window_that_has_dropped_tokens_is_named() -> None:
     ids = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
     generated(model, inputs=ids[:, :6], past_key_values=cache, max_new_tokens=3)
     cache.layers[0].update(torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 2, 64))
-    with pytest.raises(KVCompileError, match=r"room for 9 tokens.*has dropped tokens that a longer window holds"):
+    with pytest.raises(KVCompileError, match=r"room for 9 tokens.*a window that was cut to this room cannot be extended"):
         generated(model, inputs=ids, past_key_values=cache, max_new_tokens=3)
 
 
