@@ -72,10 +72,13 @@ def judges() -> str:
 
 def _summary(verdicts: list[Verdict]) -> str:
     plain, packed = (sum(verdict[name] for verdict in verdicts) for name in ("passed_plain", "passed"))
+    known = sum(len(verdict["known"]) for verdict in verdicts)
     empty = sum(not verdict["packed_calls"] and not verdict["packed_caches"] for verdict in verdicts)
     return (
         f"{len({verdict['judge'] for verdict in verdicts})} judges ran in {len(verdicts)} runs. {plain} tests and "
-        f"models pass plainly, and {packed} of these pass packed.\n{empty} runs are empty judges: nothing was packed."
+        f"models pass plainly, and {packed} of these pass packed.\n{known} of the other {plain - packed} fail for a "
+        "reason that is no fault of packed caches; the notes name it.\n"
+        f"{empty} runs are empty judges: nothing was packed."
     )
 
 

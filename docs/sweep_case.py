@@ -205,8 +205,7 @@ class _Case:
                 known = len(report.sites)
                 logits.append(self._call(self.model if eager else compiled, ids, cache, encoded))
                 sites_of_length[ids.shape[1]] = report.sites[known:] or sites_of_length[ids.shape[1]]
-                refused = (site.layer for site in sites_of_length[ids.shape[1]] if not site.rewritten)
-                self.left_alone.append({(0, layer) for layer in refused if layer is not None})
+                self.left_alone.append(left_alone(sites_of_length[ids.shape[1]]))
                 self.packed_after.append({key for key, layer in _layers(cache).items() if _is_packed(layer)})
         return torch.cat(logits, 1), cache, report
 
@@ -276,6 +275,12 @@ def _layers(cache: Any) -> dict[tuple[int, int], Any]:
 
 def _is_packed(layer: Any) -> bool:
     return isinstance(layer.keys, kvcompile.PackedTensor) and isinstance(layer.values, kvcompile.PackedTensor)
+
+
+def left_alone(sites: Sequence[Site]) -> set[tuple[int, int]]:
+    """The layers of whose attention nothing was rewritten; a layer may have further attention without a cache."""
+    rewritten = {site.layer for site in sites if site.rewritten}
+    return {(0, site.layer) for site in sites if site.layer is not None and site.layer not in rewritten}
 
 
 def _by_module(report: Report) -> tuple[int, dict[str, list[str]]]:

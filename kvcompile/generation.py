@@ -163,7 +163,8 @@ class Generation:
         if request is None or request.served is None:
             self._original(PREPARE_CACHE)(config, model_kwargs, mode, batch_size, max_cache_length)
             if cache is not None:
-                make_room(cache, max_cache_length, is_on_top=not _repeats_the_past(config, model_kwargs))
+                is_on_top = not _repeats_the_past(config, model_kwargs)
+                make_room(cache, self._model.config, max_cache_length, is_on_top=is_on_top)
         if request is not None:
             request.decodes_with = None if config.disable_compile else cache
             request.keeps_outputs = bool(config.output_hidden_states or config.output_attentions)

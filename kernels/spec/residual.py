@@ -376,11 +376,17 @@ def _winners(
     return claiming.amax(-1), claiming.argmax(-1)
 
 
-def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
+def header_of(layout: PackedLayout, x: Tensor, num_written: Tensor | None = None) -> Tensor:
     """The header of a cache that holds exactly the tokens ``x`` [batch, num_kv_heads, n, head_dim].
 
     The recent blocks of a head end with its last token that is not zero. In a cache of fixed size that was filled from
     its start, this is the last token written, and not the end of the cache.
+
+    Args:
+        layout: the layout of the cache, with a residual.
+        x: the tokens.
+        num_written: int64 [] or [batch]: the recent blocks end with the last of so many tokens instead, because the
+            others were never written. 0 if this is not known.
 
     Returns:
         uint8 [header_blocks, batch, num_kv_heads, block_bytes].
@@ -393,6 +399,9 @@ def header_of(layout: PackedLayout, x: Tensor) -> Tensor:
     block = torch.arange(n, device=x.device) // BLOCK_TOKENS
     is_zero = (x.amax(-1) == 0) & (x.amin(-1) == 0)  # without a temporary of the size of x
     last = torch.where(is_zero, -1, block).amax(-1, keepdim=True)  # [batch, num_kv_heads, 1]
+    if num_written is not None:
+        num_written = num_written.reshape(-1, 1, 1)
+        last = torch.where(num_written > 0, (num_written - 1) // BLOCK_TOKENS, last)
     entry = all_entries(layout, x)
     cycles = torch.where(entry < residual.sink_blocks, 0, (last - entry) // max(residual.recent_blocks, 1))
     block_of_entry = entry + cycles * residual.recent_blocks

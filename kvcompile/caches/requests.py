@@ -11,13 +11,14 @@ import torch._dynamo
 from torch import nn
 
 from kvcompile.caches.static import static_cache
+from kvcompile.compat.transformers import take_window
 from kvcompile.errors import KVCompileError
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, num_blocks
 from kvcompile.packed.tensor import PACKED_DIM, PackedTensor
 from kvcompile.policy.policy import Policy
 
 if TYPE_CHECKING:
-    from transformers import Cache, StaticCache
+    from transformers import Cache, PreTrainedConfig, StaticCache
 
 
 class RequestCaches:
@@ -86,18 +87,20 @@ def can_crop(cache: Cache) -> bool:
     return all(_is_static(layer) for layer in cache.layers)
 
 
-def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
+def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_top: bool) -> None:
     """Give a packed static cache room for ``num_tokens`` tokens, in place; other caches stay unchanged.
 
-    A cache that is too short grows by at least half, so that a conversation seldom waits for a reallocation.
+    A cache that is too short grows by at least half, so that a conversation seldom waits for a reallocation. Windows
+    of sliding layers that were cut to the length of the cache grow with it, up to the window of the model.
 
     Args:
         cache: any cache.
+        config: the config of the model, which has the windows of its layers.
         num_tokens: number of tokens that need room.
         is_on_top: whether ``num_tokens`` excludes the tokens that the cache already holds.
 
     Raises:
-        KVCompileError: the cache is too short, and the sliding window of a layer may be cut to the cache's length.
+        KVCompileError: the cache is too short, and a layer with a cut window has dropped tokens or other states.
     """
     packed = packed_layers(cache)
     if not packed:
@@ -105,19 +108,51 @@ def make_room(cache: Cache, num_tokens: int, *, is_on_top: bool) -> None:
     room, needed = packed[0].max_cache_len, num_tokens + (int(cache.get_seq_length()) if is_on_top else 0)
     if room >= needed:
         return
-    if any(getattr(layer, "max_cache_len", 0) == room for layer in cache.layers if not _is_static(layer)):
-        raise KVCompileError(
-            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a cache with "
-            "sliding windows cannot be extended; make a longer one with kvcompile.static_cache"
-        )
     longer = room_for(needed, room)
+    cut = [(layer, wider) for layer, wider in _with_wider_windows(cache, config, longer) if layer.max_cache_len == room]
+    if not all(_can_widen(layer, wider) for layer, wider in cut):
+        raise KVCompileError(
+            f"generate: the given cache has room for {room} tokens, this request may need {needed}, and a window that "
+            "was cut to this room cannot be extended any more; make a longer cache with kvcompile.static_cache"
+        )
     layer: Any
     for layer in filter(_is_static, cache.layers):
-        for name in ("keys", "values"):
-            with torch.inference_mode(False):
-                setattr(layer, name, _extended(getattr(layer, name), longer))
-            torch._dynamo.mark_static_address(getattr(layer, name))
+        _extend(layer, longer)
         layer.max_cache_len = longer
+    for layer, wider in cut:
+        if layer.is_initialized:
+            _extend(layer, wider.max_cache_len)
+        take_window(layer, wider)
+
+
+def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int) -> list[tuple[Any, Any]]:
+    """Each layer of ``cache`` with a window, and the empty layer in its place in a cache of ``num_tokens`` tokens.
+
+    The place is None if the config describes another number of layers.
+    """
+    from transformers import StaticCache
+
+    longer = StaticCache(config=config, max_cache_len=num_tokens).layers
+    places = longer if len(longer) == len(cache.layers) else [None] * len(cache.layers)
+    pairs = zip(cache.layers, places, strict=True)
+    return [(layer, wider) for layer, wider in pairs if not _is_static(layer) and hasattr(layer, "max_cache_len")]
+
+
+def _can_widen(layer: Any, wider: Any) -> bool:
+    """Whether a layer holds its tokens in order from the first on, so that a longer one may go on with them."""
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    if wider is None or layer.max_cache_len == wider.max_cache_len:
+        return wider is not None
+    is_window = type(layer) is type(wider) is StaticSlidingWindowLayer
+    return is_window and layer.get_seq_length() <= layer.max_cache_len
+
+
+def _extend(layer: Any, num_tokens: int) -> None:
+    for name in ("keys", "values"):
+        with torch.inference_mode(False):
+            setattr(layer, name, _extended(getattr(layer, name), num_tokens))
+        torch._dynamo.mark_static_address(getattr(layer, name))
 
 
 def _extended(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
+from kvcompile.call.recent_tokens import headers_of, put_headers
 from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
@@ -290,6 +291,7 @@ class AdoptingCall:
         self._conceals = conceals
         self._shards = shards
         self._shard = shard
+        self._caches = caches
         self._places = [action.index for action in caches]
 
     def __call__(self, *args: Any) -> Any:
@@ -297,6 +299,7 @@ class AdoptingCall:
         if guard is not None:
             guard.look(with_parts(args, self._stacks))
         if plain := self._inputs.plain_among(args):
+            headers = headers_of(self._caches, with_parts(args, self._stacks))
             try:
                 self._adopt(plain)
             except AdoptionError as error:
@@ -304,6 +307,8 @@ class AdoptingCall:
                     raise
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
+            if headers:
+                put_headers(with_parts(args, self._stacks), headers)
         report.ran(self._graph)
         local = args if self._shards is None else self._shards.of(args)
         if self._shard is not None:

@@ -54,7 +54,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
     kept = [max(len(line) for row in rows for line in row[column].splitlines() or [""]) for column in (3, 4)]
     others = sum(max(room, len(title)) for room, title in zip([*longest[1:3], *kept], _HEADER[1:], strict=True))
     borders = 3 * len(_HEADER) + 1
-    module_width = min(longest[0], LABEL_WIDTH, max(width() - others - borders, len("module")))
+    module_width = min(max(longest[0], len("module")), LABEL_WIDTH, max(width() - others - borders, len("module")))
     table.add_column(_HEADER[0], overflow="fold", width=max(module_width, _longest_piece(rows)))
     table.add_column(_HEADER[1], min_width=longest[1])
     table.add_column(_HEADER[2], min_width=longest[2])

@@ -128,6 +128,15 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> 
     assert len(made) == 1, "the assistant has the cache that Transformers makes"
 
 
+def test_attentions_of_assisted_decoding_are_as_wide_as_those_of_transformers() -> None:
+    arguments = {"inputs": REPETITIVE, "output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    plain, model = tiny_llama(num_layers=1), kvcompile.compile(tiny_llama(num_layers=1), policy=LOSSLESS)
+    for each in (plain, model):
+        each.set_attn_implementation("eager")
+    expected, found = (generated(each, assistant_model=assistant(), **arguments).attentions for each in (plain, model))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("policy", "arguments"),
     in_turn(FORMATS, [{}, {"num_beams": 3}, {"do_sample": True}]),
@@ -415,6 +424,44 @@ def test_layers_with_sliding_windows_are_made_by_transformers(made: list[Any]) -
     (cache,) = made
     assert [type(layer).__name__ for layer in cache.layers] == ["StaticSlidingWindowLayer", "StaticLayer"]
     assert isinstance(cache.layers[1].keys, PackedTensor)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new_tokens"),
+    [
+        pytest.param(3, 5, id="twice"),
+        pytest.param(5, 3, marks=pytest.mark.slow, id="by a little"),
+        pytest.param(3, 12, marks=pytest.mark.slow, id="past the window at once"),
+    ],
+)
+def test_windows_that_were_cut_to_a_short_cache_grow_with_the_conversation(
+    prompt_tokens: int, new_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of the model is 16 tokens; a first request of fewer makes a cache whose window is cut to them."""
+    monkeypatch.setattr("kvcompile.caches.requests.room_for", lambda num_tokens, room=0: num_tokens)
+    model, plain = kvcompile.compile(windowed(), policy=LOSSLESS), windowed()
+    ids = torch.randint(3, 97, (1, prompt_tokens), generator=torch.Generator().manual_seed(1))
+    cache: dict[str, Any] = {}
+    windows = []
+    for _ in range(3):
+        expected = generated(plain, inputs=ids, max_new_tokens=new_tokens)
+        result = generated(model, inputs=ids, max_new_tokens=new_tokens, return_dict_in_generate=True, **cache)
+        assert torch.equal(result.sequences, expected)
+        cache = {"past_key_values": result.past_key_values}
+        windows.append(result.past_key_values.layers[0].keys.shape[2])
+        ids = torch.cat([expected, torch.tensor([[11]])], 1)
+    assert windows[0] < windows[-1] <= 16
+    assert all(isinstance(layer.keys, PackedTensor) for layer in result.past_key_values.layers)
+
+
+def test_a_cut_window_that_has_dropped_tokens_is_named() -> None:
+    model = kvcompile.compile(windowed(), policy=LOSSLESS)
+    cache = kvcompile.static_cache(model, 1, 9, LOSSLESS)
+    ids = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    generated(model, inputs=ids[:, :6], past_key_values=cache, max_new_tokens=3)
+    cache.layers[0].update(torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 2, 64))
+    with pytest.raises(KVCompileError, match=r"room for 9 tokens.*a window that was cut to this room cannot be ext"):
+        generated(model, inputs=ids, past_key_values=cache, max_new_tokens=3)
 
 
 def test_a_policy_that_packs_nothing_leaves_generate_to_transformers(made: list[Any]) -> None:

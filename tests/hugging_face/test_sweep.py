@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import sweep
 import torch
-from sweep_case import MAX_ERROR, CaseResult, run_case
+from sweep_case import MAX_ERROR, CaseResult, left_alone, run_case
 from sweep_library import MAX_PARAMETERS, NotBuiltError, architecture_of, model_types
 from sweep_models import ARCHITECTURES
+
+from kvcompile.passes.site import Site
 
 
 @pytest.mark.parametrize(
@@ -139,3 +141,14 @@ def test_the_rule_reaches_parts_for_images_and_sound_and_computed_fields(model_t
 def test_there_are_enough_architectures_for_the_sweep_to_mean_something() -> None:
     assert len(ARCHITECTURES) >= 40
     assert sum(architecture.is_encoder_decoder for architecture in ARCHITECTURES.values()) >= 8
+
+
+def test_a_layer_is_left_alone_only_if_none_of_its_attention_is_rewritten() -> None:
+    """A layer may have attention without a cache beside its attention on the cache, as in Inkling 2."""
+    sites = [
+        Site("layers.0.self_attn", 0, "eager"),
+        Site("layers.0.mlp_input", 0, "eager", reason="not cached"),
+        Site("layers.1.self_attn", 1, "eager", reason="joined"),
+        Site("final_input", None, "eager", reason="not cached"),
+    ]
+    assert left_alone(sites) == {(0, 1)}

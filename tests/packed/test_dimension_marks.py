@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from formats_of_every_kind import in_turn
 from torch import Tensor
 from torch._dynamo import mark_dynamic, mark_static, maybe_mark_dynamic
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.utils import counters
 
 import kvcompile
@@ -178,6 +179,13 @@ def test_a_mark_that_was_given_to_a_plain_cache_holds_when_it_is_packed() -> Non
             step(caches, *(torch.randn(2, heads, 1, HEAD_DIM) for heads in (4, 2, 2)), torch.tensor([position]))
         assert all(isinstance(cache, PackedTensor) for cache in caches)
     assert kvcompile.last_report().totals.rewritten == 1
+
+
+def test_mark_unbacked_is_refused_by_pytorch_as_docs_limits_says() -> None:
+    """If this fails, PyTorch has learnt it: then a marked cache must run, and docs/limits.md must not deny it."""
+    (cache, _) = KINDS[growing].pack(pair(2, 70))
+    with pytest.raises(AssertionError, match="not implemented yet"):
+        mark_unbacked(cache, 2)
 
 
 def test_the_error_for_a_size_that_must_be_constant_names_the_cache_and_not_what_is_inside() -> None:

@@ -346,6 +346,12 @@ def test_the_text_fits_100_columns_whatever_the_names() -> None:
     assert max(map(len, str(Report([GraphReport(tuple(sites))])).splitlines())) <= 100
 
 
+def test_the_title_of_a_column_keeps_its_line_above_short_names() -> None:
+    site = rewritten(0)
+    site.module = "m"
+    assert "| module | cache" in str(Report([GraphReport((site,))]))
+
+
 def test_graphs_with_the_same_rows_are_printed_once() -> None:
     graph = GraphReport((rewritten(0),))
     text = str(Report([graph, graph]))
