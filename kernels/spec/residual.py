@@ -400,7 +400,7 @@ def header_of(layout: PackedLayout, x: Tensor, num_written: Tensor | None = None
     is_zero = (x.amax(-1) == 0) & (x.amin(-1) == 0)  # without a temporary of the size of x
     last = torch.where(is_zero, -1, block).amax(-1, keepdim=True)  # [batch, num_kv_heads, 1]
     if num_written is not None:
-        num_written = num_written.reshape(-1, 1, 1)
+        num_written = num_written.to(x.device).reshape(-1, 1, 1)
         last = torch.where(num_written > 0, (num_written - 1) // BLOCK_TOKENS, last)
     entry = all_entries(layout, x)
     cycles = torch.where(entry < residual.sink_blocks, 0, (last - entry) // max(residual.recent_blocks, 1))
