@@ -27,7 +27,7 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
-from kvcompile.call.recent_tokens import headers_of, put_headers
+from kvcompile.call.recent_tokens import header_of_plain, headers_of, put_headers
 from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
@@ -94,7 +94,12 @@ class CallPlan:
     ) -> CallPlan:
         """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split."""
         sizes = SizeReader(example_inputs)
-        caches = tuple(replace(action.without_symbols, first_position=None) for action in rewritten.inputs)
+        caches = tuple(
+            replace(
+                action.without_symbols, first_position=action.first_position if action.kind == "functional" else None
+            )
+            for action in rewritten.inputs
+        )
         made = (
             (
                 action,
@@ -149,7 +154,7 @@ class PackedCall:
         if not self._replace_known(args):
             check_distinct(written, [args[index] for index in self._read])
             for action, new_tokens, num_sequences in made:
-                args[action.index] = cache = _new_cache(args[action.index], action, new_tokens, num_sequences)
+                args[action.index] = cache = _new_cache(args, action, new_tokens, num_sequences)
                 returned.extend((output, cache) for output in action.outputs)
             self._replace_caches(args)
             for plain in self._dequantized:
@@ -390,17 +395,19 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
     return cache.packed
 
 
-def _new_cache(source: Tensor, action: InputAction, new_tokens: int, num_sequences: int | None) -> PackedTensor:
-    """The cache that the graph writes and the caller gets. The graph's writes do not show in ``source``.
+def _new_cache(args: list[Any], action: InputAction, new_tokens: int, num_sequences: int | None) -> PackedTensor:
+    """The cache that the graph writes and the caller gets. The graph's writes do not show in the cache in ``args``.
 
-    The caller may keep ``source``, plain or packed. A growing cache may share its memory, because new tokens are stored
+    The caller may keep that cache, plain or packed. A growing cache may share its memory, because new tokens are stored
     after the old ones.
     """
-    growing = action.kind == "growing"
+    source, growing = args[action.index], action.kind == "growing"
     if isinstance(source, PackedTensor):
         cache = source.whole() if growing or num_sequences is not None else _copy_of(source.whole())
     else:
         cache = PackedTensor.from_dense(source, action.layout, action.axes, growing=growing)
+        if num_sequences is None and (header := header_of_plain(action, args)) is not None:
+            cache.packed[: header.shape[0]].copy_(header)
     if num_sequences is not None:
         cache = _copy_of(cache, torch.zeros(num_sequences, dtype=torch.int64, device=cache.device))
     return cache.extended(new_tokens) if growing else cache

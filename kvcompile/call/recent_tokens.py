@@ -29,7 +29,8 @@ def headers_of(caches: Sequence[InputAction], args: Sequence[Any]) -> Headers:
 
     Caches are left out if the call does not know the first position that it writes.
     """
-    return [(action.index, header) for action in caches if (header := _header(action, args)) is not None]
+    static = [action for action in caches if action.kind == "static"]
+    return [(action.index, header) for action in static if (header := header_of_plain(action, args)) is not None]
 
 
 def put_headers(args: Sequence[Any], headers: Headers) -> None:
@@ -40,9 +41,10 @@ def put_headers(args: Sequence[Any], headers: Headers) -> None:
         cache.packed[: header.shape[0]].copy_(header)
 
 
-def _header(action: InputAction, args: Sequence[Any]) -> Tensor | None:
+def header_of_plain(action: InputAction, args: Sequence[Any]) -> Tensor | None:
+    """The header of a cache among ``args``; None if it is packed, has no residual, or its length is not known."""
     plain, layout = args[action.index], action.layout
-    if isinstance(plain, PackedSubclass) or layout.residual is None or action.kind != "static":
+    if isinstance(plain, PackedSubclass) or layout.residual is None:
         return None
     if action.first_position is None or action.axes in (SLOT_AXES, *BLOCK_AXES):
         return None

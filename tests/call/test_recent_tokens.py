@@ -71,3 +71,29 @@ def outputs(step: Step, policy: str, behind: float) -> Tensor:
 def test_values_behind_the_written_tokens_change_nothing(step: Step, policy: str) -> None:
     expected = outputs(step, policy, behind=0.0)
     torch.testing.assert_close(outputs(step, policy, behind=1e4), expected)
+
+
+def returned(q: Tensor, new: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = keys.index_copy(2, at, new[0]), values.index_copy(2, at, new[1])
+    mask = torch.arange(ROOM)[None] <= at[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask), keys, values
+
+
+def outputs_of_returned(policy: str, behind: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, 2, HEADS, ROOM, HEAD_DIM, generator=generator)
+    kv[..., 100:, :] *= behind
+    compiled = torch.compile(returned, backend="kvquant", options={"policy": policy, "on_unsupported": "error"})
+    caches, result = list(kv), []
+    for position in range(100, 103):
+        q, new = (torch.randn(*n, 2, HEADS, 1, HEAD_DIM, generator=generator) for n in ((), (2,)))
+        out, *caches = compiled(q, new, *caches, torch.tensor([position]))
+        result.append(out)
+    assert all(isinstance(cache, PackedTensor) for cache in caches)
+    return torch.cat(result, 2)
+
+
+@pytest.mark.parametrize("policy", ["int4", "turboquant_4bit_r128"])
+def test_values_behind_the_tokens_of_a_cache_that_is_returned_change_nothing(policy: str) -> None:
+    expected = outputs_of_returned(policy, behind=0.0)
+    torch.testing.assert_close(outputs_of_returned(policy, behind=1e4), expected)
