@@ -222,7 +222,7 @@ def _bytes_of_rows(rows: Tensor) -> Tensor:
     The view of one dimension has the same strides in all releases of Inductor. It is a call of PyTorch, which takes
     less time than arithmetic on every byte.
     """
-    return rows.reshape(-1).view(torch.uint8).view(*rows.shape[:2], BLOCK_TOKENS, -1)
+    return rows.reshape(-1).view(torch.uint8).view(*rows.shape[:2], BLOCK_TOKENS, rows.shape[-1] * rows.dtype.itemsize)
 
 
 def token_update(
