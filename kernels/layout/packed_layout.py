@@ -340,7 +340,7 @@ class PackedLayout:
 
     def entry_place(self, entry: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
         """Block and offset in ``data`` of byte ``byte`` of a write to an entry; all are int64 and broadcast."""
-        row, rest = 1 + entry * BLOCK_TOKENS + byte // self.row_bytes, byte % self.row_bytes
+        row, rest = self.first_row(entry) + byte // self.row_bytes, byte % self.row_bytes
         in_rows = byte < BLOCK_TOKENS * self.row_bytes
         block = torch.where(in_rows, row // self.rows_per_block, 0)
         offset = torch.where(

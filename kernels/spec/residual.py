@@ -147,8 +147,8 @@ class Update:
     def _whole_blocks(self, data: Tensor, layout: PackedLayout) -> Scatter:
         """:meth:`scatter` of one block and its entry: the block, then all blocks of the header in which the entry lies.
 
-        Other bytes of these blocks are written as they are. Generated code then copies rows, and computes neither a
-        place nor a value for single bytes.
+        The other bytes of these blocks are written back unchanged. Generated code then copies rows, and computes
+        neither a place nor a value for single bytes.
         """
         sequence, head = _sequences_and_heads(self.tags)
         of_entry = layout.entry_blocks(self.entry[:, 0])  # [batch or 1, m]

@@ -27,7 +27,7 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
-from kvcompile.call.recent_tokens import header_of_plain, headers_of, put_headers
+from kvcompile.call.recent_tokens import header_of_plain, headers_of, put_header, put_headers
 from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
@@ -407,7 +407,7 @@ def _new_cache(args: list[Any], action: InputAction, new_tokens: int, num_sequen
     else:
         cache = PackedTensor.from_dense(source, action.layout, action.axes, growing=growing)
         if num_sequences is None and (header := header_of_plain(action, args)) is not None:
-            cache.packed[: header.shape[0]].copy_(header)
+            put_header(cache, header)
     if num_sequences is not None:
         cache = _copy_of(cache, torch.zeros(num_sequences, dtype=torch.int64, device=cache.device))
     return cache.extended(new_tokens) if growing else cache

@@ -36,9 +36,12 @@ def headers_of(caches: Sequence[InputAction], args: Sequence[Any]) -> Headers:
 def put_headers(args: Sequence[Any], headers: Headers) -> None:
     """Put headers into the caches, which are packed now."""
     for index, header in headers:
-        cache = args[index]
-        assert isinstance(cache, PackedTensor)
-        cache.packed[: header.shape[0]].copy_(header)
+        put_header(args[index], header)
+
+
+def put_header(cache: PackedTensor, header: Tensor) -> None:
+    """Replace the header of a packed cache."""
+    cache.packed[: header.shape[0]].copy_(header)
 
 
 def header_of_plain(action: InputAction, args: Sequence[Any]) -> Tensor | None:
