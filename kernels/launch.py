@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvcompile.kernels.attention.call import AttentionCall
 from kvcompile.kernels.attention.configs import attention_config, num_splits
-from kvcompile.kernels.attention.decode import attention_kernel, combine_kernel
+from kvcompile.kernels.attention.decode import attention_kernel
 from kvcompile.kernels.attention.exact_blocks import num_items
 from kvcompile.kernels.attention.launch_prefill import attend_prefill, dequantize_pairs, is_prefill
+from kvcompile.kernels.attention.splits import combine_kernel
 from kvcompile.kernels.lang import launcher
 from kvcompile.kernels.lang.launcher import Launcher, ceil_div, exact_precision, precision
 from kvcompile.kernels.lang.triton import tl

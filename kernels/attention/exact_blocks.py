@@ -1,27 +1,31 @@
 """Attention to the exact blocks in the header of a packed cache.
 
-The loop over tiles of packed tokens hides exact blocks. Exact blocks are attended to before that loop, in a softmax of
-their own: the kernel that merges the splits adds its result. Exact rows are in the original basis, and so are the query
-and the output here. They need no rotation.
+The loop over tiles of packed tokens hides exact blocks. A program attends to exact blocks after that loop, in a softmax
+of their own: the kernel that merges the splits adds its result. Exact rows are in the original basis, and so are the
+query and the output here. They need no rotation.
 
 Work is shared out in *items*, which are runs of rows of one entry. An item has about as many bytes as a tile of packed
 tokens. The splits take turns at the items first, and then at the tiles, so that all have equal work. A program
 prefetches the rows of its first item when it starts, before it knows which block the entry holds.
 
-A block may be exact for keys only, or for values only. The rows of the other operand are then decoded.
+A block may be exact for keys only, or for values only. The rows of the other operand are then decoded. If keys and
+values have the same number of entries, this is rare: their blocks differ only if keys and values were written to
+different tokens. Decoding takes many instructions, and is then a function of its own.
 """
 
 from __future__ import annotations
 
-from kvcompile.kernels.attention.query import first_columns, load_query
+from kvcompile.kernels.attention.query import first_columns, load_query_rows, query_of, rows_of_program
 from kvcompile.kernels.attention.softmax_tile import (
     accumulate,
     capped,
     empty_state,
+    levels_of_tokens,
     products_of,
     visible_scores,
     weigh,
 )
+from kvcompile.kernels.attention.splits import out_rows, store_output
 from kvcompile.kernels.lang.triton import constant, constexpr_function, jit, tl
 from kvcompile.kernels.tiles.header import block_ptr, entry_of, is_exact, load_rows, prefetch_rows, tag_ptrs
 from kvcompile.kernels.tiles.packed import decode_rows
@@ -42,28 +46,33 @@ def num_items(num_entries: int, block_tokens: int, num_warps: int) -> int:
 
 
 @jit
-def recent_tags(header_ptr, OPERAND: tl.constexpr):
-    """The tags of the entries of recent blocks, int32 of any length; 0 for all other entries."""
+def tags_of(header_ptr, OPERAND: tl.constexpr):
+    """The tags of all entries, int32 of any length; 0 where there is no entry."""
     tags = tl.full([1], 0, tl.int32)
     if OPERAND.num_entries > 0:
         entry = tl.arange(0, OPERAND.residual.padded_entries)
-        is_recent = (entry >= OPERAND.residual.sink_blocks) & (entry < OPERAND.num_entries)
-        tags = tl.load(tag_ptrs(header_ptr, entry), mask=is_recent, other=0)
+        tags = tl.load(tag_ptrs(header_ptr, entry), mask=entry < OPERAND.num_entries, other=0)
     return tags
 
 
 @jit
 def packed_range(key_tags, value_tags, KEY: tl.constexpr, VALUE: tl.constexpr):
     """Tokens [begin, end) between the sinks and the first recent block that is exact for keys or values."""
-    first_key = tl.min(tl.where(key_tags > 0, key_tags - 1, NO_BLOCK), 0)
-    first_value = tl.min(tl.where(value_tags > 0, value_tags - 1, NO_BLOCK), 0)
-    SINKS: tl.constexpr = _most_sinks(KEY, VALUE)
-    return SINKS * KEY.block_tokens, tl.minimum(first_key, first_value) * KEY.block_tokens
+    first_recent = tl.minimum(_first_recent_block(key_tags, KEY), _first_recent_block(value_tags, VALUE))
+    SINKS: tl.constexpr = max(_num_sinks(KEY), _num_sinks(VALUE))
+    return SINKS * KEY.block_tokens, first_recent * KEY.block_tokens
+
+
+@jit
+def _first_recent_block(tags, OPERAND: tl.constexpr):
+    """The first block in an entry of a recent block."""
+    is_recent = (tags > 0) & (tl.arange(0, tags.shape[0]) >= _num_sinks(OPERAND))
+    return tl.min(tl.where(is_recent, tags - 1, NO_BLOCK), 0)
 
 
 @constexpr_function
-def _most_sinks(key, value):
-    return max(0 if operand.residual is None else operand.residual.sink_blocks for operand in (key, value))
+def _num_sinks(operand):
+    return 0 if operand.residual is None else operand.residual.sink_blocks
 
 
 @jit
@@ -93,35 +102,101 @@ def prefetch_item(
 
 @jit
 def attend_to_exact_blocks(
-    query_ptrs, in_query, stride_channel, score_scale, key_ptr, value_ptr, stride_key_block, stride_value_block,
-    visible_len, softcap, visibility, split, num_splits, key_scale, value_scale,
+    q, rows, key_tags, value_tags, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
+    key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row,
+    split, num_splits, num_kv_heads, q_len, kv_len, score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The state of attention after the items ``split``, ``split + num_splits``, ... of the ITEMS items.
+    """Attend to the items ``split``, ``split + num_splits``, ... of the ITEMS items, and store the output.
+
+    Args:
+        q: the query rows, [ROWS, padded_head_dim].
+        rows: the results of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+        key_tags, value_tags: the results of :func:`tags_of`.
+        EXACT_KEY, EXACT_VALUE: descriptions of vectors in bfloat16 or float32. Products of tf32 are exact for the rows
+            and queries of a half-precision model, and round softmax weights as fp16 does.
+    """
+    SAME_ENTRIES: tl.constexpr = _have_same_entries(KEY, VALUE)
+    if SAME_ENTRIES and tl.max((key_tags != value_tags).to(tl.int32), 0) != 0:
+        _attend_to_differing_blocks(
+            query_ptr, mask_ptr, range_ptr, query_strides, mask_strides, key_ptr, value_ptr, stride_key_block,
+            stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row, split, num_splits, num_kv_heads, q_len,
+            kv_len, score_scale, softcap, key_scale, value_scale,
+            KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
+            PRECISION, ROWS, NUM_WARPS,
+        )  # fmt: skip
+    else:
+        _attend_and_store(
+            q, rows, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, split,
+            num_splits, num_kv_heads, q_len, score_scale, softcap, key_scale, value_scale,
+            KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
+            PRECISION, NUM_WARPS, SAME_ENTRIES,
+        )  # fmt: skip
+
+
+@jit(noinline=True)
+def _attend_to_differing_blocks(
+    query_ptr, mask_ptr, range_ptr, query_strides, mask_strides, key_ptr, value_ptr, stride_key_block,
+    stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row, split, num_splits, num_kv_heads, q_len, kv_len,
+    score_scale, softcap, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """:func:`attend_to_exact_blocks` if an entry holds one block for keys and another one for values.
+
+    A function that is not inlined takes no tiles, so it loads the query rows again.
+    """
+    rows = rows_of_program(
+        first_row, batch, kv_head, q_len, kv_len, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
+        GROUP_SIZE, MASK, IS_CAUSAL, ROWS,
+    )  # fmt: skip
+    _attend_and_store(
+        load_query_rows(rows[3], rows[2], query_strides[3], EXACT_KEY), rows, key_ptr, value_ptr, stride_key_block,
+        stride_value_block, out_ptr, lse_ptr, batch, split, num_splits, num_kv_heads, q_len, score_scale, softcap,
+        key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
+        IS_CAUSAL, PARTIAL, PRECISION, NUM_WARPS, False,
+    )  # fmt: skip
+
+
+@jit
+def _attend_and_store(
+    q, rows, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, split, num_splits,
+    num_kv_heads, q_len, score_scale, softcap, key_scale, value_scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    SAME_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """:func:`attend_to_exact_blocks`, inlined.
 
     An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
-    entry holds that block for keys, the item has its rows, too.
-
-    EXACT_KEY and EXACT_VALUE describe the vectors as bfloat16 or float32; the state has the form of EXACT_VALUE.
-    Products of tf32 are exact for the rows and queries of a half-precision model, and round softmax weights as fp16
-    does.
+    entry holds that block for keys, the item has its rows, too. With SAME_BLOCKS no entry holds different blocks.
     """
+    position, head, in_query, _, tokens, visibility = rows
+    visible_len = tokens[1]
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS
-    query = load_query(query_ptrs, in_query, stride_channel, score_scale, EXACT_KEY)
+    HOLDERS: tl.constexpr = 1 if SAME_BLOCKS else 2
+    query = query_of(q, score_scale, EXACT_KEY)
     state = empty_state(query[1].shape[0], NUM_WARPS, EXACT_VALUE)
     for item in range(split, ITEMS, num_splits):
         entry, first_row = item // RUNS, item % RUNS * TOKENS
         key_tag, value_tag = _tag(key_ptr, entry, KEY), _tag(value_ptr, entry, VALUE)
-        for holder in range(2):
+        for holder in range(HOLDERS):
             block, key_exact, value_exact = _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY, VALUE)
             if (block >= 0) & (block * KEY.block_tokens < visible_len):
-                keys = _rows(key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS)
+                keys = _rows(
+                    key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS,
+                    SAME_BLOCKS,
+                )  # fmt: skip
                 values = _rows(
                     value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
-                    TOKENS,
+                    TOKENS, SAME_BLOCKS,
                 )  # fmt: skip
                 token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
                 in_cache = token < visible_len
@@ -134,10 +209,11 @@ def attend_to_exact_blocks(
                 maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
                     state, scores, unused, unused, EXACT_KEY, EXACT_VALUE, MASK == "float", NUM_WARPS
                 )
-                levels = (tl.trans(values),)
-                accs = accumulate(state[4], levels, weight, decay, in_cache, EXACT_VALUE, True, PRECISION)
+                levels = levels_of_tokens((tl.trans(values),), in_cache)
+                accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
                 state = (maximum, scale_maximum, p_sum, zero_sum, accs)
-    return state
+    out_row = out_rows(batch, head, position, num_splits + split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+    store_output(state, out_ptr, lse_ptr, out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
 
 
 @jit
@@ -151,7 +227,7 @@ def _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY: tl.constexpr,
         The block, and whether it is exact for keys and for values.
     """
     tag = tl.where(holder == 0, key_tag, value_tag)
-    if _share_entries(KEY, VALUE):
+    if _have_same_entries(KEY, VALUE):
         key_exact, value_exact = key_tag == tag, value_tag == tag
     else:
         block = tl.maximum(tag - 1, 0)
@@ -161,7 +237,7 @@ def _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY: tl.constexpr,
 
 
 @constexpr_function
-def _share_entries(key, value):
+def _have_same_entries(key, value):
     """Whether each block has the same entry for keys and for values."""
     return (
         min(key.num_entries, value.num_entries) > 0
@@ -182,16 +258,18 @@ def _tag(header_ptr, entry, OPERAND: tl.constexpr):
 @jit
 def _rows(
     header_ptr, stride_block, block, first_row, exact, static_scale,
-    OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr,
+    OPERAND: tl.constexpr, EXACT: tl.constexpr, TOKENS: tl.constexpr, IS_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The vectors of TOKENS tokens of a block from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype."""
+    """The vectors of TOKENS tokens of a block from ``first_row`` on, [TOKENS, padded_head_dim] in EXACT.dtype.
+
+    Args:
+        exact: whether an entry holds the block.
+        IS_EXACT: whether this is known at compile time.
+    """
     packed_ptr = block_ptr(header_ptr, stride_block, block, OPERAND)
-    if OPERAND.num_entries > 0:
-        if exact:
-            x = load_rows(header_ptr, stride_block, entry_of(block, OPERAND), first_row, OPERAND, TOKENS)
-            x = x.to(EXACT.dtype)
-        else:
-            x = decode_rows(packed_ptr, first_row, static_scale, OPERAND, TOKENS).to(EXACT.dtype)
+    if IS_EXACT or (OPERAND.num_entries > 0 and exact):
+        entry = entry_of(block, OPERAND)
+        x = load_rows(header_ptr, stride_block, entry, first_row, OPERAND, TOKENS).to(EXACT.dtype)
     else:
         x = decode_rows(packed_ptr, first_row, static_scale, OPERAND, TOKENS).to(EXACT.dtype)
     return x

@@ -1,4 +1,6 @@
-"""The query in the decode kernel of attention: it is the second operand of the score products, so rows become columns.
+"""The query in the decode kernel of attention: the rows of a program, and the second operand of the score products.
+
+Rows become columns of that operand.
 
 A tensor core product has at least 8 columns. If there are fewer query rows, each row takes two neighbouring columns.
 One thread holds both columns of the product, so that dropping every other column costs nothing, and the softmax
@@ -16,6 +18,7 @@ from __future__ import annotations
 from kvcompile.kernels.lang.tiles import normalise_rows, planes_of, round_to_integer, transposed
 from kvcompile.kernels.lang.triton import constexpr_function, jit, tl
 from kvcompile.kernels.tiles.rotation import rotate
+from kvcompile.kernels.tiles.visible_range import visible_tokens
 
 
 @constexpr_function
@@ -25,8 +28,48 @@ def in_digits(key, rows):
 
 
 @jit
-def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexpr):
-    """Load query rows as the second operand of the score products.
+def rows_of_program(
+    first_row, batch, kv_head, q_len, kv_len, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
+    GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The query rows of a program, and the tokens that they see.
+
+    Query heads vary fastest within the rows, so that a tile of rows spans few positions.
+
+    Returns:
+        position, head, in_query: [ROWS], the position and the query head of each row, and whether the row exists.
+        query_ptrs: [ROWS], pointers to the rows.
+        tokens: the ranges (begin, end, all_begin, all_end) of
+            :func:`kvcompile.kernels.tiles.visible_range.visible_tokens`.
+        visibility: the argument of :func:`kvcompile.kernels.attention.softmax_tile.visible_scores`.
+    """
+    row = first_row + tl.arange(0, ROWS)
+    position = (row // GROUP_SIZE).to(tl.int64)
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    in_query = position < q_len
+    query_ptrs = query_ptr + batch * query_strides[0] + head * query_strides[1] + position * query_strides[2]
+    tokens, ranges = visible_tokens(
+        first_row, in_query, range_ptr + (batch * q_len + position) * 3, q_len, kv_len, GROUP_SIZE, MASK, IS_CAUSAL,
+        ROWS,
+    )  # fmt: skip
+    mask_ptr += batch * mask_strides[0]
+    mask_row_ptrs = mask_ptr + head * mask_strides[1] + position * mask_strides[2]
+    mask_ptr += kv_head * GROUP_SIZE * mask_strides[1]  # the same for all rows, without MASK_PER_ROW
+    visibility = (position, in_query, ranges[0], ranges[1], ranges[2], mask_ptr, mask_row_ptrs, mask_strides[3])
+    return position, head, in_query, query_ptrs, tokens, visibility
+
+
+@jit
+def load_query_rows(row_ptrs, in_query, stride_channel, KEY: tl.constexpr):
+    """Load query rows, [rows, padded_head_dim] in the dtype of the query."""
+    channel = tl.arange(0, KEY.padded_head_dim)[None, :]
+    in_bounds = in_query[:, None] & (channel < KEY.head_dim)
+    return tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0)
+
+
+@jit
+def query_of(q, score_scale, KEY: tl.constexpr):
+    """The second operand of the score products, from query rows ``q``, [rows, padded_head_dim].
 
     Returns:
         operand: a tuple of tiles [padded_width, columns], one for each plane of the key. Rows are scaled to the range
@@ -35,11 +78,13 @@ def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexp
         factor: [rows], undoes the scaling of rows and includes the scale of the scores.
         q_sum: [rows], the sum over the channels of the scaled query, in the units of the scores.
     """
-    channel = tl.arange(0, KEY.padded_head_dim)[None, :]
-    in_bounds = in_query[:, None] & (channel < KEY.head_dim)
-    q = tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0).to(tl.float32)
+    q = q.to(tl.float32)
     if KEY.rotated:
-        q = rotate(q, KEY)
+        # Triton computes a tile again for each layout in which it is used, unless the tile comes out of such a loop.
+        turns = 1
+        while turns > 0:
+            q = rotate(q, KEY)
+            turns -= 1
     if in_digits(KEY, q.shape[0]):
         query = _query_in_digits(q, score_scale, KEY)
     else:
@@ -49,7 +94,7 @@ def load_query(row_ptrs, in_query, stride_channel, score_scale, KEY: tl.constexp
 
 @jit
 def _query_in_floats(q, score_scale, KEY: tl.constexpr):
-    """:func:`load_query` for products of floats."""
+    """:func:`query_of` for products of floats."""
     q, factor = normalise_rows(q, KEY.query_exponent, KEY.dtype)
     factor = factor * score_scale
     q_sum = tl.sum(q.to(tl.float32), 1) * factor
@@ -64,7 +109,7 @@ def _query_in_floats(q, score_scale, KEY: tl.constexpr):
 
 @jit
 def _query_in_digits(q, score_scale, KEY: tl.constexpr):
-    """:func:`load_query` for products of integers: the query in digits."""
+    """:func:`query_of` for products of integers: the query in digits."""
     high, low, factor = _digits(q)
     factor = factor * score_scale
     q_sum = tl.sum(high.to(tl.int32) * 128 + low.to(tl.int32), 1).to(tl.float32) * factor
@@ -107,10 +152,12 @@ def _digits(q):
         The high and the low digits, int8 [rows, channels], and the factor [rows] from the integers to the channels. The
         factor is NaN if a channel of the row is not finite.
     """
-    largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+    # Bits of absolute values are integers in the same order, in which NaN lies above infinity.
+    largest = tl.max(tl.abs(q).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    largest = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL)
     integers = round_to_integer(q * (16256.0 / largest)[:, None]).to(tl.int32)  # 16256 = 127 * 128
     high = (integers + 64) >> 7
-    return high.to(tl.int8), (integers - high * 128).to(tl.int8), largest / 16256.0 + tl.sum(q * 0.0, 1)
+    return high.to(tl.int8), (integers - high * 128).to(tl.int8), largest / 16256.0 + largest * 0.0
 
 
 @jit

@@ -279,24 +279,25 @@ def _largest_scale(scale, VALUE: tl.constexpr):
 
 @jit
 def attend_packed(
-    state, scores, values, scale, zero, in_cache,
-    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, HAS_HIDDEN: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
+    state, scores, values, scale, zero, in_cache, is_whole,
+    KEY: tl.constexpr, VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state (maximum, scale_maximum, p_sum, zero_sum, accs) after one more tile of packed values.
 
-    ``scores`` are the results of :func:`visible_scores` if the tile HAS_HIDDEN tokens. ``scale`` and ``zero`` are the
+    ``scores`` are the results of :func:`visible_scores` unless the tile ``is_whole``. ``scale`` and ``zero`` are the
     results of :func:`token_metadata`, and 1 and 0 for tokens that are not ``in_cache``.
     """
     maximum, scale_maximum, p_sum, zero_sum, decay, weight = weigh(
         state, scores, scale, zero, KEY, VALUE, WIDE_SCORES, NUM_WARPS
     )
     levels = value_levels(values[0], values[1], values[2], VALUE)
-    MAY_BE_NAN: tl.constexpr = HAS_HIDDEN and (VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8)
+    MAY_BE_NAN: tl.constexpr = VALUE.granularity == "group" or VALUE.code_dtype != tl.uint8
+    if MAY_BE_NAN and not is_whole:
+        levels = levels_of_tokens(levels, in_cache)
     if VALUE.granularity == "plane":
         accs = _accumulate_planes(state[4], levels, weight, values[1], in_cache, decay, VALUE, PRECISION)
     else:
-        accs = accumulate(state[4], levels, weight, decay, in_cache, VALUE, MAY_BE_NAN, PRECISION)
+        accs = accumulate(state[4], levels, weight, decay, VALUE, PRECISION)
     return maximum, scale_maximum, p_sum, zero_sum, accs
 
 
@@ -364,12 +365,18 @@ def weigh(
 
 
 @jit
-def accumulate(
-    accs, levels, weight, decay, in_cache, VALUE: tl.constexpr, MAY_BE_NAN: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """The accumulated outputs of each plane after one more tile of values.
+def levels_of_tokens(levels, in_cache):
+    """The levels [width, tokens] of each plane, 0 for tokens that are not ``in_cache``: unwritten bytes may be NaN."""
+    result = ()
+    NUM_PLANES: tl.constexpr = len(levels)
+    for plane in tl.static_range(NUM_PLANES):
+        result = result + (tl.where(in_cache[None, :], levels[plane], 0.0),)  # noqa: RUF005
+    return result
 
-    Levels that MAY_BE_NAN count only if their token is ``in_cache``.
+
+@jit
+def accumulate(accs, levels, weight, decay, VALUE: tl.constexpr, PRECISION: tl.constexpr):
+    """The accumulated outputs of each plane after one more tile of values.
 
     Tensor cores truncate float32 sums instead of rounding them. Levels that are all positive would add the same error
     at every step. Tensor cores therefore sum one tile only, and the sums of tiles are added with rounding.
@@ -379,10 +386,7 @@ def accumulate(
     weight = columns_of(weight, accs[0].shape[1])
     decay = columns_of(decay[None, :], accs[0].shape[1])
     for plane in tl.static_range(NUM_PLANES):
-        level = levels[plane]
-        if MAY_BE_NAN:
-            level = tl.where(in_cache[None, :], level, 0.0)  # unwritten bytes may be NaN
-        product = tl.dot(level, weight, input_precision=PRECISION)
+        product = tl.dot(levels[plane], weight, input_precision=PRECISION)
         acc = tl.fma(accs[plane], tl.broadcast_to(decay, product.shape), product)
         new_accs = new_accs + (acc,)  # noqa: RUF005
     return new_accs

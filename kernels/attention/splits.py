@@ -1,0 +1,146 @@
+"""Outputs of splits of the tokens: how programs of the decode kernel store them, and the kernel that merges them.
+
+The decode kernel is :func:`kvcompile.kernels.attention.decode.attention_kernel`.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.attention.query import first_columns
+from kvcompile.kernels.attention.softmax_tile import store_log_sum, weighs_scales
+from kvcompile.kernels.lang.triton import jit, tl
+from kvcompile.kernels.tiles.rotation import unrotate
+from kvcompile.kernels.tiles.visible_range import num_visible_tiles
+
+
+@jit
+def out_rows(
+    batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr
+):  # fmt: skip
+    """The rows of the output that belong to the query rows, [ROWS]."""
+    row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
+    if PARTIAL:
+        row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
+    return row
+
+
+@jit
+def store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE: tl.constexpr):
+    """Store the output of a split that sees no token."""
+    nothing = tl.zeros_like(out_row).to(tl.float32)
+    store_log_sum(lse_ptr, out_row, nothing, nothing, nothing > 0, in_query)
+    channel = tl.arange(0, VALUE.padded_head_dim)[:, None]
+    in_bounds = in_query[None, :] & (channel < VALUE.head_dim)
+    tl.store(out_ptr + out_row[None, :] * VALUE.head_dim + channel, 0.0, mask=in_bounds)
+
+
+@jit
+def store_output(
+    state, out_ptr, lse_ptr, out_row, in_query, value_scale,
+    VALUE: tl.constexpr, WIDE_SCORES: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Normalise the accumulated output and store it; 0 for a row that saw no token."""
+    maximum, scale_maximum, p_sum, zero_sum, accs = state
+    total = tl.sum(tl.sum(p_sum, 0), 0)
+    seen = total > 0
+    inverse = tl.where(seen, 1.0 / total, 0.0) * value_scale
+    if PARTIAL:
+        total_log2 = tl.log2(total) - 15.0
+        if WIDE_SCORES and weighs_scales(VALUE):
+            total_log2 += scale_maximum
+        store_log_sum(lse_ptr, out_row, maximum, total_log2, seen, in_query)
+    zero = tl.sum(tl.sum(zero_sum, 0), 0)[None, :]
+    column = tl.arange(0, VALUE.padded_width)[:, None]
+    in_bounds = in_query[None, :] & (column < VALUE.width)
+    out_ptrs = out_ptr + out_row[None, :] * VALUE.head_dim + column
+    NUM_PLANES: tl.constexpr = VALUE.num_planes
+    for plane in tl.static_range(NUM_PLANES):
+        out = (first_columns(accs[plane], inverse.shape[0]) * VALUE.gains[plane] + zero) * inverse[None, :]
+        tl.store(out_ptrs + plane * VALUE.width, out, mask=in_bounds)
+
+
+@jit(do_not_specialize=["num_rows", "num_splits", "exact_splits", "exact_items", "num_heads", "q_len", "tile_tokens"])
+def combine_kernel(
+    partial_ptr, lse_ptr, sinks_ptr, range_ptr, out_ptr, out_lse_ptr,
+    num_rows, num_splits, exact_splits, exact_items, num_heads, q_len, tile_tokens,
+    VALUE: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr, STARTS_EARLY: tl.constexpr, WITH_LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of ROWS query rows by their log-sum-exp, and undo the rotation. Grid (num_rows / ROWS,).
+
+    Args:
+        partial_ptr: float32 [num_splits + exact_splits, num_rows, head_dim]; rows are [batch, num_heads, q_len]. The
+            outputs of the last ``exact_splits`` splits are in the original basis.
+        lse_ptr: float32 [num_splits + exact_splits, num_rows, 2], in units of log2: the largest score, -inf for a split
+            that saw no token; and the log of the sum of exponentials relative to the largest score.
+        sinks_ptr: with HAS_SINKS [num_heads], any float dtype: a further score of each row of a head, with a value of
+            zero.
+        range_ptr: if POSITIONS is not 0, the ranges of the decode kernel. In a long cache with few visible tokens only
+            the first splits have a tile, and only they are merged.
+        exact_items: EXACT_ITEMS of the decode kernel. They take the first turns of the splits.
+        out_ptr: [num_rows, head_dim], any float dtype; zeros for a row that saw no token.
+        out_lse_ptr: with WITH_LSE float32 [num_rows, 2], the log-sum-exp of all splits, in the form of ``lse_ptr``.
+        tile_tokens: tokens of a tile of the decode kernel.
+        SPLITS: splits that are read at once.
+        POSITIONS: 0 without ranges; otherwise at least ``q_len``, and ROWS is 1.
+        STARTS_EARLY: whether the kernel may start before the kernel that computes the splits has ended.
+    """
+    if POSITIONS > 0:
+        # Ranges may be read before the wait: they existed before the kernel that computes the splits started.
+        sequence = (tl.program_id(0) // (num_heads * q_len)).to(tl.int64)
+        tiles = num_visible_tiles(range_ptr + sequence * q_len * 3, q_len, tile_tokens, POSITIONS)
+        merged_splits = tl.minimum(num_splits, tiles + exact_items)
+    else:
+        merged_splits = num_splits
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row // q_len % num_heads, mask=row < num_rows, other=0.0)
+        maximum = sink.to(tl.float32) * 1.4426950408889634
+        total = tl.where(maximum > float("-inf"), 1.0, 0.0)
+    else:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, VALUE.padded_head_dim], 0.0, tl.float32)
+    state = (maximum, total, acc)
+    state = _add_splits(state, partial_ptr, lse_ptr, row, num_rows, 0, merged_splits, VALUE, SPLITS)
+    maximum, total, acc = state
+    if VALUE.rotated:
+        acc = unrotate(acc, VALUE)
+    state = (maximum, total, acc)
+    state = _add_splits(
+        state, partial_ptr, lse_ptr, row, num_rows, num_splits, num_splits + exact_splits, VALUE, SPLITS
+    )
+    maximum, total, acc = state
+    if WITH_LSE:
+        store_log_sum(out_lse_ptr, row, maximum, tl.log2(total), total > 0, row < num_rows)
+    out = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    channel = tl.arange(0, VALUE.padded_head_dim)[None, :]
+    out_ptrs = out_ptr + row[:, None] * VALUE.head_dim + channel
+    tl.store(out_ptrs, out, mask=(row < num_rows)[:, None] & (channel < VALUE.head_dim))
+
+
+@jit
+def _add_splits(
+    state, partial_ptr, lse_ptr, row, num_rows, first_split, end_split, VALUE: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """The state (maximum, total, acc) of :func:`combine_kernel` after the splits from first_split to end_split."""
+    maximum, total, acc = state
+    channel = tl.arange(0, VALUE.padded_head_dim)
+    in_head = (channel < VALUE.head_dim)[None, :]
+    for first in range(first_split, end_split, SPLITS):
+        split = first + tl.arange(0, SPLITS)[None, :]
+        in_bounds = (split < end_split) & (row < num_rows)[:, None]
+        index = split.to(tl.int64) * num_rows + row[:, None]
+        largest = tl.load(lse_ptr + 2 * index, mask=in_bounds, other=float("-inf"))
+        total_log2 = tl.load(lse_ptr + 2 * index + 1, mask=in_bounds, other=0.0)
+        partial_ptrs = partial_ptr + index[:, :, None] * VALUE.head_dim + channel[None, None, :]
+        partial = tl.load(partial_ptrs, mask=in_bounds[:, :, None] & in_head[None, :, :], other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(largest, 1))
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2((largest - finite_maximum[:, None]) + total_log2)
+        decay = tl.exp2(maximum - finite_maximum)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], 1)
+        maximum = new_maximum
+    return maximum, total, acc
