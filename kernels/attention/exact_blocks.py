@@ -190,13 +190,13 @@ def _attend_and_store(
         for holder in range(HOLDERS):
             block, key_exact, value_exact = _block_of(holder, key_tag, value_tag, key_ptr, value_ptr, KEY, VALUE)
             if (block >= 0) & (block * KEY.block_tokens < visible_len):
-                keys = _rows(
-                    key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS,
-                    SAME_BLOCKS,
-                )  # fmt: skip
                 values = _rows(
                     value_ptr, stride_value_block, block, first_row, value_exact, value_scale, VALUE, EXACT_VALUE,
                     TOKENS, SAME_BLOCKS,
+                )  # fmt: skip
+                keys = _rows(
+                    key_ptr, stride_key_block, block, first_row, key_exact, key_scale, KEY, EXACT_KEY, TOKENS,
+                    SAME_BLOCKS,
                 )  # fmt: skip
                 token = block * KEY.block_tokens + first_row + tl.arange(0, TOKENS)
                 in_cache = token < visible_len
