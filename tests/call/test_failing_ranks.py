@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import failing_rank_program as program
+import processor_times
 import pytest
+import ranks
 import torch
 from ranks import call_ranks
 
@@ -65,3 +67,16 @@ def test_every_rank_gets_the_error_of_a_model_that_ends_the_program_of_a_rank(si
     for rank in others:
         assert isinstance(rank, dict), rank
         assert f"rank {size - 1} ended: {ERROR}" in rank["model code"][0]
+
+
+def test_one_process_serves_all_programs_also_after_one_that_fails(tmp_path: Path) -> None:
+    program, log = tmp_path / "small_program.py", tmp_path / "log"
+    program.write_text("import os, sys\nassert sys.argv[1] != 'no paper', os.environ['RANK']\nprint(*sys.argv[1:])\n")
+    served = []
+    for argument, status in (("paper", 0), ("no paper", 1), ("more paper", 0)):
+        seconds = sum(processor_times.elsewhere.values())
+        assert call_ranks(str(program), 2, "cpu", argument, log=log) == status
+        assert sum(processor_times.elsewhere.values()) > seconds
+        assert ("AssertionError: " if status else argument) in log.read_text()
+        served.append(ranks._server().pid)
+    assert len(set(served)) == 1
