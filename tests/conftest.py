@@ -17,6 +17,9 @@ BEGIN_EARLY = (
     "packaging/test_packages.py",
     "call/test_failing_ranks.py",
     "forms/test_paged_caches.py",
+    "call/test_output_code.py",
+    "packed/test_packed_residual_compiled.py",
+    "forms/test_written_dtypes.py",
 )
 """Files with tests of 10 to 20 seconds: one that begins last would leave the other workers without work."""
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import failing_rank_program as program
+import processor_times
 import pytest
+import ranks
 import torch
-import torch.distributed as dist
-from ranks import SUPPORT, environment_of_ranks
-
-SECONDS = 240
-"""The programs of a test end within this time."""
+from ranks import call_ranks
 
 SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
 SLOW_SIZES = [pytest.param(size, id=f"{size} ranks", marks=pytest.mark.slow) for size in (2, 3)]
@@ -25,22 +21,12 @@ ERROR = "ValueError: no more paper"
 def run(cases: str, size: int, output: Path) -> list[dict[str, Any] | str]:
     """The results of each rank, or the error output of all ranks for a rank that has ended with an error.
 
-    This process holds the store of the ranks, as torchrun does. Unlike under torchrun, no rank is stopped if another
-    one ends.
+    Unlike under torchrun, no rank is stopped if another one ends.
     """
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    program = SUPPORT / "failing_rank_program.py"
-    command = [sys.executable, SUPPORT / "forked_ranks.py", "--separate", size, program, cases, output]
-    done = subprocess.run(
-        [*map(str, command)],
-        env=environment_of_ranks(store, size),
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    log = output.with_suffix(".log")
+    call_ranks("failing_rank_program.py", size, "cpu", cases, output, log=log, separate=True)
     files = [output.with_suffix(f".{rank}") for rank in range(size)]
-    return [torch.load(file) if file.exists() else done.stderr for file in files]
+    return [torch.load(file) if file.exists() else log.read_text() for file in files]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,3 +67,16 @@ def test_every_rank_gets_the_error_of_a_model_that_ends_the_program_of_a_rank(si
     for rank in others:
         assert isinstance(rank, dict), rank
         assert f"rank {size - 1} ended: {ERROR}" in rank["model code"][0]
+
+
+def test_one_process_serves_all_programs_also_after_one_that_fails(tmp_path: Path) -> None:
+    program, log = tmp_path / "small_program.py", tmp_path / "log"
+    program.write_text("import os, sys\nassert sys.argv[1] != 'no paper', os.environ['RANK']\nprint(*sys.argv[1:])\n")
+    served = []
+    for argument, status in (("paper", 0), ("no paper", 1), ("more paper", 0)):
+        seconds = sum(processor_times.elsewhere.values())
+        assert call_ranks(str(program), 2, "cpu", argument, log=log) == status
+        assert sum(processor_times.elsewhere.values()) > seconds
+        assert ("AssertionError: " if status else argument) in log.read_text()
+        served.append(ranks._server().pid)
+    assert len(set(served)) == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_fixtures import WITHOUT_VECTORS
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -135,16 +137,18 @@ def test_a_recognised_write_is_packed_and_equals_eager_code_on_packed_caches(wri
     check_steps(write, write, axes)
 
 
-def test_generated_code_writes_keys_per_sequence_and_values_in_a_mask() -> None:
+@pytest.mark.parametrize("options", [WITHOUT_VECTORS, pytest.param({}, id="vectors", marks=pytest.mark.slow)])
+def test_generated_code_writes_keys_per_sequence_and_values_in_a_mask(options: dict[str, Any]) -> None:
     """What Inductor meets beside index_copy, which test_attention_forms.py has."""
-    check_steps(index_put_per_sequence, masked_update, "bthd")
+    check_steps(index_put_per_sequence, masked_update, "bthd", options)
 
 
-def check_steps(write: Write, write_values: Write, axes: str) -> None:
+def check_steps(write: Write, write_values: Write, axes: str, options: dict[str, Any] | None = None) -> None:
     """Run compiled steps beside eager code on packed caches."""
     n = 1 if {write, write_values} & {select_assignment, masked_update} else 2
     step = attention_step(write, axes, write_values)
-    compiled = torch.compile(step, backend="kvquant", options={"policy": POLICY, "on_unsupported": "error"})
+    options = {"policy": POLICY, "on_unsupported": "error", **(options or {})}
+    compiled = torch.compile(step, backend="kvquant", options=options)
     k_cache, v_cache = caches(axes)
     k_expected, v_expected = packed_copy(k_cache, "key", axes), packed_copy(v_cache, "value", axes)
     plain_k, plain_v = k_cache.clone(), v_cache.clone()

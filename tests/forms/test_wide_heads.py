@@ -51,6 +51,7 @@ def test_heads_of_512_channels_are_packed_on_a_cpu(name: str, q_len: int) -> Non
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_generated_code_reads_heads_of_512_channels() -> None:
     out, expected = decoded("int8_per_token_head", ("int8_per_token_head",) * 2, 1)
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from shared_fixtures import WITHOUT_VECTORS
 from torch import Tensor
 from written_out_attention import FORMS, H_KV, B, D, Form, H, Operands, S, operands, repeat_kv
 
@@ -67,11 +68,11 @@ def compiled(fn: Callable[..., Any], given: list[Any], **options: Any) -> Any:
         return torch.compile(fn, backend="kvquant", fullgraph=True, options=options)(*given)
 
 
-def on_packed_caches(form: Form, given: list[Any]) -> tuple[Any, Any]:
+def on_packed_caches(form: Form, given: list[Any], **options: Any) -> tuple[Any, Any]:
     """The result of the compiled step, and the result of the same code in eager mode on the dequantized caches."""
     given = packed(given)
     kc, vc = given[3].clone(), given[4].clone()
-    out = compiled(step, [form, *given], policy="int8_per_token_head", on_unsupported="error")
+    out = compiled(step, [form, *given], policy="int8_per_token_head", on_unsupported="error", **options)
     assert [site.reason for site in last_report().sites] == [None]
     kc.index_copy_(2, given[5], given[1])
     vc.index_copy_(2, given[5], given[2])
@@ -192,9 +193,16 @@ def channels_first(q: Tensor, k: Tensor, v: Tensor, o: Operands) -> Tensor:
     return (repeat_kv(v).mT @ weights).view(B, H * D, -1)
 
 
-@pytest.mark.parametrize("form", [channels_first, pytest.param(form_of("alibi_by_baddbmm"), marks=pytest.mark.slow)])
-def test_generated_code_computes_it_too(form: Form) -> None:
-    out, expected = on_packed_caches(form, arguments(3))
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        pytest.param(channels_first, WITHOUT_VECTORS, id="channels_first"),
+        pytest.param(channels_first, {}, marks=pytest.mark.slow, id="channels_first in vectors"),
+        pytest.param(form_of("alibi_by_baddbmm"), {}, marks=pytest.mark.slow, id="alibi_by_baddbmm"),
+    ],
+)
+def test_generated_code_computes_it_too(form: Form, options: dict[str, Any]) -> None:
+    out, expected = on_packed_caches(form, arguments(3), **options)
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import linecache
 import math
 from collections import Counter
@@ -14,10 +15,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from node_by_node import running_node_by_node
+from node_by_node import interpret, running_node_by_node
 from policies import reading_packed
 from releases import is_before
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvcompile
@@ -85,8 +87,8 @@ class Outcome:
 
     Attributes:
         verdict: ``equal``; ``wrong``; ``crash``: only the packed program raises, and not on purpose; ``loud``: it
-            raises an error that tells the remedy; ``invalid``: the plain program raises, too, in eager code or in the
-            code that Inductor generates for it.
+            raises an error that tells the remedy; ``invalid``: the plain program raises, too, in eager code or as
+            Inductor compiles it, which runs its graphs as those of the packed program are run.
         detail: the difference or the error.
         outcomes: the outcome of every site of every graph; its reason, if it was not rewritten.
         plain_calls: why calls of rewritten graphs ran as plain Inductor would.
@@ -184,7 +186,8 @@ class How:
         return result
 
     def compiled_plain(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        result: Callable[..., Any] = torch.compile(step, dynamic=None if self.dynamic else False)
+        backend: Any = "inductor" if self.generate_code else functools.partial(compile_fx, inner_compile=interpret)
+        result: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=None if self.dynamic else False)
         return result
 
     def attending(self) -> contextlib.AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -37,9 +38,14 @@ def test_counts_are_added_up_in_files(tmp_path: Path) -> None:
     assert added(files) == Statistics(Counter(equal=4, loud=2), 4, 2, Counter(rewritten=8))
 
 
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_seeds_run_until_the_end_and_a_process_that_dies_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
+    if method == "fork":  # imports nothing; the pool replaces no forks by others
+        context = multiprocessing.get_context("fork")
+        monkeypatch.setattr(long_run.multiprocessing, "get_context", lambda name: context)
+        monkeypatch.setattr(long_run, "_SEEDS_OF_A_PROCESS", None)
     monkeypatch.setattr(long_run, "_seed", _counted)
     seconds = iter(range(1000))
     monkeypatch.setattr(long_run.time, "time", lambda: float(next(seconds)))

@@ -24,10 +24,10 @@ def test_packed_programs_equal_plain_ones(seed: int, share: float, group: Group)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_corner_programs_run_packed_as_they_run_plain(half: int) -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
+def test_corner_programs_run_packed_as_they_run_plain(part: int) -> None:
     programs = enumerate(corner_programs())  # every other one begins with packed caches
-    results = {program: run(program) for number, program in programs if number // 2 % 2 == half}
+    results = {program: run(program) for number, program in programs if number // 2 % 4 == part}
     for program, result in results.items():
         assert not result.failed, Failure(program, result)
     safe = [result.rewritten for program, result in results.items() if program.is_safe]

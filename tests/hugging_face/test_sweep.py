@@ -33,8 +33,10 @@ from kvcompile.passes.site import Site
     ],
 )
 def test_every_cached_layer_is_rewritten_and_computes_what_eager_code_does(
-    architecture: str, attention: Any, cache: Any
+    architecture: str, attention: Any, cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stores and attention are operators in the graphs, as on a GPU."""
+    monkeypatch.setattr("kvcompile.passes.rewrite.insert._uses_kernels", lambda data: True)
     result = run_case(architecture, attention, cache, steps=(5, 1))
     assert (result.failure, result.skipped, result.refusals, result.notes) == (None, None, {}, [])
     assert result.rewritten == result.packed == result.cached >= 2

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from calibrated_bases import write_transforms
 from hand_written_model import VOCAB_SIZE, tiny_transformer
 from package_step import compile_command, generate
+from shared_fixtures import WITHOUT_VECTORS
 from tiny_llama import tiny_llama
 from torch import Tensor
 from torch._inductor import config as inductor_config
@@ -46,11 +47,12 @@ def expected_tokens(policy: str, num_tokens: int) -> list[int]:
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> PackagedStep:
     path = tmp_path_factory.mktemp("package") / "step.pt2"
-    with inductor_config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # the wrapper only calls kernels
+    cheaper = {"aot_inductor.compile_wrapper_opt_level": "O0", **WITHOUT_VECTORS}  # the wrapper only calls kernels
+    with inductor_config.patch(cheaper):
         return kvcompile.package(tiny_transformer(), one_token(0), policy="int8_per_token_head", path=path)
 
 
-@pytest.mark.usefixtures("without_code_generation", "operators_traced")
+@pytest.mark.usefixtures("without_code_generation")
 def test_a_package_generates_the_tokens_of_the_compiled_model(step: PackagedStep) -> None:
     assert generate(step, PROMPT, 12) == expected_tokens("int8_per_token_head", 12)
 

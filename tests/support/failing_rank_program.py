@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from cheaper_compilation import make_compilation_cheaper
 from context_parallel_program import WIDTH, Model, outputs
 from node_by_node import running_node_by_node
 from torch import Tensor
@@ -59,7 +58,7 @@ class OwnError(Model):
 def steps(ranks: Any, model: Model | None = None, policy: str = "int8_per_token_head") -> None:
     model = model or Model("cpu")
     step = backend.kvquant(policy=policy, context_parallel=ranks, on_unsupported="ignore")
-    with running_node_by_node():
+    with running_node_by_node(operators=True):
         outputs(model, torch.compile(model, backend=step, dynamic=False))
 
 
@@ -89,7 +88,7 @@ def training(ranks: Any) -> None:
     """One rank records gradients, so it leaves its attention to plain Inductor."""
     step = torch.compile(Model("cpu"), backend=backend.kvquant(context_parallel=ranks), dynamic=False)
     q, k, v = (torch.randn(2, heads, 1, WIDTH) for heads in (4, 2, 2))
-    with running_node_by_node(), torch.set_grad_enabled(is_faulty()):
+    with running_node_by_node(operators=True), torch.set_grad_enabled(is_faulty()):
         step(q.requires_grad_(is_faulty()), k, v, torch.tensor([0]))
 
 
@@ -120,7 +119,6 @@ CASES: dict[str, Callable[[Any], None]] = {
 
 
 def main(names: str, output: Path) -> None:
-    make_compilation_cheaper()
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

@@ -1,22 +1,45 @@
-"""Run a program on several ranks. Without GPUs they are forks of one process, which imports PyTorch once for all.
+"""Run programs on several ranks. Without GPUs they are forks of one process, which imports PyTorch once for all.
 
-``python forked_ranks.py SIZE PROGRAM ARGUMENT...``: a rank that fails ends the others, as under torchrun. After the
-option ``--separate`` it ends no other.
+Each line of the standard input is a call, JSON with the fields of :class:`Call`. The answer to it is a line of JSON on
+the standard output: ``status``, zero if all ranks ended well, and ``seconds``, the processor time that this process and
+all that it has waited for have taken so far.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
+import json
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.multiprocessing
 from cheaper_compilation import in_one_piece_of_stack, make_compilation_cheaper
+from processor_times import processor_seconds
+
+
+@dataclass
+class Call:
+    """A program, its arguments and its environment.
+
+    Attributes:
+        output: the file for what the ranks print and for their errors.
+        separate: whether a rank that fails ends no other. Otherwise it ends all, as under torchrun.
+    """
+
+    size: int
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
+    output: str
+    separate: bool
 
 
 def run_rank(rank: int, program: str, arguments: Sequence[str]) -> None:
@@ -31,17 +54,42 @@ def run_rank(rank: int, program: str, arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    separate = sys.argv[1] == "--separate"
-    size, program, *arguments = sys.argv[1 + separate :]
-    make_compilation_cheaper()
-    for module in (Path(program).stem, "kvcompile.backend"):  # `import kvcompile` alone does not import the backend
-        importlib.import_module(module)
+def run_ranks(call: Call) -> None:
+    os.environ |= call.environment
+    output = os.open(call.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
     gc.freeze()
     method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA does not work in forks
     ranks = torch.multiprocessing.start_processes(
-        run_rank, (program, arguments), int(size), join=not separate, start_method=method
+        run_rank, (call.program, call.arguments), call.size, join=not call.separate, start_method=method
     )
-    if separate:
+    if call.separate:
         for rank in ranks.processes:
             rank.join()
+
+
+def status_of(call: Call) -> int:
+    """The exit status of a fork that starts the ranks."""
+    for module in (Path(call.program).stem, "kvcompile.backend"):  # `import kvcompile` does not import the backend
+        with contextlib.suppress(Exception):  # the ranks say what is wrong
+            importlib.import_module(module)
+    if fork := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    status = 1
+    try:
+        run_ranks(call)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    make_compilation_cheaper()
+    for line in sys.stdin:
+        status = status_of(Call(**json.loads(line)))
+        print(json.dumps({"status": status, "seconds": processor_seconds()}), flush=True)

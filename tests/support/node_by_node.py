@@ -8,6 +8,16 @@ from typing import Any
 from unittest import mock
 
 
+def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+    """What runs a graph node by node, in place of the code that Inductor would generate for it."""
+    from functorch.compile import make_boxed_func
+
+    from kvcompile.passes.graph.aten import replace_views_by_reshapes
+
+    replace_views_by_reshapes(gm)
+    return make_boxed_func(gm.forward)
+
+
 @contextlib.contextmanager
 def running_node_by_node(operators: bool = False) -> Iterator[None]:
     """Inside the block, the backend compiles no graph to code; graphs that were compiled inside run so afterwards.
@@ -16,15 +26,8 @@ def running_node_by_node(operators: bool = False) -> Iterator[None]:
         operators: whether a rewritten graph has the operators of ``kvcompile::`` on any device, as on a GPU. Otherwise
             their meaning in plain PyTorch is traced into a graph for a CPU, which takes longer.
     """
-    from functorch.compile import make_boxed_func
-
     import kvcompile.backend  # not above: some tests look at a fresh import
-    from kvcompile.passes.graph.aten import replace_views_by_reshapes
     from kvcompile.passes.rewrite import insert
-
-    def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-        replace_views_by_reshapes(gm)
-        return make_boxed_func(gm.forward)
 
     uses_kernels = (lambda data: True) if operators else insert._uses_kernels
     with (

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+from node_by_node import running_node_by_node
 from ranks import save_results
-from sweep_case import without_code_generation
 from tiny_llama import fresh_cache
 from torch import Tensor
 from transformers.distributed import DistributedConfig
@@ -39,7 +39,7 @@ def run(model: Any) -> dict[str, Any]:
     prompt = torch.randint(0, model.config.vocab_size, (1, sum(STEPS)), generator=torch.Generator().manual_seed(1))
     logits: list[Tensor] = []
     on_gpu = model.device.type == "cuda"
-    with nullcontext() if on_gpu else without_code_generation(), kvcompile.collect_reports() as report:
+    with nullcontext() if on_gpu else running_node_by_node(operators=True), kvcompile.collect_reports() as report:
         for ids in prompt.to(model.device).split(STEPS, dim=1):
             logits.append(compiled(input_ids=ids, past_key_values=cache).logits.cpu())
     layer = cache.layers[0]
