@@ -103,12 +103,13 @@ def attention_kernel(
     key_ptr = referred(key_ptr, KEY) + batch * key_strides[1] + kv_head * key_strides[2]
     value_ptr = referred(value_ptr, VALUE) + batch * value_strides[1] + kv_head * value_strides[2]
 
-    # What is needed first is loaded first: the query, the tags, and which tokens are visible.
-    rows = rows_of_program(
-        first_row, batch, kv_head, q_len, kv_len, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
-        GROUP_SIZE, MASK, IS_CAUSAL, ROWS,
+    program = (
+        first_row, batch, kv_head, num_kv_heads, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides,
+        range_ptr,
     )  # fmt: skip
-    position, head, in_query, query_ptrs, tokens, visibility = rows
+
+    # What is needed first is loaded first: which tokens are visible, the query, and the tags.
+    position, head, in_query, query_ptrs, tokens, _ = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
     q = load_query_rows(query_ptrs, in_query, query_strides[3], KEY)
     begin, end, all_begin, all_end = tokens
     if EXACT_ITEMS > 0:
@@ -136,7 +137,7 @@ def attention_kernel(
         packed_begin, packed_end = packed_range(key_tags, value_tags, KEY, VALUE)
         all_begin, all_end = tl.maximum(all_begin, packed_begin), tl.minimum(all_end, packed_end)
 
-    out_row = out_rows(batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+    out_row = out_rows(program, head, position, split, GROUP_SIZE, PARTIAL)
     # In a long static cache with few tokens most splits have no tile.
     if MASK == "bool" and PARTIAL and own_tiles <= 0:
         store_nothing(out_ptr, lse_ptr, out_row, in_query, VALUE)
@@ -147,40 +148,40 @@ def attention_kernel(
             tile = first_own + own_tile * num_splits
             is_whole = (tile * TOKENS >= all_begin) & ((tile + 1) * TOKENS <= all_end)
             state = _attend_to_tile(
-                state, query, tile, is_whole, kv_len, end, key_ptr, value_ptr, key_strides[0], value_strides[0],
-                softcap, visibility, KEY, VALUE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, TOKENS,
+                state, query, tile, is_whole, end, key_ptr, value_ptr, key_strides[0], value_strides[0], softcap,
+                program, KEY, VALUE, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PRECISION, ROWS, TOKENS,
                 NUM_WARPS,
             )  # fmt: skip
         store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
     if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
         attend_to_exact_blocks(
-            q, rows, key_tags, value_tags, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
-            key_ptr, value_ptr, key_strides[0], value_strides[0], out_ptr, lse_ptr, batch, kv_head, first_row,
-            split, num_splits, num_kv_heads, q_len, kv_len, score_scale, softcap, key_scale, value_scale,
-            KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
-            IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS,
+            program, key_ptr, value_ptr, key_strides[0], value_strides[0], out_ptr, lse_ptr, split, num_splits,
+            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS,
         )  # fmt: skip
 
 
 @jit
 def _attend_to_tile(
-    state, query, tile, is_whole, kv_len, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap,
-    visibility, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    state, query, tile, is_whole, end, key_ptr, value_ptr, stride_key_block, stride_value_block, softcap, program,
+    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    MASK_PER_ROW: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The state of attention after one more tile of packed tokens.
 
     Args:
         is_whole: whether all rows see all tokens of the tile, and none of its blocks is exact. Most tiles of a long
-            context are whole, and nothing is hidden in them.
+            context are whole, and nothing is hidden in them. What is needed to hide tokens is therefore not kept in
+            registers, but computed again for each other tile.
         end: the token after the last one that any row sees.
+        program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
     """
     first_block = (tile * (TOKENS // KEY.block_tokens)).to(tl.int64)
     key_tile_ptr = block_ptr(key_ptr, stride_key_block, first_block, KEY)
     value_tile_ptr = block_ptr(value_ptr, stride_value_block, first_block, VALUE)
     # The first block of a visible tile exists.
-    tokens_left = TOKENS if KEY.block_tokens == TOKENS else kv_len - tile * TOKENS
+    tokens_left = TOKENS if KEY.block_tokens == TOKENS else program[5] - tile * TOKENS
     keys = load_packed(key_tile_ptr, stride_key_block, tokens_left, KEY, TOKENS)
     values = load_packed(value_tile_ptr, stride_value_block, tokens_left, VALUE, TOKENS)
     scores = packed_scores(keys, query, KEY, PRECISION, TOKENS)
@@ -192,6 +193,7 @@ def _attend_to_tile(
     if not is_whole:
         if KEY.num_entries + VALUE.num_entries > 0:
             in_cache = in_cache & is_packed(key_ptr, value_ptr, token, tile, KEY, VALUE, TOKENS)
+        visibility = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)[5]
         scores = visible_scores(scores, token, in_cache, visibility, MASK, MASK_PER_ROW, IS_CAUSAL)
         scale, zero = tl.where(in_cache, scale, 1.0), tl.where(in_cache, zero, 0.0)
     return attend_packed(

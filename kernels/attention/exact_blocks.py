@@ -102,9 +102,8 @@ def prefetch_item(
 
 @jit
 def attend_to_exact_blocks(
-    q, rows, key_tags, value_tags, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
-    key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row,
-    split, num_splits, num_kv_heads, q_len, kv_len, score_scale, softcap, key_scale, value_scale,
+    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
+    score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -112,73 +111,71 @@ def attend_to_exact_blocks(
 ):  # fmt: skip
     """Attend to the items ``split``, ``split + num_splits``, ... of the ITEMS items, and store the output.
 
+    Query and tags are loaded again, so that the loop over tiles before it need not keep them in registers.
+
     Args:
-        q: the query rows, [ROWS, padded_head_dim].
-        rows: the results of :func:`kvcompile.kernels.attention.query.rows_of_program`.
-        key_tags, value_tags: the results of :func:`tags_of`.
+        program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
         EXACT_KEY, EXACT_VALUE: descriptions of vectors in bfloat16 or float32. Products of tf32 are exact for the rows
             and queries of a half-precision model, and round softmax weights as fp16 does.
     """
     SAME_ENTRIES: tl.constexpr = _have_same_entries(KEY, VALUE)
-    if SAME_ENTRIES and tl.max((key_tags != value_tags).to(tl.int32), 0) != 0:
-        _attend_to_differing_blocks(
-            query_ptr, mask_ptr, range_ptr, query_strides, mask_strides, key_ptr, value_ptr, stride_key_block,
-            stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row, split, num_splits, num_kv_heads, q_len,
-            kv_len, score_scale, softcap, key_scale, value_scale,
-            KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
-            PRECISION, ROWS, NUM_WARPS,
+    if SAME_ENTRIES and _hold_different_blocks(key_ptr, value_ptr, KEY, VALUE):
+        _attend_to_different_blocks(
+            program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
+            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS,
         )  # fmt: skip
     else:
-        _attend_and_store(
-            q, rows, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, split,
-            num_splits, num_kv_heads, q_len, score_scale, softcap, key_scale, value_scale,
-            KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
-            PRECISION, NUM_WARPS, SAME_ENTRIES,
+        _attend_to_items(
+            program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
+            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, SAME_ENTRIES,
         )  # fmt: skip
+
+
+@jit
+def _hold_different_blocks(key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """Whether some entry holds one block for keys and another one for values."""
+    different = tags_of(key_ptr, KEY) != tags_of(value_ptr, VALUE)
+    return tl.max(different.to(tl.int32), 0) != 0
 
 
 @jit(noinline=True)
-def _attend_to_differing_blocks(
-    query_ptr, mask_ptr, range_ptr, query_strides, mask_strides, key_ptr, value_ptr, stride_key_block,
-    stride_value_block, out_ptr, lse_ptr, batch, kv_head, first_row, split, num_splits, num_kv_heads, q_len, kv_len,
+def _attend_to_different_blocks(
+    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
     score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`attend_to_exact_blocks` if an entry holds one block for keys and another one for values.
-
-    A function that is not inlined takes no tiles, so it loads the query rows again.
-    """
-    rows = rows_of_program(
-        first_row, batch, kv_head, q_len, kv_len, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
-        GROUP_SIZE, MASK, IS_CAUSAL, ROWS,
-    )  # fmt: skip
-    _attend_and_store(
-        load_query_rows(rows[3], rows[2], query_strides[3], EXACT_KEY), rows, key_ptr, value_ptr, stride_key_block,
-        stride_value_block, out_ptr, lse_ptr, batch, split, num_splits, num_kv_heads, q_len, score_scale, softcap,
-        key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW,
-        IS_CAUSAL, PARTIAL, PRECISION, NUM_WARPS, False,
+    """:func:`attend_to_exact_blocks` if some entry holds one block for keys and another one for values."""
+    _attend_to_items(
+        program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
+        score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
+        HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
     )  # fmt: skip
 
 
 @jit
-def _attend_and_store(
-    q, rows, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, batch, split, num_splits,
-    num_kv_heads, q_len, score_scale, softcap, key_scale, value_scale,
+def _attend_to_items(
+    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
+    score_scale, softcap, key_scale, value_scale,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, NUM_WARPS: tl.constexpr,
-    SAME_BLOCKS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, SAME_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`attend_to_exact_blocks`, inlined.
+    """:func:`attend_to_exact_blocks`. With SAME_BLOCKS every entry holds the same block for keys and for values.
 
     An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
-    entry holds that block for keys, the item has its rows, too. With SAME_BLOCKS no entry holds different blocks.
+    entry holds that block for keys, the item has its rows, too.
     """
-    position, head, in_query, _, tokens, visibility = rows
+    position, head, in_query, query_ptrs, tokens, visibility = rows_of_program(
+        program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS
+    )
     visible_len = tokens[1]
+    q = load_query_rows(query_ptrs, in_query, program[7][3], EXACT_KEY)
     TOKENS: tl.constexpr = 16 * NUM_WARPS
     RUNS: tl.constexpr = KEY.block_tokens // TOKENS
     HOLDERS: tl.constexpr = 1 if SAME_BLOCKS else 2
@@ -212,7 +209,7 @@ def _attend_and_store(
                 levels = levels_of_tokens((tl.trans(values),), in_cache)
                 accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
                 state = (maximum, scale_maximum, p_sum, zero_sum, accs)
-    out_row = out_rows(batch, head, position, num_splits + split, num_kv_heads, q_len, GROUP_SIZE, PARTIAL)
+    out_row = out_rows(program, head, position, num_splits + split, GROUP_SIZE, PARTIAL)
     store_output(state, out_ptr, lse_ptr, out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
 
 

@@ -29,12 +29,15 @@ def in_digits(key, rows):
 
 @jit
 def rows_of_program(
-    first_row, batch, kv_head, q_len, kv_len, query_ptr, mask_ptr, range_ptr, query_strides, mask_strides,
-    GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    program, GROUP_SIZE: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """The query rows of a program, and the tokens that they see.
 
     Query heads vary fastest within the rows, so that a tile of rows spans few positions.
+
+    Args:
+        program: (first_row, batch, kv_head, num_kv_heads, q_len, kv_len, query_ptr, query_strides, mask_ptr,
+            mask_strides, range_ptr): the first of the ROWS rows, the KV head, and arguments of the kernel.
 
     Returns:
         position, head, in_query: [ROWS], the position and the query head of each row, and whether the row exists.
@@ -43,6 +46,10 @@ def rows_of_program(
             :func:`kvcompile.kernels.tiles.visible_range.visible_tokens`.
         visibility: the argument of :func:`kvcompile.kernels.attention.softmax_tile.visible_scores`.
     """
+    (
+        first_row, batch, kv_head, num_kv_heads, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides,
+        range_ptr,
+    ) = program  # fmt: skip
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
@@ -61,7 +68,7 @@ def rows_of_program(
 
 @jit
 def load_query_rows(row_ptrs, in_query, stride_channel, KEY: tl.constexpr):
-    """Load query rows, [rows, padded_head_dim] in the dtype of the query."""
+    """Load query rows, [ROWS, padded_head_dim] in the dtype of the query."""
     channel = tl.arange(0, KEY.padded_head_dim)[None, :]
     in_bounds = in_query[:, None] & (channel < KEY.head_dim)
     return tl.load(row_ptrs[:, None] + channel * stride_channel, mask=in_bounds, other=0.0)

@@ -13,10 +13,12 @@ from kvcompile.kernels.tiles.visible_range import num_visible_tiles
 
 
 @jit
-def out_rows(
-    batch, head, position, split, num_kv_heads, q_len, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr
-):  # fmt: skip
-    """The rows of the output that belong to the query rows, [ROWS]."""
+def out_rows(program, head, position, split, GROUP_SIZE: tl.constexpr, PARTIAL: tl.constexpr):
+    """The rows of the output that belong to the query rows, [ROWS].
+
+    ``program`` is the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+    """
+    batch, num_kv_heads, q_len = program[1], program[3], program[4]
     row = (batch * num_kv_heads * GROUP_SIZE + head) * q_len + position
     if PARTIAL:
         row += split.to(tl.int64) * tl.num_programs(0) * GROUP_SIZE * q_len
