@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Task, TaskID
 from small_models import save, small_model, some_bytes
 from typer.testing import CliRunner
+from valid_files import CONFIG
 
 from kvcompile.benching import decode_attention
 from kvcompile.benching.decode_attention import DecodeTime
@@ -196,6 +197,18 @@ def narrow(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make stdout a terminal of so many columns."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
+
+
+def test_the_lines_of_a_plan_fit_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow(80, monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = "plan --kv-budget 8GiB --bandwidth h100-sxm --explain --policies bf16,int4_turboquant_4bit --weights 5GB"
+    monkeypatch.chdir(tmp_path)
+    app([*shlex.split(command), "--config", "config.json"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_pipe_has_the_full_width(monkeypatch: pytest.MonkeyPatch) -> None:
