@@ -83,6 +83,8 @@ def test_an_unknown_preset_is_a_policy_error() -> None:
         ({"mode": ["fast"]}, r"unknown mode \['fast'\] \(known: default"),
         ({"options": ["policy"]}, r"options: expected a dict of names and values, got \['policy'\]"),
         ({"options": "int4", "policy": "int4"}, "options: expected a dict of names and values, got 'int4'"),
+        ({"dynamic": "yes"}, "option dynamic: expected None or True or False, got 'yes'"),
+        ({"fullgraph": 1}, "option fullgraph: expected True or False, got 1"),
         ({"max_autotune": "y" * 10**6}, "option max_autotune: expected bool, got 'yyyy"),
     ],
 )
