@@ -117,7 +117,7 @@ def kvquant(
     """
     given = {name: value for name, value in more_options.items() if value is not None}
     if gm is None:
-        return ConfiguredBackend(mode, {**(options or {}), **given})
+        return ConfiguredBackend(mode, _together(options, given))
     if not isinstance(gm, GraphModule) or example_inputs is None or given:
         raise OptionsError(
             "kvquant takes a graph and its inputs from torch.compile, or keywords only, such as kvquant(policy='int4')"
@@ -126,6 +126,11 @@ def kvquant(
     warn_if_untested(torch.__version__)
     ensure_registered(kvquant, "kvquant")
     return compile_graph(gm, example_inputs, parsed)
+
+
+def _together(options: Any, given: Mapping[str, Any]) -> Any:
+    """``options`` and keywords, which override them. Options of a wrong type stay as they are, for their error."""
+    return {**(options or {}), **given} if isinstance(options, Mapping | None) else options
 
 
 GenerateCode = Callable[[Packing], Callable[[list[Any]], Any]]

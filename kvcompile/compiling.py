@@ -11,7 +11,7 @@ from torch import nn
 
 from kvcompile.backend import kvquant
 from kvcompile.compat.modules import drop_compiled_call
-from kvcompile.errors import OptionsError, check_callable
+from kvcompile.errors import OptionsError, check_callable, shown
 from kvcompile.generation import Generation, is_generative
 from kvcompile.policy.policy import OnUnsupported, PolicySpec
 
@@ -86,6 +86,9 @@ def compile(
         PolicyError: the policy is wrong.
         OptionsError: an unknown or mistyped option or mode, or ``model`` is neither a module nor a function.
     """
+    for name, value, known in (("dynamic", dynamic, (None, True, False)), ("fullgraph", fullgraph, (True, False))):
+        if not any(value is one for one in known):
+            raise OptionsError(f"option {name}: expected {' or '.join(map(str, known))}, got {shown(value)}")
     backend = kvquant(policy=policy, on_unsupported=on_unsupported, verify=verify, mode=mode, **inductor_options)
     compiled = partial(_compile, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     return compiled if model is None else compiled(model)

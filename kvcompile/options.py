@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
 from kvcompile.context_parallel import shard_of
-from kvcompile.errors import OptionsError
+from kvcompile.errors import OptionsError, shown
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.policy.policy import OnUnsupported, Policy
 
@@ -51,15 +51,17 @@ class BackendOptions:
             OptionsError: an unknown or mistyped mode or option.
             PolicyError: the policy is wrong.
         """
+        if not isinstance(options, Mapping | None):
+            raise OptionsError(f"options: expected a dict of names and values, got {shown(options)}")
         options = dict(options or {})
         policy = Policy.load(options.pop("policy", None))
         on_unsupported = options.pop("on_unsupported", policy.on_unsupported)
         known = typing.get_args(OnUnsupported)
         if on_unsupported not in known:
-            raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {on_unsupported!r}")
+            raise OptionsError(f"option on_unsupported: expected {', '.join(known)}, got {shown(on_unsupported)}")
         verify = options.pop("verify", False)
         if not isinstance(verify, bool):
-            raise OptionsError(f"option verify: expected True or False, got {verify!r}")
+            raise OptionsError(f"option verify: expected True or False, got {shown(verify)}")
         shard = shard_of(options.pop("context_parallel", None))
         if verify and shard is not None:
             raise OptionsError("option verify: it cannot check a graph of several ranks; drop context_parallel for it")
@@ -69,8 +71,8 @@ class BackendOptions:
 
 def _mode_settings(mode: str) -> dict[str, Any]:
     modes = list_mode_options()
-    if mode not in modes:
-        raise OptionsError(f"unknown mode {mode!r} (known: {', '.join(modes)})")
+    if not isinstance(mode, str) or mode not in modes:
+        raise OptionsError(f"unknown mode {shown(mode)} (known: {', '.join(modes)})")
     return dict(modes[mode])
 
 
@@ -84,7 +86,7 @@ def _inductor_settings(options: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionsError(_unknown_option(option, known))
         expected = inductor_config.get_type(name)  # type: ignore[attr-defined]
         if isinstance(expected, type) and not isinstance(value, expected):
-            raise OptionsError(f"option {option}: expected {expected.__name__}, got {value!r}")
+            raise OptionsError(f"option {option}: expected {expected.__name__}, got {shown(value)}")
         settings[name] = value
     return settings
 

@@ -31,9 +31,13 @@ def width() -> int:
 
 
 def broken(name: str, room: int) -> str:
-    """A name in lines of at most ``room`` columns, broken after dots, slashes and underscores if it has any."""
+    """A name in lines of at most ``room`` columns, broken after dots and slashes.
+
+    A part between them that is too long for a line is also broken after underscores.
+    """
     lines = [""]
-    for piece in re.split(r"(?<=[._/])", name):
+    parts = re.split(r"(?<=[./])", name)
+    for piece in (piece for part in parts for piece in ([part] if len(part) <= room else re.split(r"(?<=_)", part))):
         if lines[-1] and len(lines[-1]) + len(piece) > room:
             lines.append("")
         lines[-1] += piece

@@ -20,6 +20,7 @@ import kvcompile.kernels.ops  # noqa: F401
 from kvcompile.benching.errors import BenchError
 from kvcompile.benching.measuring import Timing, time_graph
 from kvcompile.benching.random_bases import with_random_bases
+from kvcompile.errors import shown
 from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, num_blocks
 from kvcompile.kernels.spec.attention import attend
 from kvcompile.kernels.spec.packing import pack_blocks, pack_tokens
@@ -54,11 +55,12 @@ class Shape:
         Raises:
             BenchError: ``text`` is not a valid shape.
         """
-        match = re.fullmatch(r"\(?(\d+),(\d+)/(\d+),(\d+),(\d+)\)?", text.replace(" ", ""))
+        number = "([0-9]{1,15})"
+        match = re.fullmatch(rf"\(?{number},{number}/{number},{number},{number}\)?", text.replace(" ", ""))
         shape = cls(*map(int, match.groups())) if match else None
         if shape is None or not all(dataclasses.astuple(shape)) or shape.num_heads % shape.num_kv_heads:
             raise BenchError(
-                f"{text!r} is not batch,heads/kv_heads,head_dim,context with heads a multiple of kv_heads "
+                f"{shown(text)} is not batch,heads/kv_heads,head_dim,context with heads a multiple of kv_heads "
                 f"(example: 8,32/8,128,32768)"
             )
         return shape

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcompile.errors import CacheFileError, one_line, shown
 from kvcompile.files import digests
-from kvcompile.files.reading import is_folder
+from kvcompile.files.reading import header_size, is_folder
 
 MAX_HEADER = 1 << 20
 """The maximum size of a file's header, in bytes: a cache of 100 layers has about 120,000."""
@@ -62,12 +62,6 @@ def _unreadable(path: Any, error: SafetensorError | str) -> CacheFileError:
     return CacheFileError(f"{path} is damaged or is not a safetensors file ({one_line(error)}); save the cache again")
 
 
-def _header_size(path: Any) -> int:
-    """The size of a safetensors header, which the first 8 bytes of the file give."""
-    with open(path, "rb") as file:
-        return int.from_bytes(file.read(8), "little")
-
-
 class TensorFile:
     """A safetensors file, open for reading.
 
@@ -85,7 +79,7 @@ class TensorFile:
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CacheFileError(f"{path} is not a regular file; load_cache reads the files of save_cache")
-        if (size := _header_size(path)) > MAX_HEADER:
+        if (size := header_size(path)) > MAX_HEADER:
             raise _unreadable(path, f"its header has {size} bytes, and at most {MAX_HEADER} are read")
         self.path = path
         try:

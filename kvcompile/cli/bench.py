@@ -80,6 +80,8 @@ def bench(
 
     on_cpu = DEVICE.type == "cpu"
     names = items(policies or CPU_POLICIES) if policies or on_cpu else None
+    if names == []:
+        raise BenchError("--policies: the list is empty; name presets or formats, such as int8_per_token_head")
     formats = [parse_formats(name) for name in names] if names is not None else default_formats()
     sizes = [parse_context(item, "--contexts") for item in items(contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS))]
     try:

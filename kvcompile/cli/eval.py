@@ -106,6 +106,8 @@ def evaluate(
 
     schedule = Schedule(prefill, decode, chunk)
     names = items(policies) if policies else preset_names()
+    if not names:
+        raise EvaluationError("--policies: the list is empty; name presets or files, such as int8_per_token_head")
     parsed = [Policy.load(name) for name in names]
     if promote is not None and len(parsed) != 1:
         raise EvaluationError(f"--promote raises one policy, and --policies names {len(parsed)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcompile.cli.output import NEGATIVE, JsonOption, examples, print_error, print_json, print_wrapped
+from kvcompile.errors import shown
 from kvcompile.planning.errors import NoRoomError, PlanError
 from kvcompile.planning.units import parse_context, parse_rate, parse_size
 
@@ -22,6 +24,12 @@ EXAMPLES = examples(
 
 RESERVE = "2GiB"
 SPEEDUP = Fraction(3, 2)
+
+MAX_ITEMS = 100
+"""The maximum number of items of a list."""
+
+_NUMBER = re.compile(r"[0-9]{1,15}(/[0-9]{1,15}|(\.[0-9]{1,15})?(e[+-]?[0-9]{1,2})?)")
+"""A number whose exact value is short; ``1e999999999`` has a billion digits."""
 
 Config = Annotated[
     Path, typer.Option(metavar="PATH", help="The model's Hugging Face config.json, or the directory that holds it.")
@@ -185,17 +193,19 @@ def _items(text: str) -> tuple[str, ...]:
     items = tuple(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     if not items:
         raise PlanError(f"{text!r} is an empty list")
+    if len(items) > MAX_ITEMS:
+        raise PlanError(f"{shown(text)} has {len(items)} items; give at most {MAX_ITEMS}")
     return items
 
 
 def _number(text: str, option: str) -> Fraction:
-    """A positive number, exactly as it is written."""
+    """A positive number, exactly as it is written: ``1.5``, ``2/3`` or ``1e-3``."""
     try:
-        number = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+        number = Fraction(text) if _NUMBER.fullmatch(text) else Fraction(0)
+    except ZeroDivisionError:
         number = Fraction(0)
     if number <= 0:
-        raise PlanError(f"{option}: {text!r} is not a positive number")
+        raise PlanError(f"{option}: {shown(text)} is not a positive number, such as 1.5")
     return number
 
 

@@ -14,7 +14,7 @@ from kvcompile.planning.storage import Measure
 from kvcompile.planning.stored_caches import PolicyCaches, StoredCache
 from kvcompile.planning.units import format_context, format_rate, format_size
 from kvcompile.planning.weights import Weights
-from kvcompile.tables import table
+from kvcompile.tables import table, width, wrapped
 
 _MEASURES: dict[Measure, str] = {
     "payload": "Payload, codes without scales",
@@ -31,7 +31,16 @@ def summary(plan: Plan) -> str:
         parts.append(f"{meaning}: tokens of one user, users by context\n{table(header, rows)}")
     if plan.decode is not None:
         parts.append("\n".join(_decode_lines(plan, plan.decode)))
-    return "\n\n".join(parts)
+    return _fitting("\n\n".join(parts))
+
+
+def _fitting(text: str) -> str:
+    """``text`` with its long lines broken at the width of the terminal, except the rows of tables, which fit."""
+    lines = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip()) + 2
+        lines.append(line if line.startswith("|") or len(line) <= width() else wrapped(line, indent))
+    return "\n".join(lines)
 
 
 def _model_lines(plan: Plan) -> Iterator[str]:
@@ -137,7 +146,7 @@ def explanation(plan: Plan) -> str:
         parts.append(_weights_formulas(plan.weights, plan.weights.parameters))
     if plan.decode is not None:
         parts.append(_time_formulas(plan.decode))
-    return "\n\n".join(parts)
+    return _fitting("\n\n".join(parts))
 
 
 def _policy_formulas(caches: PolicyCaches) -> str:
@@ -153,16 +162,16 @@ def _policy_formulas(caches: PolicyCaches) -> str:
 
 def _half_formulas(stored: StoredCache) -> Iterator[str]:
     """The bytes of a vector: ``key int4_per_token_head: head_dim/2 + 4 = 64 + 4 bytes, 6.2 % metadata``."""
-    for role, storage, width in stored.halves:
-        payload = storage.payload.subs(HEAD_DIM, width)
-        metadata = storage.stored.subs(HEAD_DIM, width) - payload
+    for role, storage, head_dim in stored.halves:
+        payload = storage.payload.subs(HEAD_DIM, head_dim)
+        metadata = storage.stored.subs(HEAD_DIM, head_dim) - payload
         if metadata == 0:
             yield f"{role} {storage.name}: {storage.stored} = {payload} bytes"
         else:
             share = 100 * float(metadata / payload)
             yield f"{role} {storage.name}: {storage.stored} = {payload} + {metadata} bytes, {share:.3g} % metadata"
         if storage.residual is not None:
-            kept = storage.residual_bytes(width, "stored")
+            kept = storage.residual_bytes(head_dim, "stored")
             yield f"  and {kept} bytes per sequence and KV head for {storage.residual.description} tokens kept exact"
 
 

@@ -89,7 +89,7 @@ def tune(
     except InterruptedTuning as stop:
         found, interrupted = stop.tuning, True
     except KeyboardInterrupt:
-        print_interrupted("nothing was written, because no layer was measured")
+        print_interrupted("nothing was written, because no window was estimated")
         raise typer.Exit(INTERRUPTED) from None
     if output is not None:
         found.save(output)
@@ -98,5 +98,5 @@ def tune(
     else:
         print(found)
     if interrupted:
-        print_interrupted(f"{found.progress}; the policy is the best choice from these measurements")
+        print_interrupted(f"{found.progress}; the policy is the best choice from these estimates and measurements")
         raise typer.Exit(INTERRUPTED)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 """The maximum number of layers of a model with random weights."""
 
 

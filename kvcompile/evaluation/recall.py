@@ -63,6 +63,10 @@ def plant_numbers(text: Text, count: int, encode: Callable[[str], Sequence[int]]
         EvaluationError: the numbers do not fit into the prefill, or the questions into the later steps.
     """
     source, schedule = random.Random(seed), text.schedule
+    if count > schedule.prefill:
+        raise EvaluationError(
+            f"--recall {count}: a prefill of {schedule.prefill} tokens has no place for so many numbers; give fewer"
+        )
     windows = text.windows.clone()
     question = torch.full((len(windows), schedule.num_tokens), -1)
     distance = torch.zeros(len(windows), count, dtype=torch.int64)

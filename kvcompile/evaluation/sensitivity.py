@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.compat.transformers import with_cache
+from kvcompile.evaluation.attention_call import AttentionCall
 from kvcompile.evaluation.attention_sites import AttentionTap
 from kvcompile.evaluation.gradients import calls_with_gradients, differentiable_inputs, gradient
 from kvcompile.evaluation.measure import OnProgress, counted
@@ -117,12 +118,19 @@ class Sensitivity:
         nbytes: for each cache, the bytes of its storage by format.
         estimated: for each cache, the estimated divergence by format.
         measured: for each cache, the measured divergence of some formats.
+        estimated_windows: the windows of the estimate, and all windows. They differ only after Ctrl-C.
     """
 
     halves: Sequence[HalfCache]
     nbytes: list[dict[str, int]]
     estimated: list[dict[str, float]]
     measured: list[dict[str, float]]
+    estimated_windows: tuple[int, int]
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the estimate."""
+        return self.estimated_windows[0] < self.estimated_windows[1]
 
     @property
     def num_measured(self) -> int:
@@ -174,6 +182,8 @@ def estimate_divergences(
 ) -> Sensitivity:
     """The estimated divergence of each format in each of ``halves``.
 
+    Ctrl-C ends the estimate after the windows that are complete; without one, KeyboardInterrupt passes.
+
     Args:
         model: the model.
         tap: access to its attentions.
@@ -184,24 +194,40 @@ def estimate_divergences(
         on_progress: called for every cache that is measured.
     """
     nbytes = [{name: size for name in formats if (size := half.nbytes(name)) is not None} for half in halves]
-    sums: list[dict[str, float]] = [{} for _ in halves]
     step, generator = counted(on_progress, "formats", len(windows) * len(halves)), torch.Generator().manual_seed(0)
-    for window in windows:
-        with differentiable_inputs(model):
-            calls = calls_with_gradients(tap, window, generator)
-        for half, sizes, total in zip(halves, nbytes, sums, strict=True):
-            step(half.module)
-            call = calls.get(half.module)
-            if call is None or (slope := gradient(call, half.role)) is None:
-                continue
-            x, weights = (_sampled_blocks(y.detach()) for y in (call.of_kv_heads(half.role), slope))
-            for name in sizes:
-                fmt = pair_of(half.role, named(half, name)).layout(half.role, half.width, half.dtype).format
-                error = fmt.decode(fmt.encode(x)).to(half.dtype).float() - x.float()
-                found = (error * weights.float()).sum(-1).square().sum().item() / (2 * x.shape[2] * x.shape[3])
-                total[name] = total.get(name, 0.0) + found / len(windows)
-    nbytes = [sizes if total else {} for sizes, total in zip(nbytes, sums, strict=True)]
-    return Sensitivity(halves, nbytes, sums, [{} for _ in halves])
+    complete: list[list[dict[str, float]]] = []
+    try:
+        for window in windows:
+            with differentiable_inputs(model):
+                calls = calls_with_gradients(tap, window, generator)
+            of_window: list[dict[str, float]] = []
+            for half, sizes in zip(halves, nbytes, strict=True):
+                step(half.module)
+                of_window.append(_estimates(half, sizes, calls.get(half.module), named))
+            complete.append(of_window)
+    except KeyboardInterrupt:
+        if not complete:
+            raise
+    means: list[dict[str, float]] = [{} for _ in halves]
+    for of_window in complete:
+        for mean, found in zip(means, of_window, strict=True):
+            for name, divergence in found.items():
+                mean[name] = mean.get(name, 0.0) + divergence / len(complete)
+    nbytes = [sizes if mean else {} for sizes, mean in zip(nbytes, means, strict=True)]
+    return Sensitivity(halves, nbytes, means, [{} for _ in halves], (len(complete), len(windows)))
+
+
+def _estimates(half: HalfCache, formats: Iterable[str], call: AttentionCall | None, named: NamedIn) -> dict[str, float]:
+    """The estimated divergence of each format in a cache, from one window; empty if no gradient reached it."""
+    if call is None or (slope := gradient(call, half.role)) is None:
+        return {}
+    x, weights = (_sampled_blocks(y.detach()) for y in (call.of_kv_heads(half.role), slope))
+    found = {}
+    for name in formats:
+        fmt = pair_of(half.role, named(half, name)).layout(half.role, half.width, half.dtype).format
+        error = fmt.decode(fmt.encode(x)).to(half.dtype).float() - x.float()
+        found[name] = (error * weights.float()).sum(-1).square().sum().item() / (2 * x.shape[2] * x.shape[3])
+    return found
 
 
 def _sampled_blocks(x: Tensor) -> Tensor:

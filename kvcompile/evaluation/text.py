@@ -112,7 +112,19 @@ def read_text(model: Any, model_name: str, path: Path | None, schedule: Schedule
         )
     starts = torch.linspace(0, len(tokens) - schedule.window_tokens, num_windows).long()
     windows = tokens[starts[:, None] + torch.arange(schedule.window_tokens)].long()
+    check_ids(windows, model, path.name)
     return Text(path.name, windows, schedule, reads_bytes(model))
+
+
+def check_ids(ids: Tensor, model: Any, source: str) -> None:
+    """Raise EvaluationError if the vocabulary of a model lacks a token id; ``source`` names the ids."""
+    vocab_size = text_config(model).vocab_size
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.numel():
+        raise EvaluationError(
+            f"{source}: the token id {wrong[0].item()} is not among the {vocab_size} of the model, 0 to "
+            f"{vocab_size - 1}; take the model's own tokenizer"
+        )
 
 
 def text_path(model: Any, model_name: str, path: Path | None) -> Path:

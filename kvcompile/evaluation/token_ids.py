@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.errors import one_line, shown
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.models import reads_bytes
 from kvcompile.evaluation.schedule import Schedule
-from kvcompile.evaluation.text import Text
+from kvcompile.evaluation.text import Text, check_ids
 
 DECODE = 8
 """Tokens at the end of a window that are read one by one. Tokens of the prefill attend to packed keys and values too.
@@ -37,16 +38,19 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
                 f"inputs: the mapping has no input_ids (it has {', '.join(map(str, inputs)) or 'nothing'})"
             )
         mask = inputs.get("attention_mask")
-        if mask is not None and not torch.as_tensor(mask).all():
+        if mask is not None and not _tensor(mask, "attention_mask").all():
             raise EvaluationError("inputs: the rows are padded (attention_mask has zeros); give rows of one length")
         ids = inputs["input_ids"]
-    ids = torch.as_tensor(ids)
+    ids = _tensor(ids, "token ids")
     if ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
         raise EvaluationError(
             f"inputs: expected token ids, integers [tokens] or [rows, tokens], got {ids.dtype} {list(ids.shape)}"
         )
     windows: Tensor = ids.long().reshape(-1, ids.shape[-1]).cpu()
+    check_ids(windows, model, "inputs")
     fed = windows.shape[1] - 1
+    if decode is not None and (not isinstance(decode, int) or isinstance(decode, bool)):
+        raise EvaluationError(f"decode: expected a number of tokens, got {shown(decode)}")
     decode = min(DECODE, fed // 2) if decode is None else decode
     if not 0 < decode < fed or not len(windows):
         raise EvaluationError(
@@ -54,3 +58,14 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
             f"more than {max(decode, 1) + 1} to read {max(decode, 1)} of them one by one"
         )
     return Text("inputs", windows, Schedule(fed - decode, decode), reads_bytes(model))
+
+
+def _tensor(values: Any, what: str) -> Tensor:
+    """``values`` as a tensor with data; EvaluationError if they are no numbers, or rows of several lengths."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise EvaluationError(f"inputs: {what} must be integers in rows of one length: {one_line(error)}") from None
+    if tensor.is_meta:
+        raise EvaluationError(f"inputs: {what} are on the device meta, which has no data; give them on a CPU or GPU")
+    return tensor

@@ -54,7 +54,7 @@ CALIBRATED = (
 
 
 class InterruptedTuning(KeyboardInterrupt):
-    """The user ended a search after its first measurements; ``tuning`` is the best choice from these measurements."""
+    """The user ended a search after its first estimates; ``tuning`` is the best choice from what was measured."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
@@ -78,8 +78,8 @@ def tune(
     within the budget is a knapsack problem, which is solved exactly. The cost of each chosen format is then measured,
     and the choice is repeated until all chosen formats are measured. The resulting policy is measured once on the
     compiled model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are
-    chosen again. On Ctrl-C, the best choice from the measurements so far is written, and :class:`InterruptedTuning` is
-    raised with it.
+    chosen again. On Ctrl-C, the best choice from the estimates and measurements so far is written, and
+    :class:`InterruptedTuning` is raised with it.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
@@ -148,6 +148,8 @@ def tune_on(
     left: set[str] = set()
     rounds = itertools.count(1)
     try:
+        if measured.is_interrupted:
+            raise KeyboardInterrupt
         exact = [tap(window, lambda site, call: None) for window in windows]
         while True:
             search = search_without(left)
@@ -162,8 +164,6 @@ def tune_on(
                 return search.result(chosen, measured, evaluation)
             left |= refused
     except KeyboardInterrupt:
-        if not measured.num_measured:
-            raise
         search = search_without(left)
         raise InterruptedTuning(search.result(search.choose(), measured, None)) from None
 
@@ -291,6 +291,7 @@ class _Search:
             ),
             presets=tuple(filter(None, map(self._uniform, names))),
             measured_caches=(measured.num_measured, len(measured.halves)),
+            estimated_windows=measured.estimated_windows,
             evaluation=evaluation,
         )
 

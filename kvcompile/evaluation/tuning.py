@@ -54,7 +54,8 @@ class Tuning:
         halves: the formats of keys and values of every layer, in the order of the layers.
         presets: the estimated costs of all presets whose formats were considered.
         measured_caches: the key and value caches whose divergence was measured, and all of them. They differ only in an
-            interrupted search, in which the other caches count like the mean of the measured ones.
+            interrupted search, in which the other caches count by their estimates.
+        estimated_windows: the windows of the estimates, and all of them. They differ only in an interrupted search.
         evaluation: the measurement of the policy on the compiled model; None in an interrupted search.
     """
 
@@ -65,6 +66,7 @@ class Tuning:
     halves: tuple[TunedHalf, ...]
     presets: tuple[Uniform, ...]
     measured_caches: tuple[int, int]
+    estimated_windows: tuple[int, int]
     evaluation: Evaluation | None
 
     @property
@@ -77,7 +79,9 @@ class Tuning:
     @property
     def progress(self) -> str:
         """The measurements of an interrupted search, in words."""
-        return f"{self.measured_caches[0]} of {self.measured_caches[1]} key and value caches were measured"
+        estimated, windows = self.estimated_windows
+        text = f"{self.measured_caches[0]} of {self.measured_caches[1]} key and value caches were measured"
+        return text if estimated == windows else f"{estimated} of {windows} windows were estimated, and {text}"
 
     def to_yaml(self) -> str:
         """The policy as YAML, with the predicted and measured figures as comments."""
@@ -103,7 +107,7 @@ class Tuning:
         data["policy"] = self.policy.model_dump(mode="json", exclude_none=True)
         for field in ("halves", "presets"):
             data[field] = [dataclasses.asdict(item) for item in getattr(self, field)]
-        data["measured_caches"] = list(self.measured_caches)
+        data["measured_caches"], data["estimated_windows"] = list(self.measured_caches), list(self.estimated_windows)
         return finite({**data, "evaluation": self.evaluation and self.evaluation.to_dict()})
 
     def __str__(self) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 MAX_TEXT = 1 << 18
 """The maximum size of a policy, in bytes."""
 
-MAX_CONFIG = 1 << 24
+MAX_CONFIG = 1 << 22
 """The maximum size of a model's config, in bytes."""
+
+MAX_TENSOR_NAMES = 1 << 23
+"""The maximum size of a safetensors header with the names of a checkpoint's tensors, in bytes."""
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -47,6 +50,20 @@ def status_of_file(path: Path) -> os.stat_result:
     return status
 
 
+def status_of_tensors(path: Path) -> os.stat_result:
+    """The status of a safetensors file with a header of bounded size; OSError as in :func:`read_file`."""
+    status = status_of_file(path)
+    if (size := header_size(path)) > MAX_TENSOR_NAMES:
+        raise OSError(f"its header has {size} bytes, and at most {MAX_TENSOR_NAMES} are read")
+    return status
+
+
+def header_size(path: Path) -> int:
+    """The size of a safetensors header, which the first 8 bytes of the file give."""
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(8), "little")
+
+
 def check_file(path: Path, most: int) -> None:
     """Raise OSError unless a regular file of at most ``most`` bytes is at ``path``."""
     if (size := status_of_file(path).st_size) > most:
@@ -54,8 +71,11 @@ def check_file(path: Path, most: int) -> None:
 
 
 def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
-    """The text of a regular file in UTF-8. Raises OSError as :func:`read_file`, and UnicodeError."""
-    return read_file(path, most).decode("utf-8")
+    """The text of a regular file in UTF-8, with or without a byte order mark.
+
+    Raises OSError as :func:`read_file`, and UnicodeError.
+    """
+    return read_file(path, most).decode("utf-8-sig")
 
 
 def is_file(path: Path) -> bool:

@@ -22,7 +22,7 @@ MAX_INTEGER = 1 << 31
 MAX_NAME = 100
 """The most characters of a model type."""
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 """The maximum number of layers in a config."""
 
 WHOLE_CONFIG = (

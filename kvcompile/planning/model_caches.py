@@ -198,7 +198,10 @@ class _Reader:
         overrides = self.fields.get("per_layer_config")
         if not isinstance(overrides, dict):
             return self.fields
-        own: dict[str, Any] = next((own for key, own in overrides.items() if key.isdigit() and int(key) == layer), {})
+        of_layers = {int(key): own for key, own in overrides.items() if re.fullmatch("[0-9]{1,9}", key)}
+        own: Any = of_layers.get(layer, {})
+        if not isinstance(own, dict):
+            raise self.fields.error("per_layer_config", f"expected an object of fields for layer {layer}")
         return replace(self.fields, values={**self.fields.values, **own})
 
     def _kinds(self, num_layers: int) -> list[Kind | None]:
@@ -243,6 +246,8 @@ class _Reader:
         """Llama 4: layers with a rotary embedding attend within chunks; every fourth layer has no rotary embedding."""
         rotary = self.fields.get("no_rope_layers")
         period = self.fields.integer("no_rope_layer_interval") or 4
+        if rotary and (not isinstance(rotary, list) or layer >= len(rotary)):
+            raise self.fields.error("no_rope_layers", "expected a list with a number for each layer")
         uses_rope = rotary[layer] if rotary else (layer + 1) % period
         return "chunked_attention" if uses_rope else "full_attention"
 

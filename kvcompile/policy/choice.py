@@ -67,7 +67,8 @@ class _Elements(Strict):
         if not isinstance(scales, str):
             return scales
         with contextlib.suppress(ValueError):
-            return float(scales.encode("ascii"))  # parse_yaml leaves fractions as strings
+            if "_" not in scales:  # which float() accepts between digits
+                return float(scales.encode("ascii"))  # parse_yaml leaves fractions as strings
         return _absolute(scales, info)
 
     @field_validator("transforms")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvcompile.errors import PolicyError, shown
 
+MAX_ITEMS = 200
+"""The maximum number of items of one set."""
+
 _NUMBER = r"-?[0-9]{1,9}"
 _ITEM = re.compile(
     rf"(?P<index>{_NUMBER})|(?P<first>[0-9]{{1,9}})-(?P<last>[0-9]{{1,9}})|(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?"
@@ -29,12 +32,15 @@ class LayerSet:
     @functools.cache
     def parse(cls, text: str) -> LayerSet:
         """The layers that ``text`` lists; PolicyError names the wrong item."""
-        return cls(tuple(_parse_item(item.strip()) for item in text.split(",")))
+        items = text.split(",")
+        if len(items) > MAX_ITEMS:
+            raise PolicyError(f"layers has {len(items)} items; give at most {MAX_ITEMS}, such as ranges '0-31'")
+        return cls(tuple(_parse_item(item.strip()) for item in items))
 
-    def indices(self, num_layers: int) -> frozenset[int]:
-        """The indices of these layers in a model of ``num_layers`` layers."""
+    def contains(self, layer: int, num_layers: int) -> bool:
+        """Whether the layer with index ``layer`` of a model of ``num_layers`` layers is among them."""
         layers = range(num_layers)
-        return frozenset(i for start, stop in self.slices for i in layers[start:stop])
+        return any(layer in layers[start:stop] for start, stop in self.slices)
 
 
 def _parse_item(item: str) -> tuple[int | None, int | None]:

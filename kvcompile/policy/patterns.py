@@ -17,6 +17,9 @@ from kvcompile.errors import PolicyError, cut, shown
 MAX_LENGTH = 1000
 """The maximum length of a pattern, in characters."""
 
+MAX_TOGETHER = 30_000
+"""The maximum length of all patterns of a policy together, in characters."""
+
 MAX_COPIES = 100
 """The maximum product of the counts in braces, because a compiled pattern has a copy for each repetition."""
 
@@ -25,19 +28,28 @@ SECONDS = 0.5
 
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
+_NOT_LATIN = re.compile(r"(\\\\)|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\x00-\xff]")
+"""Characters beyond Latin-1. A range up to one of them takes ``re`` milliseconds, and there may be thousands."""
+
+_WRONG = (re.error, regex.error, RecursionError, OverflowError)
+
 
 def check_pattern(pattern: str) -> None:
     """Raise PolicyError unless ``pattern`` is a regular expression of bounded size."""
     try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise PolicyError(f"{_named(pattern)} is not a regular expression: {cut(str(error))}") from None
+        re.compile(_NOT_LATIN.sub(lambda found: found[1] or "\xff", pattern))
+    except _WRONG as error:
+        raise _not_a_pattern(pattern, error) from None
     counts = [max(int(count or 1) for count in counts if count is not None) for counts in _counts(pattern)]
     if "{" in _COUNT.sub("", pattern) or math.prod(max(1, count) for count in counts) > MAX_COPIES:
         raise PolicyError(
             f"{_named(pattern)}: braces may only hold counts such as {{2}} or {{1,3}}, which multiply to at most "
             f"{MAX_COPIES}; write * or +"
         )
+    try:
+        regex.compile(pattern)
+    except _WRONG as error:
+        raise _not_a_pattern(pattern, error) from None
 
 
 def _counts(pattern: str) -> list[tuple[str | None, ...]]:
@@ -72,10 +84,16 @@ class Matcher:
                 f"{_named(pattern)} takes too long on {shown(name)}: the regular expressions of a policy have "
                 f"{SECONDS} s together; write them without repetitions within repetitions"
             ) from None
+        except RecursionError as error:  # little of Python's stack is left here
+            raise _not_a_pattern(pattern, error) from None
         finally:
             self._seconds_left -= time.thread_time() - begin
         self._results[pattern, name] = found
         return found
+
+
+def _not_a_pattern(pattern: str, error: Exception) -> PolicyError:
+    return PolicyError(f"{_named(pattern)} is not a regular expression: {cut(str(error))}")
 
 
 def _named(pattern: str) -> str:

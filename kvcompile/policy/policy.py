@@ -65,6 +65,12 @@ OnKeyOutliers = Literal["ignore", "warn", "promote"]
 MAX_FAULTS = 10
 """The maximum number of faults that are listed."""
 
+MAX_RULES = 500
+"""The maximum number of rules."""
+
+MAX_LAYER_ITEMS = 2000
+"""The maximum number of layers, ranges and slices in all rules together."""
+
 EXACT_TOKENS = ("residual_length", "sink_tokens")
 """The fields with numbers of tokens in full precision."""
 
@@ -122,7 +128,7 @@ class Match(Strict):
         Raises:
             PolicyError: the regular expressions take too long.
         """
-        if self.layers is not None and (layer is None or layer not in LayerSet.parse(self.layers).indices(num_layers)):
+        if self.layers is not None and (layer is None or not LayerSet.parse(self.layers).contains(layer, num_layers)):
             return False
         if self.module is None:
             return True
@@ -163,6 +169,27 @@ def _no_bool(version: Any) -> Any:
     return version
 
 
+def _num_items(layers: Any) -> int:
+    """About the number of items in the field ``layers`` of a rule."""
+    return layers.count(",") + 1 if isinstance(layers, str) else len(layers) if isinstance(layers, list | tuple) else 1
+
+
+def _not_too_many(rules: Any) -> Any:
+    """``rules``; PolicyError if they are so many, or so long, that their use would take seconds."""
+    if not isinstance(rules, list | tuple):
+        return rules
+    if len(rules) > MAX_RULES:
+        raise PolicyError(f"there are {len(rules)} rules; give at most {MAX_RULES}, with ranges such as layers: 0-31")
+    matches = [rule.get("match") for rule in rules if isinstance(rule, Mapping)]
+    modules = [match.get("module") for match in matches if isinstance(match, Mapping)]
+    if (length := sum(len(module) for module in modules if isinstance(module, str))) > patterns.MAX_TOGETHER:
+        raise PolicyError(f"the modules of all rules have {length} characters; give at most {patterns.MAX_TOGETHER}")
+    layers = [match.get("layers") for match in matches if isinstance(match, Mapping)]
+    if (count := sum(map(_num_items, layers))) > MAX_LAYER_ITEMS:
+        raise PolicyError(f"the rules list {count} layers; give at most {MAX_LAYER_ITEMS}, such as ranges 0-31")
+    return rules
+
+
 class Policy(Strict):
     """Formats by layer and module.
 
@@ -192,7 +219,7 @@ class Policy(Strict):
     """
 
     version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
-    rules: tuple[Rule, ...] = ()
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_not_too_many)] = ()
     default: Choice
     residual_length: Tokens | None = None
     sink_tokens: Tokens | None = None
@@ -311,11 +338,19 @@ class Policy(Strict):
         return [transforms for transforms in named.values() if transforms is not None]
 
     def _rule_for(self, module: str, layer: int | None, num_layers: int) -> int | None:
-        indices = (i for i, rule in enumerate(self.rules) if self._matches(rule, module, layer, num_layers))
-        return next(indices, None)
+        site = (module, layer, num_layers)
+        if site not in self._decided:
+            indices = (i for i, rule in enumerate(self.rules) if self._matches(rule, module, layer, num_layers))
+            self._decided[site] = next(indices, None)
+        return self._decided[site]
 
     def _matches(self, rule: Rule, module: str, layer: int | None, num_layers: int) -> bool:
         return rule.match.matches(module, layer, num_layers, self._matcher)
+
+    @functools.cached_property
+    def _decided(self) -> dict[tuple[str, int | None, int], int | None]:
+        """The index of the rule for each site so far."""
+        return {}
 
     @functools.cached_property
     def _matcher(self) -> patterns.Matcher:

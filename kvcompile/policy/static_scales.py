@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcompile.errors import PolicyError, cut, one_line
-from kvcompile.files.reading import is_folder, read_text_file, status_of_file
+from kvcompile.files.reading import is_folder, read_text_file, status_of_tensors
 from kvcompile.kernels.formats import with_static_scale
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.formats.fp8 import FP8_FORMATS
@@ -174,7 +174,7 @@ def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """The names and tensors of the scales in safetensors files; no other tensor is read."""
     for file in files:
         try:
-            status_of_file(file)
+            status_of_tensors(file)
             with safe_open(file, framework="pt") as tensors:
                 opened: Any = tensors
                 names = [name for name in opened.keys() if _SCALE_TENSOR.fullmatch(name)]  # noqa: SIM118 - not a dict

@@ -39,6 +39,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._num_nodes
         self._depth += 1
+        if getattr(self.peek_event(), "tag", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem="a tag such as !!int is not read; write the value alone", problem_mark=mark
+            )
         if self._depth > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels are nested", problem_mark=mark)
         node = super().compose_node(parent, index)

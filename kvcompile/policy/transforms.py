@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from kvcompile.compat.tensors import without_modes
 from kvcompile.errors import PolicyError, cut, one_line
 from kvcompile.files import digests
-from kvcompile.files.reading import status_of_file
+from kvcompile.files.reading import status_of_tensors
 from kvcompile.kernels.formats import bases, with_basis
 from kvcompile.kernels.formats.base import Format
 from kvcompile.kernels.layout.packed_layout import Role
@@ -87,7 +87,7 @@ class Transforms:
             PolicyError: the file cannot be read, holds no transforms, or is damaged.
         """
         try:
-            status = status_of_file(path)
+            status = status_of_tensors(path)
         except OSError as error:
             raise PolicyError(f"transforms: {path} cannot be read: {error}") from None
         return _read(path, status.st_mtime_ns, status.st_size)

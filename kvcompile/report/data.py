@@ -333,10 +333,10 @@ class ReportData:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: ``{"totals": {...}, "graphs": [{"sites": [...], "calls": 3, ...}, ...], "notes": [...]}``."""
         totals = {
-            **dataclasses.asdict(self.totals),
             "model_bytes_per_token_before": self.totals.model_bytes_before,
             "model_bytes_per_token_after": self.totals.model_bytes_after,
             "ratio": self.totals.ratio,
+            **dataclasses.asdict(self.totals),
             "packed_ratio": self.totals.packed_ratio,
             "weight_ratio": self.totals.weight_ratio,
         }

@@ -56,12 +56,34 @@ BAD_POLICIES = {
     "layers of many digits": f"rules: [{{match: {{layers: '{'9' * 5000}'}}, dtype: int4}}]\n" + DEFAULT,
     "a bool as version": "version: true\n" + DEFAULT,
     "a date": "residual_length: 2026-13-45\n" + DEFAULT,
+    "an empty number with a tag": "residual_length: !!int ''\n" + DEFAULT,
+    "a word that a tag calls a bool": "strict: !!bool maybe\n" + DEFAULT,
+    "a word that a tag calls a date": "strict: !!timestamp x\n" + DEFAULT,
+    "a number to base 60 with a tag": "residual_length: !!int 1:10\n" + DEFAULT,
+    "many slices of layers": f"rules: [{{match: {{layers: '{','.join([':'] * 50_000)}'}}, dtype: int4}}]\n" + DEFAULT,
+    "many ranges of letters": "rules: [{match: {module: 're:(?i)"
+    + "[ -\ufffd]" * 180
+    + "('}, dtype: int4}]\n"
+    + DEFAULT,
+    "many groups in one another": "rules: [{match: {module: 're:"
+    + "(" * 450
+    + ")" * 450
+    + "'}, dtype: int4}]\n"
+    + DEFAULT,
+    "a scale with an underscore": "default: {dtype: fp8_e4m3, granularity: per_tensor, scales: 1_0}\n",
     "an object": "default: !!python/object/apply:os.system ['false']\n",
     "a key that is a list": "? [a, b]\n: 1\n" + DEFAULT,
 }
 
 
+def rules_as_json(count: int, **match: Any) -> str:
+    return json.dumps({"rules": [{"match": match, "dtype": "int4"}] * count, "default": {"dtype": "int4"}})
+
+
 BAD_JSON = {
+    "many rules": rules_as_json(501, layers=0),
+    "many long patterns": rules_as_json(100, module="re:" + "[a-b]" * 150),
+    "many layers in many rules": rules_as_json(20, layers=[0] * 150),
     "deep lists": "[" * 100_000,
     "deep objects": '{"a": ' * 100_000,
     "a number of many digits": '{"residual_length": 1' + "0" * 10_000 + "}",
@@ -96,12 +118,29 @@ def test_a_bad_policy_gets_one_short_line(suffix: str, text: str, tmp_path: Path
     assert all(len(fault) <= MAX_MESSAGE for fault in caught.value.faults)
 
 
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_byte_order_mark_and_ends_of_lines_do_not_matter(start: bytes, end: bytes, tmp_path: Path) -> None:
+    yaml_file, json_file, config = (tmp_path / name for name in ("policy.yaml", "policy.json", "config.json"))
+    yaml_file.write_bytes(start + b"version: 1" + end + b"default: {dtype: fp8_e4m3}" + end)
+    json_file.write_bytes(start + b'{"version": 1,' + end + b'"default": {"dtype": "fp8_e4m3"}}')
+    config.write_bytes(start + json.dumps(CONFIG, indent=1).encode().replace(b"\n", end))
+    assert Policy.load(yaml_file) == Policy.load(json_file) == Policy.load({"default": {"dtype": "fp8_e4m3"}})
+    assert len(read_model_caches(read_config(config)).caches) == 2
+
+
+def test_ranges_of_letters_of_all_scripts_match_names() -> None:
+    policy = Policy.from_text("rules: [{match: {module: 're:[Ā-\ufffd]+[.][\\u0100x]'}, dtype: auto}]\n" + DEFAULT)
+    assert policy.formats_for("注意.x", 0, 1) is None
+    assert policy.formats_for("attn.x", 0, 1) is not None
+
+
 @pytest.mark.timeout(20)
 def test_a_pattern_that_takes_too_long_is_an_error_where_it_is_used() -> None:
     policy = Policy.from_text("rules: [{match: {module: 're:(a|aa)+$b'}, dtype: int4}]\n" + DEFAULT)
     with pytest.raises(PolicyError, match="takes too long"):
         policy.formats_for("a" * 60, 0, 1)
-    rules = "".join(f"  - {{match: {{module: 're:((a+)+)+x{i}'}}, dtype: int4}}\n" for i in range(1400))
+    rules = "".join(f"  - {{match: {{module: 're:((a+)+)+x{i}'}}, dtype: int4}}\n" for i in range(450))
     many = Policy.from_text("rules:\n" + rules + DEFAULT)
     with pytest.raises(PolicyError, match="takes too long"):
         assert all(many.formats_for("a" * length, 0, 1) for length in range(20, 60))
@@ -160,6 +199,9 @@ def test_files_that_a_policy_names_are_no_pipes(tmp_path: Path) -> None:
     "change",
     [{"num_hidden_layers": 10**9}, {"num_hidden_layers": True}, {"hidden_size": 10**30}, {"num_attention_heads": 0},
      {"num_key_value_heads": "2"}, {"num_hidden_layers": None}, {"head_dim": -1},
+     {"num_hidden_layers": 1001}, {"per_layer_config": {"0": 5}},
+     {"model_type": "llama4_text", "attention_chunk_size": 5, "no_rope_layers": 5},
+     {"model_type": "llama4_text", "attention_chunk_size": 5, "no_rope_layers": [1]},
      {"layer_types": [{"a": 1}] * 2}, {"layer_types": ["x" * 10**5] * 2}, {"model_type": ["llama"]},
      {"model_type": "x" * 10**5}],
 )  # fmt: skip
@@ -169,6 +211,28 @@ def test_a_bad_config_gets_one_short_line(change: dict[str, Any], tmp_path: Path
     with pytest.raises(PlanError) as caught:
         read_model_caches(read_config(path))
     assert_short(caught.value)
+
+
+def test_a_key_that_is_no_number_of_a_layer_changes_no_layer(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    caches = []
+    for keys in ([], ["²", "\u0660", "x"]):
+        path.write_text(json.dumps(CONFIG | {"per_layer_config": {key: {"head_dim": 2} for key in keys}}), "utf-8")
+        caches.append(read_model_caches(read_config(path)).caches)
+    assert caches[0] == caches[1]
+
+
+@pytest.mark.timeout(20)
+def test_a_checkpoint_with_a_huge_header_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "scales.safetensors"
+    with path.open("wb") as file:
+        file.write((1 << 26).to_bytes(8, "little"))
+        file.truncate(1 << 27)
+    transforms = {"dtype": "transform_2.2bit", "transforms": str(path)}
+    scales = {"dtype": "fp8_e4m3", "granularity": "per_tensor", "scales": str(path)}
+    for default in (transforms, scales):
+        with pytest.raises(PolicyError, match="its header has 67108864 bytes, and at most 8388608 are read"):
+            Policy.load({"default": default})
 
 
 @pytest.mark.parametrize("text", ["٣٢k", "9" * 5000 + "GiB", "1e9", "x" * 5000, "-1k"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor import list_mode_options
 
+import kvcompile
 from kvcompile.errors import OptionsError, PolicyError
 from kvcompile.options import BackendOptions
 from kvcompile.policy.policy import Policy
@@ -73,3 +75,19 @@ def test_an_option_of_the_wrong_type_is_an_error_that_says_which_is_right() -> N
 def test_an_unknown_preset_is_a_policy_error() -> None:
     with pytest.raises(PolicyError, match="policy 'int9' is neither a preset nor a file"):
         BackendOptions.parse(None, {"policy": "int9"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": ["fast"]}, r"unknown mode \['fast'\] \(known: default"),
+        ({"options": ["policy"]}, r"options: expected a dict of names and values, got \['policy'\]"),
+        ({"options": "int4", "policy": "int4"}, "options: expected a dict of names and values, got 'int4'"),
+        ({"dynamic": "yes"}, "option dynamic: expected None or True or False, got 'yes'"),
+        ({"fullgraph": 1}, "option fullgraph: expected True or False, got 1"),
+        ({"max_autotune": "y" * 10**6}, "option max_autotune: expected bool, got 'yyyy"),
+    ],
+)
+def test_a_mode_or_options_of_another_kind_are_an_error_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        kvcompile.compile(torch.nn.Identity(), **arguments)

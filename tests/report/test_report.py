@@ -367,6 +367,8 @@ def test_json_holds_everything() -> None:
     report = Report([GraphReport((rewritten(0), refused(1)))], ["a remark"])
     data = json.loads(report.to_json())
     assert data == json.loads(json.dumps(report.to_dict()))
+    first_totals = list(data["totals"])[:3]
+    assert first_totals == ["model_bytes_per_token_before", "model_bytes_per_token_after", "ratio"], "of all layers"
     assert data["totals"]["rewritten"] == 1
     first, second = data["graphs"][0]["sites"]
     assert first["outcome"] == "rewritten"

@@ -174,6 +174,14 @@ def test_the_version_is_that_of_the_package() -> None:
         ("plan --config config.json --kv-budget 1GiB --bandwidth h300", "--bandwidth: 'h300' is not a known device"),
         ("plan --config config.json --kv-budget 1GiB --bandwidth 1TB", "--bandwidth: '1TB' is not a valid bandwidth"),
         ("plan --config config.json --kv-budget 1GiB --bandwidth l4 --speedup 0", "'0' is not a positive number"),
+        *(
+            (
+                f"plan --config config.json --kv-budget 1GiB --bandwidth l4 --speedup {number}",
+                "is not a positive number",
+            )
+            for number in ("1e999999999", "1e-999999999", "1/0", "nan", "٣")
+        ),
+        (f"plan --config config.json --kv-budget 1GiB --contexts {','.join(map(str, range(1, 102)))}", "at most 100"),
         ("plan --config config.json --kv-budget 1GiB --bandwidth l4 --efficiency 1.1", "is at most 1"),
         ("plan --config config.json --kv-budget 1GiB --bandwidth l4 --efficiency fp7=0.5", "no policy reads"),
         ("plan --config config.json --memory 80GiB --weights int3", "'int3' is not a known format; did you mean 'int"),

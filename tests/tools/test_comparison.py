@@ -168,6 +168,14 @@ def test_rules_name_layers_where_those_are_unique_and_modules_elsewhere() -> Non
         (torch.randn(3, 4), "expected token ids, integers"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), "expected token ids, integers"),
         (torch.zeros(2, dtype=torch.int64), "1 rows of 2 tokens are too few"),
+        ([1, 2, -3, 4], "the token id -3 is not among the 256 of the model"),
+        ([1, 2, 256, 4], "the token id 256 is not among the 256 of the model, 0 to 255"),
+        ([[1, 2, 3], [1, 2]], "token ids must be integers in rows of one length"),
+        (["a", "b", "c"], "token ids must be integers"),
+        ([1, 2, 10**30], "token ids must be integers"),
+        (None, "token ids must be integers"),
+        (torch.zeros(8, dtype=torch.int64, device="meta"), "token ids are on the device meta"),
+        ({"input_ids": [1, 2, 3, 4], "attention_mask": "1111"}, "attention_mask must be integers"),
         ({"pixel_values": 1}, "the mapping has no input_ids"),
         ({"input_ids": torch.ones(1, 8, dtype=torch.int64), "attention_mask": torch.tensor([[0] + [1] * 7])}, "padded"),
     ],
@@ -175,6 +183,11 @@ def test_rules_name_layers_where_those_are_unique_and_modules_elsewhere() -> Non
 def test_inputs_that_are_no_token_ids_are_refused(inputs: Any, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         kvcompile.compare(small_model(), inputs)
+
+
+def test_the_number_of_tokens_that_are_read_one_by_one_is_a_number() -> None:
+    with pytest.raises(EvaluationError, match="decode: expected a number of tokens, got '2'"):
+        kvcompile.compare(small_model(), [1, 2, 3, 4, 5, 6], decode="2")  # type: ignore[arg-type]
 
 
 # The command

@@ -22,7 +22,7 @@ import kvcompile
 from kvcompile.cli.app import app
 from kvcompile.cli.output import INTERRUPTED
 from kvcompile.errors import PolicyError
-from kvcompile.evaluation import knapsack
+from kvcompile.evaluation import knapsack, sensitivity
 from kvcompile.evaluation import tune as tune_module
 from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
 from kvcompile.evaluation.errors import EvaluationError
@@ -214,7 +214,7 @@ def test_with_transforms_the_search_chooses_calibrated_formats(tmp_path: Path) -
         kvcompile.tune(model, tokens, 5, formats=formats)
 
 
-@pytest.mark.parametrize(("runs", "measured"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize(("runs", "measured"), [(0, 0), (1, 1), (4, 4)])
 def test_an_interrupted_search_leaves_the_best_policy_by_what_was_measured(
     runs: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +237,33 @@ def test_an_interrupted_search_leaves_the_best_policy_by_what_was_measured(
     assert file.startswith(f"# interrupted: {measured} of 4 key and value caches were measured")
     formats = Policy.load(tmp_path / "policy.yaml").formats_for(MODULES[0], 0, 2)
     assert formats == FormatPair("int4_per_token_head", "int4_per_token_head"), "the budget allows it everywhere"
+
+
+def test_an_interrupted_estimate_leaves_the_best_policy_by_the_windows_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(small_model(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    calls, original = itertools.count(), sensitivity.gradient
+
+    def gradient_until_the_second_window(*args: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    command = "tune --model . --budget-bits 5 --formats int4_per_token_head,turboquant_2bit --prefill 63 --decode 1"
+    monkeypatch.setattr(sensitivity, "gradient", gradient_until_the_second_window)
+    out, err = run(f"{command} --windows 3 --output policy.yaml", INTERRUPTED)
+    interrupted = "interrupted: 1 of 3 windows were estimated, and 0 of 4 key and value caches were measured"
+    assert interrupted in err
+    assert "budget 5 bits" in out
+    assert interrupted in (tmp_path / "policy.yaml").read_text()
+    formats = Policy.load(tmp_path / "policy.yaml").formats_for(MODULES[0], 0, 2)
+    assert formats == FormatPair("int4_per_token_head", "int4_per_token_head")
+    monkeypatch.setattr(sensitivity, "gradient", gradient_until_the_second_window)
+    calls = itertools.count(5)
+    out, err = run(f"{command} --windows 3 --output other.yaml", INTERRUPTED)
+    assert (out, "nothing was written" in err, (tmp_path / "other.yaml").exists()) == ("", True, False)
 
 
 def test_mistakes_are_named_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
