@@ -51,10 +51,10 @@ class AttentionConfig:
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
     (9, 0, 0): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=5),  # words
-    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, max_registers=168, programs_per_sm=2),
-    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=2),
+    (9, 8, 8): AttentionConfig(8, 64, num_warps=2, num_stages=4, programs_per_sm=2),
+    (9, 8, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
     (9, 4, 8): AttentionConfig(8, 256, num_stages=2, max_registers=168, programs_per_sm=3),
-    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=2),
+    (9, 4, 4): AttentionConfig(8, 128, num_warps=2, num_stages=3, programs_per_sm=2),
     (9, 2, 4): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
     (9, 2, 2): AttentionConfig(8, 128, num_warps=2, num_stages=2, max_registers=168, programs_per_sm=6),
     (8, 8, 8): AttentionConfig(8, 128, num_stages=2, max_registers=168, programs_per_sm=3),
@@ -64,9 +64,9 @@ DECODE = {
 }
 # Decoding with up to 4 rows, for keys that are multiplied as integers by a query in digits; keys as above.
 DECODE_DIGITS = {
-    (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=4),
-    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=7),
-    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=168, programs_per_sm=8),
+    (9, 4, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, programs_per_sm=4),
+    (9, 2, 4): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=7),
+    (9, 2, 2): AttentionConfig(4, 64, num_warps=1, num_stages=3, max_registers=200, programs_per_sm=8),
 }
 SCRATCH_NBYTES = 8 << 10
 """Shared memory of a decode program besides the tiles that it loads ahead."""
