@@ -208,6 +208,30 @@ def test_attention_to_exact_blocks_compiles(value, options, compiled):
     assert len(compiled["attention"]) == 1
 
 
+FETCHED_AT_LAUNCH = 64 << 10
+"""Bytes of a kernel that a device fetches when it launches the kernel."""
+
+
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        "turboquant_4bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (ROTATED_INT4, "turboquant_3bit", INT8)),
+    ],
+)
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(format_name, compiled):
+    """What runs only if keys and values hold different exact blocks is a function behind the kernel."""
+    mask = torch.ones(1, 1, 1, 1000, dtype=torch.bool)
+    attend(*(f"{format_name}[recent=3,sinks=1,bfloat16]",) * 2, mask=mask)
+    (kernel,) = compiled["attention"]
+    instructions = [line for line in kernel.asm["sass"].splitlines() if line.rstrip().endswith(";")]
+    last_exit = max(i for i, line in enumerate(instructions) if re.search(r"\bEXIT\b", line))
+    assert any("CALL.REL" in line for line in instructions[:last_exit])
+    assert 16 * last_exit <= 1.05 * FETCHED_AT_LAUNCH
+    assert count(main_loop(kernel, "LDGSTS"), "LDL") == count(main_loop(kernel, "LDGSTS"), "STL") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group_size"), [(3, 2), (2, 4)])
 def test_keys_with_scales_per_channel_and_a_mask_for_each_row_compile(q_len, group_size, compiled):
