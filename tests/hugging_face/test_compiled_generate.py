@@ -122,9 +122,9 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("static", marks=assisted_on_static_caches)])
 def test_guesses_of_an_assistant_that_are_wrong_are_cropped(implementation: str | None, made: list[Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=24)
     model, helper = compiled_llama(), kvcompile.compile(assistant(), policy=LOSSLESS)
-    arguments = {"inputs": REPETITIVE, "cache_implementation": implementation}
+    arguments = {"inputs": REPETITIVE, "cache_implementation": implementation, "max_new_tokens": 24}
     for assisting in (assistant(), helper):
         assert torch.equal(generated(model, assistant_model=assisting, **arguments), expected)
     assert len(made) == 1, "the assistant has the cache that Transformers makes"

@@ -121,7 +121,7 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.
 @assisted_on_static_caches
 @pytest.mark.usefixtures("without_code_generation")
 def test_transformers_compiles_the_steps_that_check_an_assistant_and_a_static_cache_is_packed() -> None:
-    arguments: dict[str, Any] = {"inputs": REPETITIVE, "cache_implementation": "static", "max_new_tokens": 8}
+    arguments: dict[str, Any] = {"inputs": REPETITIVE, "cache_implementation": "static", "max_new_tokens": 40}
     expected = generated(tiny_llama(num_layers=1), **arguments)
     config = transformers.CompileConfig(backend=kvcompile.kvquant(policy=LOSSLESS), mode=None)
     config._compile_all_devices = True
