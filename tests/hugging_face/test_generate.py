@@ -75,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def generated(model: Any, **arguments: Any) -> Any:
     torch.manual_seed(5)
     common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
-    return model.generate(**{**common, **arguments}, disable_compile=True)
+    return model.generate(**{**common, "disable_compile": True, **arguments})
 
 
 def compiled_llama() -> Any:
@@ -126,7 +126,8 @@ def test_transformers_compiles_the_steps_that_check_an_assistant_and_a_static_ca
     config = transformers.CompileConfig(backend=kvcompile.kvquant(policy=LOSSLESS), mode=None)
     config._compile_all_devices = True
     model = tiny_llama(num_layers=1)
-    result = generated(model, assistant_model=assistant(), compile_config=config, **arguments)
+    how = {"assistant_model": assistant(), "compile_config": config, "disable_compile": False}
+    result = generated(model, **how, **arguments)
     assert torch.equal(result.sequences, expected.sequences)
     assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
     assert kvcompile.last_report().totals.plain_calls == 0
