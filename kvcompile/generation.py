@@ -1,8 +1,8 @@
 """``generate()`` of a compiled Transformers model: its cache is packed from the start, and decode steps are compiled.
 
 ``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
-compiles decode steps on GPUs only. It does not compile beam search, assisted decoding, or steps on its default cache,
-which grows. A :class:`Generation` replaces four methods of one model, and its calls:
+compiles decode steps on GPUs only. It does not compile beam search or steps on its default cache, which grows, and
+assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of one model, and its calls:
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
@@ -64,8 +64,7 @@ _COMPILED_CODE = threading.RLock()
 
 _ASSISTED = "assisted_generation"
 _SERVED_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
-_GROWING = (None, "dynamic")
-_SERVED_CACHES = (*_GROWING, "static")
+_SERVED_CACHES = (None, "dynamic", "static")
 
 
 @dataclass
@@ -232,7 +231,7 @@ class Generation:
             and not request.is_custom
             and config.use_cache is not False
             and not config.is_assistant  # an assistant passes the same cache to a series of growing requests
-            and config.cache_implementation in (_GROWING if mode == _ASSISTED else _SERVED_CACHES)
+            and config.cache_implementation in _SERVED_CACHES
             and makes_dynamic_caches(self._model)
             and "mamba" not in type(self._model).__name__.lower()
         )

@@ -114,6 +114,10 @@ class Reason(enum.Enum):
         "its {role} cache {source} is updated out of place, and the result is neither returned nor written back",
         "update the cache in place (index_copy_ instead of index_copy), or return the new cache",
     )
+    written_after_read = (
+        "its {role} cache {source} is changed again by {op} after attention reads it",
+        "make all changes of the cache before attention reads it, or the last ones in eager code between the steps",
+    )
     shared_key_value = (
         "one tensor serves as key and value, and {detail}",
         "give keys and values the same format, without scales per channel; or keep them in two tensors",

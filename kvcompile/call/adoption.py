@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvcompile.compat.tensors import is_autograd_view, num_users
 from kvcompile.errors import KVCompileError
-from kvcompile.kernels.layout.axes import sizes_by_axis
+from kvcompile.kernels.layout.axes import PartIndex, sizes_by_axis
 from kvcompile.kernels.layout.context_shard import ContextShard
 from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.pool import packed_of
@@ -32,6 +32,7 @@ def adopt(
     *,
     growing: bool = False,
     shard: ContextShard | None = None,
+    num_written: Tensor | None = None,
 ) -> PackedSubclass:
     """Quantizes the cache ``plain`` and swaps the packed tensor into its Python object.
 
@@ -44,6 +45,7 @@ def adopt(
         axes: an order of :mod:`kvcompile.passes.graph.permutations`.
         growing: whether the cache grows by concatenation.
         shard: the tokens that this process keeps, of a cache that several ranks hold together.
+        num_written: as in :meth:`PackedTensor.from_dense`. A shard has no use for it.
 
     Returns:
         The object ``plain`` itself: now a PackedTensor, a PackedPool if it has blocks, or a PackedShard.
@@ -56,12 +58,17 @@ def adopt(
     if shard is not None:
         _swap(plain, PackedShard.from_dense(plain, layout, shard, axes))
     else:
-        _swap(plain, packed_of(plain, layout, axes, growing=growing))
+        _swap(plain, packed_of(plain, layout, axes, growing=growing, num_written=num_written))
     assert isinstance(plain, PackedSubclass)
     return plain
 
 
-def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
+def adopt_stack(
+    plain: Tensor,
+    parts: PackedParts,
+    stacked_dims: Sequence[int] | None = None,
+    num_written: Mapping[PartIndex, Tensor] | None = None,
+) -> PackedStack:
     """Does the same as :func:`adopt` for a tensor of several caches.
 
     ``parts`` of the tensor are quantized. Each other part becomes a plain tensor in its own memory.
@@ -70,12 +77,13 @@ def adopt_stack(plain: Tensor, parts: PackedParts, stacked_dims: Sequence[int] |
         plain: several caches or pools, stacked along ``stacked_dims``.
         parts: the format and role of each packed part.
         stacked_dims: the stacked dimensions; by default the first dimensions.
+        num_written: as for :func:`adopt`, for each part of which it is known.
 
     Raises:
         AdoptionError: as for :func:`adopt`.
     """
     check_adoptable(plain, parts)
-    _swap(plain, PackedStack.from_dense(plain, parts, stacked_dims))
+    _swap(plain, PackedStack.from_dense(plain, parts, stacked_dims, num_written))
     assert isinstance(plain, PackedStack)
     return plain
 

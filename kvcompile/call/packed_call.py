@@ -15,7 +15,7 @@ in eager code. Within the graph, changed vectors are not yet rounded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvcompile.call.adoption import AdoptionError, adopt, adopt_stack, check_ado
 from kvcompile.call.fixed_inputs import FixedInputs, KnownCaches
 from kvcompile.call.inputs import Concealed, revealed
 from kvcompile.call.key_outliers import KeyGuard
-from kvcompile.call.recent_tokens import header_of_plain, headers_of, put_header, put_headers
+from kvcompile.call.recent_tokens import asks_for_written, num_written
 from kvcompile.call.shards import LocalShards
 from kvcompile.call.shared_memory import check_distinct
 from kvcompile.call.sizes import SizeOfCall, SizeReader
@@ -35,7 +35,6 @@ from kvcompile.compat.tensors import copy_each
 from kvcompile.errors import one_line
 from kvcompile.kernels.layout.axes import PartIndex
 from kvcompile.kernels.layout.context_shard import ContextShard
-from kvcompile.kernels.layout.packed_layout import PackedLayout
 from kvcompile.packed.in_place import store_changes
 from kvcompile.packed.pool import PackedPool, slots_of
 from kvcompile.packed.shard import PackedShard
@@ -94,12 +93,7 @@ class CallPlan:
     ) -> CallPlan:
         """The plan for a rewritten graph, whose fake inputs were ``example_inputs`` before stacks were split."""
         sizes = SizeReader(example_inputs)
-        caches = tuple(
-            replace(
-                action.without_symbols, first_position=action.first_position if action.kind == "functional" else None
-            )
-            for action in rewritten.inputs
-        )
+        caches = tuple(_action_of_call(action) for action in rewritten.inputs)
         made = (
             (
                 action,
@@ -117,6 +111,12 @@ class CallPlan:
             caches, tuple(made), tuple(outputs), tuple(dequantized), rewritten.by_reference,
             rewritten.buffered_inputs, rewritten.stacks, conceals,
         )  # fmt: skip
+
+
+def _action_of_call(action: InputAction) -> InputAction:
+    """The part of an action that a plan keeps: no symbols, and no computation that only adoption needs."""
+    packs_in_call = action.kind == "functional" and action.num_sequences is None and asks_for_written(action)
+    return replace(action.without_symbols, first_position=action.first_position if packs_in_call else None)
 
 
 class PackedCall:
@@ -237,8 +237,21 @@ def _joined(outputs: list[Any], stacks: Sequence[JoinedOutput]) -> list[Any]:
     return result[: len(outputs) - sum(len(stack.places) - 1 for stack in stacks)]
 
 
-Adoption = tuple[Tensor, PackedParts, tuple[int, ...]]
-"""A plain tensor, its parts that must be packed, and its stacked dimensions."""
+@dataclass(frozen=True)
+class Adoption:
+    """A plain tensor that must be packed.
+
+    Attributes:
+        tensor: a cache, or a stack of caches.
+        parts: the parts to pack.
+        stacked_dims: the stacked dimensions.
+        num_written: how many tokens of a part are written, for the parts for which this matters and is known.
+    """
+
+    tensor: Tensor
+    parts: PackedParts
+    stacked_dims: tuple[int, ...]
+    num_written: Mapping[PartIndex, Tensor]
 
 
 class InputAdoption:
@@ -255,7 +268,7 @@ class InputAdoption:
             adoption
             for index, parts in self._caches.items()
             if type(args[index]) is not PackedTensor
-            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()))
+            for adoption in _plain(args[index], parts, self._stacked_dims.get(index, ()), args)
         ]
 
 
@@ -296,7 +309,6 @@ class AdoptingCall:
         self._conceals = conceals
         self._shards = shards
         self._shard = shard
-        self._caches = caches
         self._places = [action.index for action in caches]
 
     def __call__(self, *args: Any) -> Any:
@@ -304,7 +316,6 @@ class AdoptingCall:
         if guard is not None:
             guard.look(with_parts(args, self._stacks))
         if plain := self._inputs.plain_among(args):
-            headers = headers_of(self._caches, with_parts(args, self._stacks))
             try:
                 self._adopt(plain)
             except AdoptionError as error:
@@ -312,8 +323,6 @@ class AdoptingCall:
                     raise
                 report.ran(self._graph, plain_because=str(error))
                 return self._fallback(*args)
-            if headers:
-                put_headers(with_parts(args, self._stacks), headers)
         report.ran(self._graph)
         local = args if self._shards is None else self._shards.of(args)
         if self._shard is not None:
@@ -353,22 +362,31 @@ class AdoptingCall:
             adopt_all(plain, self._shard)
 
 
-def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, PackedParts]:
+Parts = Mapping[PartIndex, InputAction]
+"""The duties for the parts of one input, before stacks are split."""
+
+
+def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, Parts]:
     """For each input before stacks are split: its parts that must be packed."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
-    result: dict[int, dict[PartIndex, tuple[PackedLayout, str]]] = {}
+    result: dict[int, dict[PartIndex, InputAction]] = {}
     for action in caches:
         index, part = origin.get(action.index, (action.index, ()))
-        result.setdefault(index, {})[part] = action.layout, action.axes
+        result.setdefault(index, {})[part] = action
     return dict(result)
 
 
-def _plain(tensor: Tensor, parts: PackedParts, stacked_dims: tuple[int, ...]) -> list[Adoption]:
-    """The plain tensors of an input that must be adopted."""
+def _plain(tensor: Tensor, parts: Parts, stacked_dims: tuple[int, ...], args: Sequence[Any]) -> list[Adoption]:
+    """The plain tensors of an input that must be adopted before a call with ``args``."""
     if isinstance(tensor, PackedStack):
         own = dict(tensor.items())
-        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, ())]
-    return [] if isinstance(tensor, (PackedTensor, PackedPool, PackedShard)) else [(tensor, parts, stacked_dims)]
+        return [adoption for index, how in parts.items() for adoption in _plain(own[index], {(): how}, (), args)]
+    if isinstance(tensor, (PackedTensor, PackedPool, PackedShard)):
+        return []
+    size = [extent for dim, extent in enumerate(tensor.shape) if dim not in stacked_dims]
+    known = ((index, num_written(how, size[how.axes.index("t")], args)) for index, how in parts.items())
+    written = {index: number for index, number in known if number is not None}
+    return [Adoption(tensor, {index: (how.layout, how.axes) for index, how in parts.items()}, stacked_dims, written)]
 
 
 def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> None:
@@ -376,13 +394,13 @@ def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> 
 
     With ``shard``, this process keeps its tokens of each cache. None of them is then a stack.
     """
-    for tensor, parts, _ in caches:
-        check_adoptable(tensor, parts)
-    for tensor, parts, stacked_dims in caches:
-        if () in parts:
-            adopt(tensor, *parts[()], shard=shard)
+    for plain in caches:
+        check_adoptable(plain.tensor, plain.parts)
+    for plain in caches:
+        if () in plain.parts:
+            adopt(plain.tensor, *plain.parts[()], shard=shard, num_written=plain.num_written.get(()))
         else:
-            adopt_stack(tensor, parts, stacked_dims)
+            adopt_stack(plain.tensor, plain.parts, plain.stacked_dims, plain.num_written)
 
 
 def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
@@ -405,9 +423,8 @@ def _new_cache(args: list[Any], action: InputAction, new_tokens: int, num_sequen
     if isinstance(source, PackedTensor):
         cache = source.whole() if growing or num_sequences is not None else _copy_of(source.whole())
     else:
-        cache = PackedTensor.from_dense(source, action.layout, action.axes, growing=growing)
-        if num_sequences is None and (header := header_of_plain(action, args)) is not None:
-            put_header(cache, header)
+        written = num_written(action, source.shape[action.axes.index("t")], args)
+        cache = PackedTensor.from_dense(source, action.layout, action.axes, growing=growing, num_written=written)
     if num_sequences is not None:
         cache = _copy_of(cache, torch.zeros(num_sequences, dtype=torch.int64, device=cache.device))
     return cache.extended(new_tokens) if growing else cache

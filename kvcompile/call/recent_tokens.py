@@ -14,42 +14,25 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES, divided, divided_axes, heads_first
-from kvcompile.kernels.spec.residual import header_of
-from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.packed.tensor import PackedTensor
+from kvcompile.kernels.layout.axes import BLOCK_AXES, SLOT_AXES
 from kvcompile.passes.calling import InputAction
 
-Headers = list[tuple[int, Tensor]]
-"""The headers of caches, by the number of the input."""
+
+def asks_for_written(action: InputAction) -> bool:
+    """Whether packing the plain cache of ``action`` uses the number of its written tokens, and a call can know it."""
+    in_slots = action.axes in (SLOT_AXES, *BLOCK_AXES)
+    return action.first_position is not None and action.layout.residual is not None and not in_slots
 
 
-def headers_of(caches: Sequence[InputAction], args: Sequence[Any]) -> Headers:
-    """The headers of the caches among ``args`` that are still plain and have a residual.
+def num_written(action: InputAction, num_tokens: int, args: Sequence[Any]) -> Tensor | None:
+    """How many tokens of a plain cache are written before a call: int64 [] or [batch], 0 where this is not known.
 
-    Caches are left out if the call does not know the first position that it writes.
+    None if packing the cache does not use the number, or if no call can know it.
+
+    Args:
+        action: the duty for the cache.
+        num_tokens: the size of the cache.
+        args: the inputs of the call. Positions are no parts of stacks, so stacks may be whole.
     """
-    static = [action for action in caches if action.kind == "static"]
-    return [(action.index, header) for action in static if (header := header_of_plain(action, args)) is not None]
-
-
-def put_headers(args: Sequence[Any], headers: Headers) -> None:
-    """Put headers into the caches, which are packed now."""
-    for index, header in headers:
-        put_header(args[index], header)
-
-
-def put_header(cache: PackedTensor, header: Tensor) -> None:
-    """Replace the header of a packed cache."""
-    cache.packed[: header.shape[0]].copy_(header)
-
-
-def header_of_plain(action: InputAction, args: Sequence[Any]) -> Tensor | None:
-    """The header of a cache among ``args``; None if it is packed, has no residual, or its length is not known."""
-    plain, layout = args[action.index], action.layout
-    if isinstance(plain, PackedSubclass) or layout.residual is None:
-        return None
-    if action.first_position is None or action.axes in (SLOT_AXES, *BLOCK_AXES):
-        return None
-    x = heads_first(divided(plain.detach(), action.axes, layout.head_dim), divided_axes(action.axes))
-    return header_of(layout, x, action.first_position(args, x.shape[2]))
+    first_position = action.first_position
+    return first_position(args, num_tokens) if first_position is not None and asks_for_written(action) else None

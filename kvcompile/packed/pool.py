@@ -132,12 +132,20 @@ class PackedPool(PackedSubclass):
 
 
 def packed_of(
-    x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False
+    x: Tensor,
+    layout: PackedLayout,
+    axes: str = "bhtd",
+    *,
+    growing: bool = False,
+    num_written: Tensor | None = None,
 ) -> PackedTensor | PackedPool:
-    """Quantizes a plain cache. ``axes`` are as in :meth:`PackedTensor.from_dense`, or the axes of a pool of blocks."""
+    """Quantizes a plain cache. ``axes`` are the axes of a pool of blocks, or as in :meth:`PackedTensor.from_dense`.
+
+    The other arguments are those of :meth:`PackedTensor.from_dense`; a pool has no beginning that is written first.
+    """
     if axes in BLOCK_AXES:
         return PackedPool.from_dense(x, layout, heads_first=BLOCK_AXES.index(axes) == 1)
-    return PackedTensor.from_dense(x, layout, axes, growing=growing)
+    return PackedTensor.from_dense(x, layout, axes, growing=growing, num_written=num_written)
 
 
 def exchanged(shape: Sequence[int]) -> tuple[int, ...]:

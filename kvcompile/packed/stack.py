@@ -59,21 +59,31 @@ class PackedStack(PackedSubclass):
             mark_weakly_dynamic(self, self.dims_of_parts[growing.token_dim])
 
     @classmethod
-    def from_dense(cls, x: Tensor, packed: PackedParts, stacked_dims: Sequence[int] | None = None) -> PackedStack:
+    def from_dense(
+        cls,
+        x: Tensor,
+        packed: PackedParts,
+        stacked_dims: Sequence[int] | None = None,
+        num_written: Mapping[PartIndex, Tensor] | None = None,
+    ) -> PackedStack:
         """Quantizes the parts of a plain stack that ``packed`` names, and copies the others to contiguous memory.
 
         Args:
             x: the stack, of any float dtype. A part is a cache, in any order of dimensions, or a pool of blocks.
             packed: the layout and the order of dimensions of each part to quantize, by its index.
             stacked_dims: the dimensions along which the parts lie; by default all but the last four.
+            num_written: as in :meth:`PackedTensor.from_dense`, for each part of which it is known.
 
         Raises:
             ValueError: a part cannot have its layout.
         """
         dims = tuple(range(x.dim() - CACHE_RANK) if stacked_dims is None else stacked_dims)
+        known = num_written or {}
         places = itertools.product(*(range(x.shape[dim]) for dim in dims))
         parts = [
-            packed_of(part, *packed[place]) if place in packed else part.clone(memory_format=torch.contiguous_format)
+            packed_of(part, *packed[place], num_written=known.get(place))
+            if place in packed
+            else part.clone(memory_format=torch.contiguous_format)
             for place, part in zip(places, unstacked(x.detach(), dims), strict=True)
         ]
         return cls(parts, x.shape, dims)

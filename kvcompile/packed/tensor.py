@@ -162,7 +162,15 @@ class PackedTensor(PackedSubclass):
         return self.cache_meta.growing
 
     @classmethod
-    def from_dense(cls, x: Tensor, layout: PackedLayout, axes: str = "bhtd", *, growing: bool = False) -> PackedTensor:
+    def from_dense(
+        cls,
+        x: Tensor,
+        layout: PackedLayout,
+        axes: str = "bhtd",
+        *,
+        growing: bool = False,
+        num_written: Tensor | None = None,
+    ) -> PackedTensor:
         """Quantizes a plain cache.
 
         Args:
@@ -172,6 +180,9 @@ class PackedTensor(PackedSubclass):
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
+            num_written: int64 [] or [batch], for a layout with a residual: how many tokens from the beginning were
+                written. The recent blocks end with the last of them. 0 or None if this is not known: the recent blocks
+                then end with the last token that is not zero.
 
         Raises:
             ValueError: ``axes`` is not a valid order, or a cache of this shape, dtype and device cannot have this
@@ -184,7 +195,7 @@ class PackedTensor(PackedSubclass):
         else:
             pack_in_chunks(result.packed[layout.header_blocks :], layout, x)
         if layout.residual is not None:
-            result.packed[: layout.header_blocks].copy_(header_of(layout, x))
+            result.packed[: layout.header_blocks].copy_(header_of(layout, x, num_written))
         return result
 
     @classmethod

@@ -48,7 +48,7 @@ UNUSED = (
     "kvquant compiled no attention here, and nothing ran on packed caches; call the compiled model under no_grad, "
     "without graph breaks within attention (TORCH_LOGS=graph_breaks shows them); and with generate() of Transformers "
     "compile the model itself, model.compile(backend='kvquant'): a compile_config applies only on accelerators and to "
-    "static caches, not to beam search or assisted decoding"
+    "static caches, not to beam search, and to assisted decoding only since Transformers 5.24"
 )
 """The note of a report on a block in which the backend packed nothing. Graph breaks follow it."""
 

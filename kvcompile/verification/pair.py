@@ -75,7 +75,10 @@ class Rewrite:
         self.accepted = frozenset(site for site, one in enumerate(self.packing.candidates) if one.accepted)
         rewritten = self.packing.rewritten
         assert rewritten is not None, "the same passes have rewritten the same graph before"
-        self._adoption = InputAdoption(rewritten.inputs, rewritten.stacks)
+        # Inputs are random, so a drawn position does not mean that the tokens behind it were never written.
+        self._adoption = InputAdoption(
+            [replace(action, first_position=None) for action in rewritten.inputs], rewritten.stacks
+        )
         self._in_growing_buffers = [action for action in rewritten.inputs if action.in_growing_buffer]
         self._call = PackedCall(self._run, CallPlan.of(rewritten, fakes))
         self._at_tap: AtTap = lambda x, site: x

@@ -23,6 +23,7 @@ from kvcompile.passes.mark.read_scores import (
     axis_of,
     check_masks,
     check_rows,
+    filling,
     read_scores,
     reduced,
     size_one_axis,
@@ -30,6 +31,7 @@ from kvcompile.passes.mark.read_scores import (
 from kvcompile.passes.mark.values import (
     Exponentials,
     ExponentialSum,
+    Fill,
     Known,
     LogSumExp,
     LogWeights,
@@ -93,6 +95,8 @@ def _read_known(call: Call, subject: Known, context: Context) -> Known | None:
     if isinstance(subject, Weights):
         if call.name == "nan_to_num" and call.get("nan") in (None, 0):
             return replace(subject, hidden_rows_are_zero=True)
+        if call.name in ("masked_fill", "where"):
+            return _with_zeros(call, subject, context)
         raise NotUnderstood(f"{call.name} is applied to its weights")
     if isinstance(subject, LogWeights):
         if call.name == "exp":
@@ -283,6 +287,29 @@ def _softmax(scores: Scores, layout: Layout, axis: str | None, nodes: frozenset[
         raise NotUnderstood("the maximum along another dimension is subtracted from its scores")
     check_masks(scores)
     return Weights(scores, nodes, layout, key_axis, sides[0], has_sink=scores.sink is not None)
+
+
+def _with_zeros(call: Call, weights: Weights, context: Context) -> Weights:
+    """The weights of masked keys become 0. It changes rows without a visible key only, whose output becomes 0.
+
+    Only the mask of the scores may do this, and nothing else may change the scores: another mask or bias could hide the
+    keys that this mask leaves, and the weights of such a row would not become 0.
+    """
+    mask, where, value = filling(call, weights, context)
+    scores, steps = weights.scores, weights.scores.bias
+    step = steps[0] if len(steps) == 1 else None
+    is_mask_of_scores = (
+        isinstance(step, Fill)
+        and step.operand.node is mask
+        and step.where == where
+        and step.operand.layout == context.operand(mask, weights.layout).layout
+        and not context.is_changed(mask)
+    )
+    if not is_mask_of_scores or scores.sink is not None or context.constant(value) != 0:
+        raise NotUnderstood(f"{call.name} is applied to its weights")
+    assert isinstance(step, Fill)
+    scores = replace(scores, bias=(replace(step, value=-math.inf),))
+    return replace(weights, scores=scores, hidden_rows_are_zero=True)
 
 
 def _read_exponentials(call: Call, subject: Exponentials, context: Context) -> Known | None:

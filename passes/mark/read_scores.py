@@ -191,14 +191,17 @@ def _tanh(call: Call, scores: Scores, context: Context) -> Scores:
     return replace(scores, cap=1.0)
 
 
-def _masked_fill(call: Call, scores: Scores, context: Context) -> Scores:
-    return _fill(call, scores, context, call.get("mask"), True, call.get("value"))
+def filling(call: Call, subject: Value, context: Context) -> tuple[Any, bool, Any]:
+    """What ``masked_fill`` or ``where`` on ``subject`` puts in: a mask, where it must be so, and the new number."""
+    if call.name == "masked_fill":
+        return call.get("mask"), True, call.get("value")
+    if context.values.get(call.get("input")) is subject:
+        return call.get("condition"), False, call.get("other")
+    return call.get("condition"), True, call.get("input")
 
 
-def _where(call: Call, scores: Scores, context: Context) -> Scores:
-    if context.values.get(call.get("input")) is scores:
-        return _fill(call, scores, context, call.get("condition"), False, call.get("other"))
-    return _fill(call, scores, context, call.get("condition"), True, call.get("input"))
+def _masked(call: Call, scores: Scores, context: Context) -> Scores:
+    return _fill(call, scores, context, *filling(call, scores, context))
 
 
 def _set_item(call: Call, scores: Scores, context: Context) -> Scores:
@@ -346,8 +349,8 @@ _HANDLERS: dict[str, Callable[[Call, Scores, Context], Known | None]] = {
     "mul": _scale,
     "div": _scale,
     "tanh": _tanh,
-    "masked_fill": _masked_fill,
-    "where": _where,
+    "masked_fill": _masked,
+    "where": _masked,
     "setitem": _set_item,
     "clamp": _clamp,
     "maximum": _maximum,

@@ -38,7 +38,7 @@ from kvcompile.passes.graph.permutations import (
 )
 from kvcompile.passes.graph.pool_ops import GATHER_SLOTS, POOL_VIEW
 from kvcompile.passes.graph.sizes_from_data import has_size_from_data
-from kvcompile.passes.graph.states import first_state
+from kvcompile.passes.graph.states import first_state, states_of
 from kvcompile.passes.marker import Marker, is_marker, owners_of_originals
 from kvcompile.passes.prove.cache import Attention, Cache, ComputedAttention, ComputedRead, Kind
 from kvcompile.passes.prove.computed_keys import read_computed_keys, read_like
@@ -271,6 +271,9 @@ class CacheFinder:
                 return "static", write_back
             if not read.gathers and self._returned_as(read, axes) is not None:
                 return "functional", None
+            if (change := _change_after(root, base)) is not None:
+                source, op = cache_name(base), operation(change)
+                raise Refusal(Reason.written_after_read, role=role, source=source, op=op)
             raise Refusal(Reason.not_written_back, role=role, source=cache_name(base))
         if writes and axes == read.axes and _is_zeros(base) and root in self.outputs:
             return "allocated", None
@@ -409,6 +412,16 @@ def _holds_tokens(root: Node) -> bool:
 
 def _is_overwritten(base: Node) -> bool:
     return any(user.target is aten.copy_.default and user.args[0] is base for user in base.users)
+
+
+def _change_after(root: Node, base: Node) -> Node | None:
+    """The first write after ``root``, if a later state of it is written back to ``base`` or returned."""
+    copied = [user.args[1] for user in base.users if user.target is aten.copy_.default and user.args[0] is base]
+    returned = [node for node in root.graph.output_node().args[0] if isinstance(node, Node)]
+    for states in map(states_of, copied + returned):
+        if root in states:
+            return next((state for state in states[states.index(root) + 1 :] if state.target in WRITE_OPS), None)
+    return None
 
 
 def _find_write_back(node: Node, base: Node, axes: str, axes_of_base: str) -> Node | None:

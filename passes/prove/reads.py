@@ -174,7 +174,9 @@ def _interpret(root: Node, chain: tuple[Node, ...], index_map: IndexMap, role: s
     axes = _axes_of_root(dims, index_map, gathers, rank) if len(dims) == 4 else None
     if axes is None:
         _check_channels(root, dims, role)
-        raise Refusal(Reason.unknown_read, role=role, op=operations(chain))
+        raise Refusal(
+            Reason.unknown_read, role=role, op=operations(chain) if chain else f"a tensor of rank {len(dims)}"
+        )
     batch_axis, head_axis, token_axis, channel_axis = (axes.index(axis) for axis in "bhtd")
     if rank == 3 and statically_known_true(index_map.base[token_axis] == 1):  # any dimension may be the tokens
         raise Refusal(Reason.unknown_read, role=role, op="a tensor of rank 3 with a single token")

@@ -46,7 +46,8 @@ def no_cache(root: Node, role: Role, later_states: Collection[Node]) -> Refusal:
         return Refusal(Reason.joined, role=role, op=operation(root))
     if _is_copied_back(root):
         first = first_state(root)
-        op = operation(root if first.op == "placeholder" else first)
+        gathered = next((state for state in states_of(root) if state.target is aten.index.Tensor), root)
+        op = operation(gathered if first.op == "placeholder" else first)
         return Refusal(Reason.unknown_write, role=role, op=op, detail="what it computes replaces all of the cache")
     # The search stops at attention of earlier layers: a value that is computed from its result is new.
     made_of = _reached(root, lambda node: [] if is_marker(node) else node.all_input_nodes)

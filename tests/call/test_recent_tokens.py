@@ -11,6 +11,9 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile import PackedTensor
+from kvcompile.kernels.layout.packed_layout import PackedLayout
+from kvcompile.kernels.spec.residual import header_of
+from kvcompile.packed import tensor
 from kvcompile.packed.stack import PackedStack
 
 ROOM, HEADS, HEAD_DIM = 192, 2, 64
@@ -71,6 +74,19 @@ def outputs(step: Step, policy: str, behind: float) -> Tensor:
 def test_values_behind_the_written_tokens_change_nothing(step: Step, policy: str) -> None:
     expected = outputs(step, policy, behind=0.0)
     torch.testing.assert_close(outputs(step, policy, behind=1e4), expected)
+
+
+@pytest.mark.parametrize("step", [apart, in_one_tensor], ids=lambda step: step.__name__)
+def test_the_header_of_a_cache_is_computed_once(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def recorded(layout: PackedLayout, x: Tensor, num_written: Tensor | None = None) -> Tensor:
+        computed.append(num_written)
+        return header_of(layout, x, num_written)
+
+    monkeypatch.setattr(tensor, "header_of", recorded)
+    outputs(step, "turboquant_4bit_r128", behind=1.0)
+    assert computed == [torch.tensor(100)] * 2, "one header of keys and one of values"
 
 
 def returned(q: Tensor, new: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

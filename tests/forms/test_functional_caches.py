@@ -339,7 +339,7 @@ def keys_and_values_continue_one_cache(
 UNSAFE: dict[Step, str] = {
     old_keys_are_attended_to: "plain_read_only",
     old_keys_are_added_up: "used_elsewhere",
-    keys_are_written_after_the_read: "not_written_back",
+    keys_are_written_after_the_read: "written_after_read",
     states_before_the_last_are_returned: "used_elsewhere",
     a_view_is_returned_too: "used_elsewhere",
     only_a_part_is_returned: "not_written_back",

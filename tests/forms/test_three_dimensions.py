@@ -49,6 +49,27 @@ def test_query_heads_may_share_the_heads_of_one_sequence() -> None:
     assert [type(cache) for cache in caches] == [PackedTensor] * 2
 
 
+@pytest.mark.parametrize(("num_tokens", "is_packed"), [(1, True), (3, False)])
+def test_query_heads_folded_into_tokens_are_packed_for_one_token_and_refused_for_more(
+    num_tokens: int, is_packed: bool
+) -> None:
+    """Two query heads of each token lie in one dimension of the products, and in two where the mask is applied."""
+
+    def folded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+        keys[:, pos], values[:, pos] = k, v
+        scores = torch.bmm(q, keys.mT).unflatten(1, (2, -1)) * D**-0.5
+        weights = scores.masked_fill(torch.arange(S) > pos[:, None], float("-inf")).softmax(-1)
+        return torch.bmm(weights.flatten(1, 2), values)
+
+    new = [torch.randn(N, tokens, D) for tokens in (2 * num_tokens, num_tokens, num_tokens)]
+    caches = [torch.randn(N, S, D) for _ in range(2)]
+    expected = folded(*new, *(cache.clone() for cache in caches), torch.arange(num_tokens))
+    compiled = torch.compile(folded, backend="kvquant", options={"policy": {"default": {"dtype": "float32"}}})
+    torch.testing.assert_close(compiled(*new, *caches, torch.arange(num_tokens)), expected)
+    assert isinstance(caches[0], PackedTensor) == is_packed
+    assert ("unflatten regroups its scores" in str(last_report())) == (not is_packed)
+
+
 B, H = 3, 4
 
 

@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from formats_of_every_kind import in_turn  # noqa: E402
 from policies import reading_packed  # noqa: E402
 from small_models import give_outlier_keys  # noqa: E402
-from tiny_llama import assistant, tiny_llama  # noqa: E402
+from tiny_llama import assistant, assisted_on_static_caches, tiny_llama  # noqa: E402
 
 LOSSLESS = {"default": {"dtype": "float32"}}
 """Packed caches store float32 exactly, so tokens must equal the tokens without kvcompile."""
@@ -120,12 +120,15 @@ def test_every_way_to_decode_gives_the_same_tokens_with_one_packed_cache(
         assert report.notes == []
 
 
-def test_guesses_of_an_assistant_that_are_wrong_are_cropped(made: list[Any]) -> None:
-    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE)
+@pytest.mark.parametrize("implementation", [None, pytest.param("static", marks=assisted_on_static_caches)])
+def test_guesses_of_an_assistant_that_are_wrong_are_cropped(implementation: str | None, made: list[Any]) -> None:
+    expected = generated(tiny_llama(num_layers=1), inputs=REPETITIVE, max_new_tokens=24)
     model, helper = compiled_llama(), kvcompile.compile(assistant(), policy=LOSSLESS)
+    arguments = {"inputs": REPETITIVE, "cache_implementation": implementation, "max_new_tokens": 24}
     for assisting in (assistant(), helper):
-        assert torch.equal(generated(model, inputs=REPETITIVE, assistant_model=assisting), expected)
+        assert torch.equal(generated(model, assistant_model=assisting, **arguments), expected)
     assert len(made) == 1, "the assistant has the cache that Transformers makes"
+    assert isinstance(made[0].layers[0].keys, PackedTensor)
 
 
 def test_attentions_of_assisted_decoding_are_as_wide_as_those_of_transformers() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import kvcompile
 from kvcompile import collect_reports
 from kvcompile.packed.tensor import PackedTensor
 
 transformers = pytest.importorskip("transformers")
-from tiny_llama import DEVICES, assistant, tiny_llama  # noqa: E402
+from tiny_llama import DEVICES, assistant, assisted_on_static_caches, tiny_llama  # noqa: E402
 
 
 @pytest.mark.usefixtures("node_by_node_on_cpu")
@@ -74,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def generated(model: Any, **arguments: Any) -> Any:
     torch.manual_seed(5)
     common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
-    return model.generate(**{**common, **arguments}, disable_compile=True)
+    return model.generate(**{**common, "disable_compile": True, **arguments})
 
 
 def compiled_llama() -> Any:
@@ -115,6 +116,21 @@ def test_guesses_of_an_assistant_that_are_wrong_are_cropped(monkeypatch: pytest.
     result = generated(compiled_llama(), inputs=REPETITIVE, assistant_model=assistant(), max_new_tokens=4)
     assert torch.equal(result.sequences, expected.sequences)
     assert PackedTensor in cropped
+
+
+@assisted_on_static_caches
+@pytest.mark.usefixtures("without_code_generation")
+def test_transformers_compiles_the_steps_that_check_an_assistant_and_a_static_cache_is_packed() -> None:
+    arguments: dict[str, Any] = {"inputs": REPETITIVE, "cache_implementation": "static", "max_new_tokens": 40}
+    expected = generated(tiny_llama(num_layers=1), **arguments)
+    config = transformers.CompileConfig(backend=kvcompile.kvquant(policy=LOSSLESS), mode=None)
+    config._compile_all_devices = True
+    model = tiny_llama(num_layers=1)
+    how = {"assistant_model": assistant(), "compile_config": config, "disable_compile": False}
+    result = generated(model, **how, **arguments)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert isinstance(result.past_key_values.layers[0].keys, PackedTensor)
+    assert kvcompile.last_report().totals.plain_calls == 0
 
 
 @pytest.mark.usefixtures("without_code_generation")

@@ -427,6 +427,22 @@ def test_an_adopted_cache_that_is_not_full_keeps_the_end_of_what_it_holds():
 # Benefit of scales per channel
 
 
+@pytest.mark.parametrize("num_written", [torch.tensor(100), torch.tensor([100, 30])], ids=["all", "each sequence"])
+def test_only_the_tokens_said_to_be_written_count_for_the_recent_blocks(num_written):
+    x = values(2, 3, 192, HEAD_DIM)
+    is_written = torch.arange(192) < num_written.reshape(-1, 1, 1)
+    cleared = torch.where(is_written[..., None], x, 0.0)
+    filled = torch.where(is_written[..., None], x, 1e4)
+    recent = PackedTensor.from_dense(filled, INT4, num_written=num_written)
+    for sequence, count in enumerate(num_written.expand(2)):
+        block = slice(count // BLOCK_TOKENS * BLOCK_TOKENS, count)
+        assert torch.equal(recent[sequence, :, block].dequantize(), x[sequence, :, block])
+    expected = PackedTensor.from_dense(cleared, INT4)
+    assert torch.equal(recent.packed_layout.tags(recent.packed), expected.packed_layout.tags(expected.packed))
+    unknown = PackedTensor.from_dense(filled, INT4, num_written=torch.tensor(0))
+    assert torch.equal(unknown.packed, PackedTensor.from_dense(filled, INT4).packed)
+
+
 def test_keys_with_an_outlier_channel_lose_less_with_scales_per_channel():
     keys = torch.randn(1, 4, 512, 64)
     keys[..., 7] += 40

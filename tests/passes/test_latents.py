@@ -305,7 +305,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     latents_summed_up: "used_elsewhere",
     a_view_of_rotary_parts_escapes: "escaping_view",
     latents_read_before_their_write: "used_elsewhere",
-    latents_written_after_they_are_read: "not_written_back",
+    latents_written_after_they_are_read: "written_after_read",
     latents_updated_out_of_place: "not_written_back",
     latents_of_which_some_channels_are_written: "used_elsewhere",
     latents_that_the_query_reads: "used_elsewhere",

@@ -258,7 +258,7 @@ def new_rows_of_two_returned_caches_are_joined(
 
 UNSAFE: dict[Callable[..., Any], str] = {
     attention_before_the_write: "used_elsewhere",
-    write_after_the_read: "not_written_back",
+    write_after_the_read: "written_after_read",
     other_keys_are_read: "unknown_read",
     old_keys_are_read: "read_before_write",
     keys_are_added_up_over_tokens: "computed_from_cache",

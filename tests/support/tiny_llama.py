@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 MAX_LEN = 200
 PRESETS = ["int8_per_token_head", "fp8_e4m3", "int4_per_token_head", "turboquant_4bit_nc"]
+assisted_on_static_caches = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"),
+    reason="Transformers refuses assisted decoding on static caches",
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
