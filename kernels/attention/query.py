@@ -47,8 +47,7 @@ def rows_of_program(
         visibility: the argument of :func:`kvcompile.kernels.attention.softmax_tile.visible_scores`.
     """
     (
-        first_row, batch, kv_head, num_kv_heads, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides,
-        range_ptr,
+        first_row, batch, kv_head, _, q_len, kv_len, query_ptr, query_strides, mask_ptr, mask_strides, range_ptr,
     ) = program  # fmt: skip
     row = first_row + tl.arange(0, ROWS)
     position = (row // GROUP_SIZE).to(tl.int64)
