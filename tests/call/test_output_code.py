@@ -46,8 +46,11 @@ def decode_step_code(preset: str, device: str, num_layers: int = 1) -> tuple[str
     ("preset", "device"),
     cases_by_device(
         on_gpu=[(preset,) for preset in PRESETS],
-        on_cpu=[("turboquant_4bit_nc",)] if not is_before("2.13") else [],  # Inductor buffered looked-up centroids
-        generated_on_cpu=[("int4_per_token_head",)],
+        on_cpu=[("int8_per_token_head",)],
+        generated_on_cpu=[
+            ("int4_per_token_head",),
+            *([("turboquant_4bit_nc",)] if not is_before("2.13") else []),  # Inductor buffered looked-up centroids
+        ],
     ),
 )
 def test_a_decode_step_stores_in_place_and_buffers_no_dequantized_cache(preset: str, device: str) -> None:
