@@ -46,8 +46,9 @@ class AttentionConfig:
 # Decoding with up to 8 rows, by (compute capability, bits of a key code in a tile, bits of a value code in a tile).
 # Four warps per multiprocessor, one per scheduler, keep the memory busy if a code takes few instructions. If two warps
 # share a scheduler, one is served first, and the other one ends later and alone. Codes of 2 and 3 bits take more
-# instructions, which need more warps. With fewer than 64 tokens per warp, a thread would have a single 16-bit scale,
-# which is too small for an asynchronous copy.
+# instructions, which need more warps. Four warps may have all registers: with 168 a loop with a mask spills. With 200
+# registers eight warps leave room for the merge. With fewer than 64 tokens per warp, a thread would have a single
+# 16-bit scale, which is too small for an asynchronous copy.
 DECODE = {
     (9, 16, 16): AttentionConfig(8, 64, num_stages=3, programs_per_sm=1),
     (9, 0, 0): AttentionConfig(8, 64, num_warps=2, num_stages=3, max_registers=168, programs_per_sm=5),  # words
