@@ -23,6 +23,9 @@ MAX_TOGETHER = 30_000
 MAX_COPIES = 100
 """The maximum product of the counts in braces, because a compiled pattern has a copy for each repetition."""
 
+MAX_GROUPS = 100
+"""The maximum number of opening parentheses. Deep groups take all of Python's stack."""
+
 SECONDS = 0.5
 """The processor time for all patterns of a policy together."""
 
@@ -36,6 +39,8 @@ _WRONG = (re.error, regex.error, RecursionError, OverflowError)
 
 def check_pattern(pattern: str) -> None:
     """Raise PolicyError unless ``pattern`` is a regular expression of bounded size."""
+    if (groups := pattern.count("(")) > MAX_GROUPS:
+        raise PolicyError(f"{_named(pattern)} has {groups} opening parentheses; write at most {MAX_GROUPS}")
     try:
         re.compile(_NOT_LATIN.sub(lambda found: found[1] or "\xff", pattern))
     except _WRONG as error:

@@ -87,13 +87,8 @@ def cast_before_a_view(cache: Tensor, k: Tensor) -> None:
     slice_assignment(cache, (k * 1.1).mT.to(cache.dtype).contiguous().mT)
 
 
-@pytest.mark.parametrize(
-    ("write", "dtype"),
-    [
-        (cast_before_a_view, torch.bfloat16),
-        pytest.param(cast_by_the_model, torch.float32, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("write", "dtype"), [(cast_before_a_view, torch.bfloat16), (cast_by_the_model, torch.float32)])
 def test_generated_code_keeps_the_rounding_of_the_model(write: Write, dtype: torch.dtype) -> None:
     """The model's cast of float32 keys rounds, and so does a product of values in the dtype of the cache."""
     k, v = torch.randn(2, BATCH, NUM_HEADS, 2, HEAD_DIM)

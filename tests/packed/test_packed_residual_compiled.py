@@ -164,6 +164,7 @@ def test_code_on_packed_caches_means_the_same_traced(name: str, monkeypatch: pyt
     compare(program, make_cache, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_a_decode_step_means_the_same_in_generated_code_and_stores_in_place() -> None:
     q, k, v = torch.randn(3, 2, 2, 1, 64).bfloat16()
     caches = [packed(torch.randn(2, 2, 4096, 64).bfloat16(), role, "int4") for role in ("key", "value")]

@@ -139,7 +139,7 @@ def test_mistakes_are_plain_lines(command: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected at most 10000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected at most 1000,"),
         ({"hidden_size": 10**30}, ""),
         ({"num_attention_heads": 0}, ""),
         ({"model_type": "x" * 10**5}, "has model type `xxx"),

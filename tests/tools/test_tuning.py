@@ -189,6 +189,7 @@ def test_layers_that_stay_unpacked_count_with_all_their_bytes(monkeypatch: pytes
     assert found.policy.rules[0].dtype == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_code_generation")
 def test_with_transforms_the_search_chooses_calibrated_formats(tmp_path: Path) -> None:
     model, transforms, file = small_model(num_layers=1), tmp_path / "t.safetensors", tmp_path / "policy.yaml"
