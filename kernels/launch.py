@@ -243,7 +243,7 @@ def _exact_operands(
 ) -> tuple[PackedOperand, PackedOperand]:
     """The descriptions of the vectors of exact blocks, for queries of ``dtype``.
 
-    They are bfloat16 if queries and exact blocks are. Such products take fewer instructions than products of float32,
+    They are bfloat16 if queries and exact blocks are. These products take fewer instructions than products of float32,
     and round softmax weights as attention on bfloat16 caches does.
     """
     exact = {operand.residual.dtype for operand in (key, value) if operand.residual is not None}

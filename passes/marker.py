@@ -126,7 +126,7 @@ def markers_of(graph: Graph) -> list[Node]:
 def owners_of_originals(graph: Graph) -> dict[Node, frozenset[Node]]:
     """The nodes that only original computations depend on, each with the markers of these computations.
 
-    Such a node is erased once all its markers are replaced by packed attention.
+    Each of these nodes is erased once all its markers are replaced by packed attention.
     """
     owners: dict[Node, frozenset[Node]] = {}
     for node in reversed(graph.nodes):

@@ -108,7 +108,7 @@ def attention_kernel(
         range_ptr,
     )  # fmt: skip
 
-    # What is needed first is loaded first: which tokens are visible, the query, and the tags.
+    # The ranges of visible tokens, the query and the tags are needed first, and are loaded first.
     position, head, in_query, query_ptrs, tokens, _ = rows_of_program(program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS)
     q = load_query_rows(query_ptrs, in_query, query_strides[3], KEY)
     begin, end, all_begin, all_end = tokens
@@ -172,7 +172,7 @@ def _attend_to_tile(
 
     Args:
         is_whole: whether all rows see all tokens of the tile, and none of its blocks is exact. Most tiles of a long
-            context are whole, and nothing is hidden in them. What is needed to hide tokens is therefore not kept in
+            context are whole, and nothing is hidden in them. The operands that hide tokens are therefore not kept in
             registers, but computed again for each other tile.
         end: the token after the last one that any row sees.
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.

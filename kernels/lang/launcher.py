@@ -32,7 +32,7 @@ def compiling_only() -> Iterator[None]:
 
 
 class _Argument:
-    """What Triton compiles for in place of a fake tensor: its dtype, and an aligned address."""
+    """The description of a fake tensor for which Triton compiles: its dtype, and an aligned address."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

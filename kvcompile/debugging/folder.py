@@ -45,7 +45,7 @@ class DumpedGraph:
     after_last_pass: str = ""
     """The graph as the last pass left it."""
     packed: PackedParts = field(default_factory=PackedParts)
-    """What is known of packed caches in the rewritten graph."""
+    """The facts about packed caches in the rewritten graph."""
 
 
 class DumpFolder:

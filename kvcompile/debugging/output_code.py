@@ -23,7 +23,7 @@ Roles = tuple[str, ...]
 
 @dataclass(frozen=True)
 class PackedParts:
-    """What is known of packed caches in a rewritten graph.
+    """The facts about packed caches in a rewritten graph.
 
     Attributes:
         inputs: the roles of packed caches among the inputs, by name: ``layers.0: packed key cache``.

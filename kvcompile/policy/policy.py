@@ -78,7 +78,7 @@ Tokens = Annotated[int, Field(ge=0, le=1 << 31, strict=True)]
 """A number of tokens."""
 
 PolicySpec: TypeAlias = "str | Path | Mapping[str, Any] | Policy | None"
-"""What :meth:`Policy.load` takes."""
+"""The argument of :meth:`Policy.load`."""
 
 
 class Match(Strict):

@@ -44,7 +44,7 @@ _RANK = 3
 
 @dataclass
 class DividedHeads:
-    """What :func:`divide_heads` changed.
+    """The changes of :func:`divide_heads`.
 
     Attributes:
         inputs: the placeholders that have four dimensions now, each with its fake value of three dimensions.

@@ -1,7 +1,7 @@
 """Sizes that only the data of a step determine.
 
-Such a size is a symbol without an input. The passes can compute with it if the graph reads it as a number, with
-``.item()``. It may also stand in the shape of a tensor only, such as a slice that ends at the last token.
+Each of these sizes is a symbol without an input. The passes can compute with it if the graph reads it as a number, with
+``.item()``. A size may also stand in the shape of a tensor only, such as a slice that ends at the last token.
 """
 
 from __future__ import annotations

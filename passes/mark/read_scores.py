@@ -192,7 +192,7 @@ def _tanh(call: Call, scores: Scores, context: Context) -> Scores:
 
 
 def filling(call: Call, subject: Value, context: Context) -> tuple[Any, bool, Any]:
-    """What ``masked_fill`` or ``where`` on ``subject`` puts in: a mask, where it must be so, and the new number."""
+    """The mask of ``masked_fill`` or ``where`` on ``subject``, the value that selects the fill, and the new number."""
     if call.name == "masked_fill":
         return call.get("mask"), True, call.get("value")
     if context.values.get(call.get("input")) is subject:

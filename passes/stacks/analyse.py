@@ -174,7 +174,7 @@ def _read_output(stack: Stack, output: Node) -> None:
 def _is_input(stack: Stack, value: Value) -> bool:
     """Whether a last value is the first value of an input, or a view of it.
 
-    Such a value must be read before that input is overwritten. One copy of the whole stack does so. If there are copies
+    The value must be read before that input is overwritten. One copy of the whole stack does so. If there are copies
     into several inputs, Inductor may let a later copy read an input that an earlier copy has overwritten: two inputs
     that swap their values would end up equal.
     """

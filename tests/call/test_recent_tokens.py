@@ -1,4 +1,4 @@
-"""What a plain cache holds after its written tokens has no effect on the tokens that are kept in full precision."""
+"""Values behind the written tokens of a plain cache do not change which tokens are kept in full precision."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ FETCHED_AT_LAUNCH = 64 << 10
 )
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_the_code_that_attention_to_exact_blocks_runs_is_fetched_at_launch(format_name, compiled):
-    """What runs only if keys and values hold different exact blocks is a function behind the kernel."""
+    """Code for keys and values that hold different exact blocks is a function behind the kernel."""
     mask = torch.ones(1, 1, 1, 1000, dtype=torch.bool)
     attend(*(f"{format_name}[recent=3,sinks=1,bfloat16]",) * 2, mask=mask)
     (kernel,) = compiled["attention"]

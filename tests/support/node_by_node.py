@@ -9,7 +9,7 @@ from unittest import mock
 
 
 def interpret(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
-    """What runs a graph node by node, in place of the code that Inductor would generate for it."""
+    """A callable that runs a graph node by node, in place of the code that Inductor would generate for it."""
     from functorch.compile import make_boxed_func
 
     from kvcompile.passes.graph.aten import replace_views_by_reshapes

@@ -70,7 +70,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def results(saved_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the command prints about two policies, and the folder of its results and its plot."""
+    """The output of the command on two policies, and the folder of its results and its plot."""
     folder = tmp_path_factory.mktemp("results")
     policies = "int8_per_token_head,turboquant_3bit_nc"
     files = f"--output {folder}/quality.json --plot {folder}/quality.svg"
