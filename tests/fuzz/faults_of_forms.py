@@ -1,4 +1,4 @@
-"""Faults of special forms: merged heads, transposed keys, caches that steps only read, sizes from data, regions."""
+"""Faults of forms: merged heads, transposed keys, read-only caches, zeroed weights, sizes from data, regions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvcompile.packed import tensor
 from kvcompile.passes import pipeline
 from kvcompile.passes.canonical import divide_heads
 from kvcompile.passes.graph import inline, regions
+from kvcompile.passes.mark import read_attention
 from kvcompile.passes.prove import find, formats, writes
 
 FORMS: list[Fault] = []
@@ -85,6 +86,14 @@ def transposed_caches_are_packed_as_they_lie(original: Faulty) -> Faulty:
 @fault(adoption, "packed_of")
 def the_tokens_of_an_adopted_cache_move_by_one(original: Faulty) -> Faulty:
     return lambda plain, layout, axes, **options: original(plain.roll(1, axes.index("t")), layout, axes, **options)
+
+
+# Zeroed weights
+
+
+@fault(read_attention, "_with_zeros")
+def weights_that_any_mask_sets_to_zero_count_as_hidden_keys(original: Faulty) -> Faulty:
+    return lambda call, weights, context: replace(weights, hidden_rows_are_zero=True)
 
 
 # Positions and sizes from data

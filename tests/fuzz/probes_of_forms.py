@@ -1,4 +1,4 @@
-"""Probes of faults of special forms: merged heads, transposed keys, read-only caches, sizes from data, regions."""
+"""Probes of forms: merged heads, transposed keys, read-only caches, zeroed weights, sizes from data, regions."""
 
 from __future__ import annotations
 
@@ -117,6 +117,20 @@ def keys_and_values_are_only_read(compile: Any, new: Any) -> Iterator[Any]:
     run, (kc, vc) = compile(step), kvcompile.pack_(caches(new))
     for _ in range(2):
         yield run(new(B, H, 1, D), kc, vc), kc, vc
+
+
+# Zeroed weights
+
+
+@shows("weights that any mask sets to zero count as hidden keys")
+def a_mask_of_dropped_keys_sets_weights_to_zero(compile: Any, new: Any) -> Iterator[Any]:
+    def step(q, k, v, kc, vc, pos, hidden, dropped):
+        kc.index_copy_(2, pos, k), vc.index_copy_(2, pos, v)
+        weights = (q @ kc.mT * 0.25).masked_fill(hidden, -torch.inf).softmax(-1)
+        return weights.masked_fill(dropped, 0.0) @ vc
+
+    run, (kc, vc), places = compile(step), caches(new), new.range(0, S)
+    yield run(*tokens(new), kc, vc, new.range(3, 4), places > 3, places == 1), kc, vc
 
 
 # Positions and sizes from data
