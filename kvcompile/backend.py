@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from kvcompile.agreement import Agreement
 from kvcompile.call.digest import digest_of
+from kvcompile.call.earlier import Compilation, earlier_digest, remember, sizes_of
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
@@ -33,7 +34,7 @@ from kvcompile.kernels.precompile import precompile
 from kvcompile.launch_hint import hint_at_cuda_graphs, is_recordable_step
 from kvcompile.options import BackendOptions
 from kvcompile.packed.subclass import PackedSubclass
-from kvcompile.passes.calling import Rewritten, in_dynamo_order
+from kvcompile.passes.calling import GraphInput, Rewritten, in_dynamo_order
 from kvcompile.passes.graph.modules import sites_of
 from kvcompile.passes.graph.names import source_name
 from kvcompile.passes.graph.regions import expand_regions
@@ -60,6 +61,10 @@ allow_registration_by_threads()
 
 class _NothingRewritten(GiveUp):
     """Raised to leave AOTAutograd when no site can be packed. Plain Inductor then compiles the unchanged graph."""
+
+
+class _NotStored(Exception):
+    """Raised to leave AOTAutograd when its cache does not have the code of an earlier compilation."""
 
 
 @overload
@@ -227,6 +232,7 @@ class _GraphCompiler:
         self.graph: report.GraphReport | None = None
         self.origin: Origin | None = None
         self.verified_steps: int | None = None
+        self.must_be_stored = False
         self.stages = GraphStages(options.policy, dict(enumerate(sources)))
 
     def compile(self) -> Callable[..., Any]:
@@ -291,32 +297,51 @@ class _GraphCompiler:
         return _compile_plain(self.original, self.options.inductor_config, self.original_inputs)
 
     def _compile_packed(self) -> Any:
-        with self._autograd_cache(), telling(self._know):
+        digest = self._digest(self.inputs)
+        sizes = sizes_of(self.example_inputs)
+        if digest is None or sizes is None:
+            return self._compile_with(self.marked, digest)
+        earlier = earlier_digest(self.inputs, sizes, self._digest)
+        if earlier is not None:
+            self.must_be_stored = True
+            with contextlib.suppress(_NotStored):
+                return self._compile_with(copied_graph(self.marked), earlier)
+            self.must_be_stored = False
+        compiled = self._compile_with(self.marked, digest)
+        if self.outcome is not None:
+            remember(Compilation(digest, self.inputs, sizes, self.outcome.caches, self.outcome.stacks))
+        return compiled
+
+    def _compile_with(self, marked: GraphModule, digest: str | None) -> Any:
+        """The code of AOTAutograd and Inductor. Its key covers ``digest``; without one, AOTAutograd's cache is off."""
+        for node in marked.graph.find_nodes(op="placeholder"):
+            node.type = None  # the key would tell a packed cache from the plain cache that it was
+        if digest is not None:
+            add_digest(marked.graph, digest)
+        marked.recompile()
+        with without_autograd_cache() if digest is None else storing_own_code(), telling(self._know):
             return compile_fx(
-                self.marked,
+                marked,
                 self._logical_inputs(),
                 inner_compile=self._inner_compile,
                 config_patches=self.options.inductor_config,
             )
 
-    def _autograd_cache(self) -> AbstractContextManager[Any]:
-        """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
-        digest = None
+    def _digest(self, inputs: Sequence[GraphInput]) -> str | None:
+        """The digest of the graph with this record of its inputs. None if PyTorch may not store its code."""
         alone = self.options.shard is None  # stored code would have to name its rank and its group
         generates = self.generate_code is None
-        if CAN_STORE and generates and not self.stages.are_wanted and not self.options.verify and alone:
-            calls = [call_of(node) for node in self.marked.graph.nodes]
-            digest = digest_of(self.options.policy, sites_of(self.marked), self.inputs, self.conceals, calls)
-        if digest is None:
-            return without_autograd_cache()
-        add_digest(self.marked.graph, digest)
-        self.marked.recompile()
-        return storing_own_code()
+        if not CAN_STORE or not generates or self.stages.are_wanted or self.options.verify or not alone:
+            return None
+        calls = [call_of(node) for node in self.marked.graph.nodes]
+        return digest_of(self.options.policy, sites_of(self.marked), inputs, self.conceals, calls)
 
     def _know(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
     def _inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if self.must_be_stored:
+            raise _NotStored
         packing = self.packing = self._pack(gm, list(example_inputs), kwargs)
         self._agree(packing.sites)
         self.graph = self._report(packing.sites, packing.surroundings)
@@ -416,7 +441,10 @@ class _GraphCompiler:
         }
 
     def _logical_inputs(self) -> list[Any]:
-        """The example inputs, with packed caches replaced by plain fakes of their logical shape."""
+        """The example inputs, with plain fakes in the place of packed caches and of inputs that may be plain caches.
+
+        AOTAutograd's key must be the same before and after a cache is packed, and tells fakes from real tensors.
+        """
         fake_mode = detect_fake_mode(self.example_inputs)
         assert fake_mode is not None, "Dynamo traces in a fake mode"
         placeholders = self.marked.graph.find_nodes(op="placeholder")
@@ -426,6 +454,8 @@ class _GraphCompiler:
                 logical = placeholders[index].meta["example_value"]
                 with fake_mode:
                     inputs[index] = torch.empty(logical.shape, dtype=logical.dtype, device=logical.device)
+            elif type(value) is torch.Tensor and value.dim() >= 3 and not value.requires_grad:
+                inputs[index] = placeholders[index].meta["example_value"]
         return inputs
 
     def _report(self, sites: Sequence[Site], surroundings: Sequence[SiteSurroundings] = ()) -> report.GraphReport:
