@@ -154,10 +154,11 @@ def attention_kernel(
             )  # fmt: skip
         store_output(state, out_ptr, lse_ptr, out_row, in_query, value_scale, VALUE, MASK == "float", PARTIAL)
     if EXACT_ITEMS > 0 and split < EXACT_ITEMS:
+        caches = key_ptr, value_ptr, key_strides[0], value_strides[0]
         attend_to_exact_blocks(
-            program, key_ptr, value_ptr, key_strides[0], value_strides[0], out_ptr, lse_ptr, split, num_splits,
-            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE,
-            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, EXACT_PRECISION, ROWS, NUM_WARPS,
+            program, caches, (out_ptr, lse_ptr), (score_scale, softcap, key_scale, value_scale), split, num_splits, KEY,
+            VALUE, EXACT_KEY, EXACT_VALUE, EXACT_ITEMS, GROUP_SIZE, HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL,
+            EXACT_PRECISION, ROWS, NUM_WARPS,
         )  # fmt: skip
 
 

@@ -102,8 +102,7 @@ def prefetch_item(
 
 @jit
 def attend_to_exact_blocks(
-    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-    score_scale, softcap, key_scale, value_scale,
+    program, caches, outputs, factors, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -115,20 +114,22 @@ def attend_to_exact_blocks(
 
     Args:
         program: the argument of :func:`kvcompile.kernels.attention.query.rows_of_program`.
+        caches: (key_ptr, value_ptr, stride_key_block, stride_value_block): the headers of both caches of a head, and
+            the bytes from one block to the next.
+        outputs: (out_ptr, lse_ptr).
+        factors: (score_scale, softcap, key_scale, value_scale).
         EXACT_KEY, EXACT_VALUE: descriptions of vectors in bfloat16 or float32. Products of tf32 are exact for the rows
             and queries of a half-precision model, and round softmax weights as fp16 does.
     """
     SAME_ENTRIES: tl.constexpr = _have_same_entries(KEY, VALUE)
-    if SAME_ENTRIES and _hold_different_blocks(key_ptr, value_ptr, KEY, VALUE):
-        _attend_to_different_blocks(
-            program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
-            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS,
+    if SAME_ENTRIES and _hold_different_blocks(caches[0], caches[1], KEY, VALUE):
+        _attend_apart(
+            program, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
+            HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
         )  # fmt: skip
     else:
-        _attend_to_items(
-            program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-            score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
+        _attend_here(
+            program, caches, outputs, factors, split, num_splits, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
             HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, SAME_ENTRIES,
         )  # fmt: skip
 
@@ -140,27 +141,8 @@ def _hold_different_blocks(key_ptr, value_ptr, KEY: tl.constexpr, VALUE: tl.cons
     return tl.max(different.to(tl.int32), 0) != 0
 
 
-@jit(noinline=True)
-def _attend_to_different_blocks(
-    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-    score_scale, softcap, key_scale, value_scale,
-    KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-):  # fmt: skip
-    """:func:`attend_to_exact_blocks` if some entry holds one block for keys and another one for values."""
-    _attend_to_items(
-        program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-        score_scale, softcap, key_scale, value_scale, KEY, VALUE, EXACT_KEY, EXACT_VALUE, ITEMS, GROUP_SIZE,
-        HAS_SOFTCAP, MASK, MASK_PER_ROW, IS_CAUSAL, PARTIAL, PRECISION, ROWS, NUM_WARPS, False,
-    )  # fmt: skip
-
-
-@jit
 def _attend_to_items(
-    program, key_ptr, value_ptr, stride_key_block, stride_value_block, out_ptr, lse_ptr, split, num_splits,
-    score_scale, softcap, key_scale, value_scale,
+    program, caches, outputs, factors, split, num_splits,
     KEY: tl.constexpr, VALUE: tl.constexpr, EXACT_KEY: tl.constexpr, EXACT_VALUE: tl.constexpr, ITEMS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -171,6 +153,8 @@ def _attend_to_items(
     An item has the rows of the block that the entry holds for keys. If the entry holds another block for values, and no
     entry holds that block for keys, the item has its rows, too.
     """
+    key_ptr, value_ptr, stride_key_block, stride_value_block = caches
+    score_scale, softcap, key_scale, value_scale = factors
     position, head, in_query, query_ptrs, tokens, visibility = rows_of_program(
         program, GROUP_SIZE, MASK, IS_CAUSAL, ROWS
     )
@@ -210,7 +194,12 @@ def _attend_to_items(
                 accs = accumulate(state[4], levels, weight, decay, EXACT_VALUE, PRECISION)
                 state = (maximum, scale_maximum, p_sum, zero_sum, accs)
     out_row = out_rows(program, head, position, num_splits + split, GROUP_SIZE, PARTIAL)
-    store_output(state, out_ptr, lse_ptr, out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
+    store_output(state, outputs[0], outputs[1], out_row, in_query, 1.0, EXACT_VALUE, MASK == "float", PARTIAL)
+
+
+_attend_here = jit(_attend_to_items)
+_attend_apart = jit(noinline=True)(_attend_to_items)
+"""A function of the machine code: the blocks of an entry rarely differ, and decoding them takes many instructions."""
 
 
 @jit
