@@ -129,7 +129,7 @@ def kvquant(
 
 
 def _together(options: Any, given: Mapping[str, Any]) -> Any:
-    """``options`` and keywords, which override them. Options of a wrong type stay as they are, for their error."""
+    """``options`` and the keywords, which override them. Options of a wrong type are returned unchanged."""
     return {**(options or {}), **given} if isinstance(options, Mapping | None) else options
 
 
@@ -239,7 +239,7 @@ class _GraphCompiler:
         self.stages.show(Stage.marked, self.marked)
         compiled = self._compile_marked()
         if self.agreement is not None:
-            self.agreement.exchange(None)  # a rank without code would leave the others in the first collective
+            self.agreement.exchange(None)  # a rank without code would block the others in the first collective
         return compiled
 
     def _compile_marked(self) -> Callable[..., Any]:
@@ -300,7 +300,7 @@ class _GraphCompiler:
             )
 
     def _autograd_cache(self) -> AbstractContextManager[Any]:
-        """How AOTAutograd's cache is used: its key must cover everything that our passes depend on."""
+        """Switches AOTAutograd's cache on if its key can cover everything that our passes depend on, else off."""
         digest = None
         alone = self.options.shard is None  # stored code would have to name its rank and its group
         generates = self.generate_code is None

@@ -66,7 +66,7 @@ class UnsupportedSiteError(KVCompileError):
 
 
 def cut(text: str, most: int = 120) -> str:
-    """``text``; if it is longer than ``most`` characters, its middle is left out, so that a message stays one line."""
+    """``text``, without its middle part if it is longer than ``most`` characters, so that a message stays one line."""
     half = most // 2 - 3
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 

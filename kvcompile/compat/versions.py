@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class UntestedVersionWarning(UserWarning):
-    """PyTorch is newer than every release that kvcompile was tested with. Nothing is switched off."""
+    """PyTorch is newer than every release that kvcompile was tested with. This is only a warning."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def untested(version: str) -> str | None:
         return None
     return (
         f"PyTorch {version} is newer than {'.'.join(map(str, newest))}, the newest release that this kvcompile was "
-        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may be tested"
+        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may be tested "
+        "with it"
     )
 
 

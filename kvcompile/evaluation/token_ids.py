@@ -15,12 +15,11 @@ from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text, check_ids
 
 DECODE = 8
-"""Tokens at the end of a window that are read one by one. Tokens of the prefill attend to packed keys and values too.
-"""
+"""The number of tokens at the end of a window that are read one by one. The prefill also attends to packed data."""
 
 
 def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
-    """Every row of token ids as a window, in which all tokens except the first are predicted.
+    """A text with every row of token ids as a window. All tokens except the first are predicted.
 
     Args:
         model: a Hugging Face causal language model.
@@ -61,7 +60,7 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
 
 
 def _tensor(values: Any, what: str) -> Tensor:
-    """``values`` as a tensor with data; EvaluationError if they are no numbers, or rows of several lengths."""
+    """``values`` as a tensor with data; EvaluationError if they are not numbers, or rows have several lengths."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""The text of a report for a terminal: plain ASCII, at most 100 characters wide, and no wider than the terminal."""
+"""The text of a report for a terminal: plain ASCII, as wide as the terminal but at most 100 characters."""
 
 from __future__ import annotations
 
