@@ -135,7 +135,7 @@ def _unusable(formats: list[Format]) -> list[str]:
 
 
 def calibrated_bases() -> str:
-    """The changes that a calibrated format makes to vectors before it quantizes them."""
+    """The transformation of vectors in a calibrated format before quantization."""
     return from_docstring(bases)[1]
 
 

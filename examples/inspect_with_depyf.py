@@ -3,8 +3,8 @@
     python examples/inspect_with_depyf.py                      # writes ./kvcompile_dump
     python examples/inspect_with_depyf.py --out DIR --policy int4_per_token_head
 
-The model has two hand-written layers with random weights. The second layer uses its cache for another purpose, so this
-cache is not packed; the dump and the report name the reason.
+The model has two hand-written layers with random weights. The second layer also uses its cache for another purpose, so
+this cache is not packed. The dump and the report give the reason.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
 
 
 def first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
-    """The first site at which the decisions of two ranks differ. A decision is a module and a reason."""
+    """A text on the decision of ``sites`` at the first site where ``others`` decided otherwise."""
     for index, (module, reason) in enumerate(sites):
         if index >= len(others) or others[index] != [module, reason]:
             return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"

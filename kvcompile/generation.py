@@ -95,7 +95,7 @@ class Request:
 class Generation:
     """Serves ``generate()`` of one model until :meth:`remove`.
 
-    Several threads may generate with the model at the same time. Copies of the model, including pickled ones, use the
+    Several threads may generate with the model at the same time. Copies of the model, by pickle or otherwise, use the
     methods of their class.
     """
 

@@ -55,7 +55,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
     Args:
         header: the titles of the columns.
         rows: the cells; the first is a label, which is folded if it is long. Other cells are never folded.
-        text_columns: how many columns hold text, the labels included; the others hold numbers and are aligned right.
+        text_columns: the number of columns of text, including labels; the others hold numbers and are aligned right.
     """
     label_width = min(max(len(row[0]) for row in [header, *rows]), LABEL_WIDTH)
     tables: list[list[int]] = [[]]

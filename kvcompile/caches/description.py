@@ -215,7 +215,7 @@ class Reader:
     def check_all_used(self) -> None:
         """Raise CacheFileError if the file has a tensor that the description does not use."""
         if self._tensors:
-            raise self._contradiction("the cache", "a part of the file", f"the tensor {min(self._tensors)}, too")
+            raise self._contradiction("the cache", "a part of the file", f"the further tensor {min(self._tensors)}")
 
     def make(self, content: Any) -> Any:
         """The object that ``content`` describes.

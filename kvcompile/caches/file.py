@@ -34,7 +34,7 @@ def save_cache(
     context_parallel: Any = None,
     tensor_parallel: Any = None,
 ) -> None:
-    """Write a cache to a safetensors file. Packed tensors stay packed; growing ones lose their spare room.
+    """Write a cache to a safetensors file. Packed tensors stay packed; growing caches lose their spare room.
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
@@ -55,8 +55,7 @@ def save_cache(
         model: the model that computed the cache. The file gets its fingerprint, which :func:`load_cache` can check:
             another model cannot use the cache. All ranks of a distributed model must make this call.
         context_parallel: the ranks that divide the tokens of the cache, as for :func:`kvcompile.kvquant`.
-            tensor_parallel: the ranks that divide the heads of the cache, a DeviceMesh of one dimension or a process
-            group.
+        tensor_parallel: the ranks that divide the heads of the cache, a DeviceMesh of one dimension or a process group.
 
     Raises:
         CacheFileError: the cache contains an unsupported object, and the message names its place; the cache holds no

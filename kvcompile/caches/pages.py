@@ -14,7 +14,7 @@ computes how many blocks fit from the bytes per block of an allocator.
   Transformers that attention needs no mask and repeats no heads, so that no memory is reserved for either.
 
 Transformers makes caches deep inside its managers, so this file replaces the classes in its table of allocators. The
-new classes make packed allocators in a block ``with making_pages(...)`` of the same thread, and the original ones
+new classes make packed allocators in a block ``with making_pages(...)`` of the same thread, and original allocators
 elsewhere.
 """
 
@@ -120,7 +120,7 @@ def _install() -> None:
 
 
 def _choosing_class(plain: type) -> type:
-    """A class that makes instances of ``plain``, or packed ones in a block :func:`making_pages`."""
+    """A class that makes instances of ``plain``, or packed allocators in a block :func:`making_pages`."""
     packed = _packed_class(plain)
 
     class Chosen(plain):  # type: ignore[misc]

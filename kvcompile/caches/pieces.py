@@ -22,7 +22,7 @@ Ranges = Mapping[int, range]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that one file has.
+    """The part of a tensor in one file.
 
     Attributes:
         file: number of the file in the index.

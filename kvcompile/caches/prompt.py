@@ -24,7 +24,7 @@ def updating_layers(
     Args:
         layers: static layers with packed keys and values.
         exact: whether ``update`` of a layer returns views that read many new tokens in full precision. After the block,
-            the views read the stored tokens, and do not keep the new ones alive.
+            the views read the stored tokens, and do not keep the new tokens alive.
         look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
     """
     shared: list[weakref.ref[ExactTokens]] = []

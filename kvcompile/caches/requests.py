@@ -66,7 +66,7 @@ class RequestCaches:
 
 
 def room_for(num_tokens: int, room: int = 0) -> int:
-    """The capacity of a new cache for ``num_tokens``, or of a cache with capacity ``room`` that grows to them."""
+    """The capacity of a new cache for ``num_tokens``, or of a cache of capacity ``room`` that grows to hold them."""
     return num_blocks(max(num_tokens, room * 3 // 2)) * BLOCK_TOKENS
 
 

@@ -72,7 +72,7 @@ def save_on_ranks(
         folder: on a file system that all ranks share; made if it does not exist.
         metadata: names and values of the user, equal on all ranks.
         fingerprint: the entry ``fingerprint`` of the index, or nothing.
-        ranks: all ranks, and this one among them.
+        ranks: all ranks, including this rank.
 
     Raises:
         CacheFileError: on every rank, if one of them cannot save its part, or the ranks hold different caches.

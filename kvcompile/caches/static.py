@@ -38,8 +38,8 @@ def static_cache(
 ) -> StaticCache:
     """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
 
-    Pass it to the model as ``cache`` (``past_key_values`` before Transformers 5.24), which may be compiled or not. A
-    plain ``StaticCache`` is packed too, but only by the first compiled call; until then it is in full precision.
+    Pass it to the model, compiled or not, as ``cache`` (``past_key_values`` before Transformers 5.24). A plain
+    ``StaticCache`` is also packed, but only by the first compiled call; until then it is in full precision.
 
     To find the shapes of the layers, the model runs on one token without computing or allocating anything.
 

@@ -296,7 +296,7 @@ class AdoptingCall:
             graph: the graph's entry in the report.
             guard: examines the inputs of the first call, whose caches may still be plain.
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
-            shards: the distributed parameters, of which the packed graph takes the local shards.
+            shards: the distributed parameters whose local shards the packed graph takes.
             shard: the tokens of every packed cache that this process keeps; None if it keeps all.
         """
         self._compiled = compiled

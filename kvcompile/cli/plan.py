@@ -1,4 +1,4 @@
-"""``kvcompile plan``: how many users and tokens fit, and from which context on packing pays. Nothing is run."""
+"""``kvcompile plan``: how many users and tokens fit, and the context from which packing is faster. Nothing is run."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ check = torch._check
 
 
 def expression_of(number: Any) -> sympy.Expr:
-    """The expression of a SymInt without the cases that the assumptions of its trace exclude. ``narrow`` adds a case
-    for a start of -1. PyTorch 2.11 cannot compute such an expression in a graph.
+    """The expression of a SymInt without the cases that the assumptions of its trace exclude.
+
+    ``narrow`` adds a case for a start of -1. PyTorch 2.11 cannot compute such an expression in a graph.
     """
     env, expression = number.node.shape_env, number.node.expr
     chosen = {}

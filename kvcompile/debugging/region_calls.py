@@ -58,8 +58,8 @@ def roles_of_region_calls(statements: Sequence[Statement], prefix: str) -> dict[
     """The role of the first, second, ... call of each region whose name begins with ``prefix``.
 
     Generated code may run nodes in another order than the graph, as far as data dependencies allow. Call number k of a
-    region can be any call that depends on at most k other calls of the region, if enough calls that do not precede it
-    remain.
+    region can be any call that depends on at most k other calls of the region, if all calls that depend on it can
+    follow.
     """
     before: dict[str, frozenset[str]] = {}
     calls: dict[str, list[Statement]] = {}

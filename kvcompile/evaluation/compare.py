@@ -40,12 +40,12 @@ def compare(
         inputs: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have the same
             length.
         policy: anything that :meth:`Policy.load` takes.
-        decode: how many tokens of a row are read one by one; by default 8, or half of a short row.
+        decode: the number of tokens of a row that are read one by one; by default 8, or half of a short row.
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
-        PolicyError: the policy does not exist or is invalid. EvaluationError: ``inputs`` are not token ids, or are
-            padded or too short.
+        PolicyError: the policy does not exist or is invalid.
+        EvaluationError: ``inputs`` are not token ids, or are padded or too short.
     """
     named = policy if isinstance(policy, str | Path) else Policy.load(policy)
     return compare_on(model, text_of(model, inputs, decode), named, on_progress=on_progress)

@@ -71,7 +71,8 @@ def evaluate(
         policies: anything that :meth:`kvcompile.policy.policy.Policy.load` takes.
         model_name: the name of the model in the result.
         exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
-        on_progress: called for every step. on_result: called after every policy.
+        on_progress: called for every step.
+        on_result: called after every policy.
 
     Raises:
         PolicyError: a policy does not exist or is invalid; this is raised before anything runs.

@@ -45,7 +45,7 @@ class TextDistance:
 
 
 def text_distance(model: Any, tokens: Tensor, transforms: Transforms) -> TextDistance:
-    """The distance of ``tokens`` (int64 [n], of which the first SAMPLE_TOKENS are read) from the calibration."""
+    """The distance of the first SAMPLE_TOKENS of ``tokens`` (int64 [n]) from the calibration."""
     factors: dict[str, Tensor] = {}
 
     def look(site: Site, call: AttentionCall) -> None:

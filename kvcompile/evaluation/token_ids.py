@@ -24,8 +24,8 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
     Args:
         model: a Hugging Face causal language model.
         inputs: int64 [tokens] or [rows, tokens], or the result of a tokenizer: a mapping with such ``input_ids``.
-        decode: how many tokens are read one by one through the cache, after a prefill; by default DECODE, or half of a
-            short row.
+        decode: the number of tokens that are read one by one through the cache, after a prefill; by default DECODE, or
+            half of a short row.
 
     Raises:
         EvaluationError: ``inputs`` are not token ids, rows are padded, or rows are too short.

@@ -91,8 +91,8 @@ def tune(
         formats: the formats to choose from; by default all up to 8 bits and bfloat16, and calibrated formats if there
             are ``transforms``.
         transforms: the transforms file of the model, for calibrated formats.
-        decode: how many tokens of a row are read one by one in the measurement of the result; by default 8, or half of
-            a short row.
+        decode: the number of tokens of a row that are read one by one in the measurement of the result; by default 8,
+            or half of a short row.
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:

@@ -1,8 +1,8 @@
 """Copies of packed caches with repeated heads, whose plain values are computed only if an operator needs them.
 
-Code without grouped-query attention repeats the KV heads first: ``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n,
-t, d)`` (``repeat_kv`` of Transformers). The reshape is a copy. Attention on packed data reads each KV head for its
-whole group, so it needs only the bytes of the cache.
+Code without grouped-query attention (``repeat_kv`` of Transformers) repeats the KV heads first:
+``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``. The reshape is a copy. Attention on packed data reads
+each KV head for its whole group, so it needs only the bytes of the cache.
 """
 
 from __future__ import annotations

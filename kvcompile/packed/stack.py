@@ -44,7 +44,7 @@ class PackedStack(PackedSubclass):
     def __new__(
         cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
     ) -> PackedStack:
-        """A stack of logical ``size`` that shares ``parts``. The first dimensions are the stacked ones by default."""
+        """A stack of logical ``size`` that shares ``parts``. By default the first dimensions are stacked."""
         return new_wrapper(cls, size, dtype=parts[0].dtype, device=parts[0].device)
 
     def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:

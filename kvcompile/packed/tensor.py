@@ -179,8 +179,8 @@ class PackedTensor(PackedSubclass):
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
-            num_written: int64 [] or [batch], for a layout with a residual: how many tokens from the beginning were
-                written. The recent blocks end with the last of them. If it is 0 or None (unknown), the recent blocks
+            num_written: int64 [] or [batch], for a layout with a residual: the number of tokens written from the
+                beginning. The recent blocks end with the last of them. If it is 0 or None (unknown), the recent blocks
                 end with the last nonzero token.
 
         Raises:
@@ -342,7 +342,7 @@ class PackedTensor(PackedSubclass):
         return packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed`` for a write that only this cache and its views must see.
+        """``packed`` for a write, which only this cache and its views will see.
 
         The write increments the version of the cache behind this view, as for a plain tensor.
         """

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 Coordinates = Sequence[Tensor]
 
-ROOM = "make a cache with room for more tokens (max_len of kvcompile.static_cache), or reset this one"
+ROOM = "make a cache with room for more tokens (max_len of kvcompile.static_cache), or reset this cache"
 """The remedy for a write past the end of a cache of fixed size."""
 
 

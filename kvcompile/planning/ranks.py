@@ -33,7 +33,7 @@ class Collective:
 
     Attributes:
         name: the operation and its data.
-        count: how often it runs.
+        count: the number of runs in a step.
         nbytes: bytes that a rank receives in each run.
         seconds: seconds of all runs.
     """

@@ -205,10 +205,10 @@ class Policy(Strict):
         sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
             64. Without this field, presets keep their own number.
         prefill: how attention of more than 16 queries reads the tokens that its own call writes: in full precision
-            (``exact``), or as they are stored (``packed``). Tokens of earlier calls are always read from the packed
-            cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention stays
-            packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of DeepSeek's
-            latents.
+            (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
+            packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
+            stays packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of
+            DeepSeek's latents.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
@@ -295,8 +295,8 @@ class Policy(Strict):
         Args:
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none, and then no rule with ``layers`` matches.
-            num_layers: layers of the whole model, which negative indices count from. sizes_only: whether formats
-                without transforms suffice, because nothing will be stored in them.
+            num_layers: layers of the whole model, which negative indices count from.
+            sizes_only: whether formats without transforms suffice, because nothing will be stored in them.
 
         Raises:
             PolicyError: the policy has static scales, but none for this module; or it has no transforms for a
@@ -310,7 +310,7 @@ class Policy(Strict):
             fmt = get_format(name)
             if fmt.is_calibrated and not fmt.basis and not sizes_only:
                 raise PolicyError(
-                    f"{name} needs a calibration of the model: give `transforms: FILE` beside its dtype (`python -m "
+                    f"{name} needs a calibration of the model: give `transforms: FILE` next to its dtype (`python -m "
                     "kvcompile calibrate --output FILE.safetensors` writes one)"
                 )
         tokens = self.exact_tokens | (choice.exact_tokens if isinstance(choice, Rule) else {})

@@ -127,9 +127,10 @@ class Totals:
     Attributes:
         graphs, sites, rewritten, refused, skipped: counts. A layer that is compiled twice has two sites.
         layers: attention layers, each counted once.
-        packed_layers: layers that at least one graph packs. refused_layers: layers that no graph packs and at least one
-            graph refuses. The other layers are skipped. calls: the number of calls of graphs with packed caches.
-            plain_calls: the number of these calls that ran as plain Inductor would.
+        packed_layers: layers that at least one graph packs.
+        refused_layers: layers that no graph packs and at least one graph refuses. The other layers are skipped.
+        calls: the number of calls of graphs with packed caches.
+        plain_calls: the number of these calls that ran as plain Inductor would.
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
             caches of a graph are excluded if all its calls ran as plain Inductor would.
         bytes_per_token_after: the same caches packed, metadata included.

@@ -123,7 +123,7 @@ def _summary(report: ReportData) -> Markup:
         cards.append(_card(f"Caches {totals.ratio:.2f} times smaller than {dtypes}", *rows, what))
     if totals.weight_ratio is not None:
         rows = _saving(totals.weight_bytes_before, totals.weight_bytes_after)
-        what = element("p", "of all weights of the graphs, quantized beside the caches", class_="muted")
+        what = element("p", "of all weights of the graphs, quantized by another library", class_="muted")
         cards.append(_card(f"Weights {totals.weight_ratio:.2f} times smaller", *rows, what))
     return element("div", *cards, class_="cards")
 

@@ -105,5 +105,5 @@ def _totals(totals: Totals) -> str:
         text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
     if totals.weight_ratio is not None:
         sizes = f"{totals.weight_bytes_before} -> {totals.weight_bytes_after}"
-        text += f"\n{sizes} bytes of weights, quantized beside the caches: {totals.weight_ratio:.2f} times smaller"
+        text += f"\n{sizes} bytes of weights, quantized by another library: {totals.weight_ratio:.2f} times smaller"
     return text

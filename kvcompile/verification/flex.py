@@ -16,7 +16,7 @@ _BLOCK_MASK = 4
 
 
 def uses_blocks(graph: Graph) -> bool:
-    """Whether a graph calls ``flex_attention``, whose block mask fits only other integers of the same call."""
+    """Whether a graph calls ``flex_attention``, whose block mask is valid only with integers of the same call."""
     return bool(graph.find_nodes(op="call_function", target=flex_attention))
 
 

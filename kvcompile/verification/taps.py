@@ -62,7 +62,7 @@ class Run(Interpreter):
         if target is TAP:
             return self.at_tap(*args)
         if target is aten.view.default:
-            target = aten.reshape.default  # the strides of fake and real values may differ; Inductor copies, too
+            target = aten.reshape.default  # the strides of fake and real values may differ; Inductor also copies
         if target is flex_attention:
             args = with_blocks(args)
         return super().call_function(target, args, kwargs)
