@@ -248,7 +248,7 @@ def policy_names() -> str:
     lists = {
         "Presets": list(presets.PRESETS),
         "Presets that need `transforms`": list(presets.CALIBRATED_PRESETS),
-        "Formats with names of their own": singles,
+        "Formats that are not presets": singles,
         "Formats that need `transforms`": list(CALIBRATED_FORMATS),
         "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
         "No format, the cache stays unpacked": [presets.AUTO],

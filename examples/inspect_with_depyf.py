@@ -23,7 +23,7 @@ SITE = "layers.0"
 
 
 class CachedAttention(nn.Module):
-    """Causal attention with grouped queries and a cache of its own."""
+    """Causal attention with grouped queries and its own cache."""
 
     def __init__(self, watched: bool) -> None:
         """``watched``: whether each step also computes the largest cached key."""

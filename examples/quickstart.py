@@ -62,7 +62,7 @@ class Text:
 
 
 class Runner:
-    """A way to run the model, with a cache of its own.
+    """A way to run the model, with its own cache.
 
     Attributes:
         name: title of the column.

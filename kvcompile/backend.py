@@ -16,7 +16,7 @@ from kvcompile.call.digest import digest_of
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
-from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
+from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
 from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import allow_registration_by_threads, ensure_registered
@@ -291,7 +291,7 @@ class _GraphCompiler:
         return _compile_plain(self.original, self.options.inductor_config, self.original_inputs)
 
     def _compile_packed(self) -> Any:
-        with self._autograd_cache(), telling(self._know):
+        with self._autograd_cache(), receiving_outcomes(self._know):
             return compile_fx(
                 self.marked,
                 self._logical_inputs(),

@@ -136,7 +136,7 @@ def _packed(cache: PackedTensor, name: str) -> dict[str, Any]:
 
 
 def places_in_blocks(content: Any) -> dict[str, Any]:
-    """Where the bytes lie in a block of each layout of a description, for programs that read files without kvcompile.
+    """The places of bytes in a block, for each layout of a description and for readers without kvcompile.
 
     Returns:
         By ``FORMAT ROLE HEAD_DIM``: ``block_tokens``, ``block_bytes``, ``header_blocks`` before the blocks of tokens,

@@ -23,7 +23,7 @@ _CONTENTS = ("list", "tuple")
 _LEAVES = ("tensor", "packed", "stack", "pool")
 
 Place = str
-"""Where a tensor lies: ``keys`` for the keys or values of a layer of Transformers, ``part`` in a stack or a pool."""
+"""The place of a tensor: ``keys`` for the keys or values of a layer of Transformers, ``part`` in a stack or pool."""
 
 Change = Callable[[dict[str, Any], Place], dict[str, Any]]
 

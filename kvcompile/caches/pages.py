@@ -10,7 +10,7 @@ computes how many blocks fit from the bytes per block of an allocator.
 - **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates only the flat
   tensor. The ``update`` of Transformers' ``PagedAttentionCache`` is kept out of graphs: its replacement only notes the
   layer, so forward passes are compiled without graph breaks and recorded as CUDA graphs.
-- **Attention.** An attention implementation with a name of its own calls the operator. ``flash`` in its name tells
+- **Attention.** A separately named attention implementation calls the operator. ``flash`` in its name tells
   Transformers that attention needs no mask and repeats no heads, so that no memory is reserved for either.
 
 Transformers makes caches deep inside its managers, so this file replaces the classes in its table of allocators. The

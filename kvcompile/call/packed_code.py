@@ -48,7 +48,7 @@ _RECEIVER: ContextVar[Callable[[Outcome], None] | None] = ContextVar("receiver_o
 
 
 @contextlib.contextmanager
-def telling(receiver: Callable[[Outcome], None]) -> Iterator[None]:
+def receiving_outcomes(receiver: Callable[[Outcome], None]) -> Iterator[None]:
     """In the block, ``receiver`` gets the outcome of code that is loaded from AOTAutograd's cache."""
     token = _RECEIVER.set(receiver)
     try:

@@ -98,8 +98,8 @@ def _is_distributed_parameter(value: Any, source: str) -> bool:
 def _fake_of(shard: Tensor, placeholder: Node) -> Tensor:
     """A fake tensor like ``shard``, whose sizes are numbers.
 
-    AOTAutograd would make a fake of its own, with the symbols that Dynamo gives to sizes of shards. A shard keeps its
-    size, because Dynamo guards the size of the DTensor.
+    AOTAutograd would make its own fake, with the symbols that Dynamo gives to sizes of shards. A shard keeps its size,
+    because Dynamo guards the size of the DTensor.
     """
     fake_mode = detect_fake_mode([placeholder.meta["example_value"]])
     assert fake_mode is not None, "Dynamo traces in a fake mode"

@@ -3,8 +3,7 @@
 Functions import Transformers, because kvcompile works without it. If one of these names is missing,
 :func:`allocator_classes` returns None, and ``generate_batch()`` runs without packing. The names are the same from
 Transformers 5.20 to 5.24. Version 5.17 lacks them: its paged attention is compiled, and its pools are packed in graphs.
-In version 5.18 the attention implementations of continuous batching have names of their own, which start with
-``paged|``.
+In version 5.18 the attention implementations of continuous batching have other names, which start with ``paged|``.
 """
 
 from __future__ import annotations

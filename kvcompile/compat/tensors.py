@@ -16,7 +16,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-# Makes a tensor of a subclass that has sizes and a dtype, but no memory of its own.
+# Makes a tensor of a subclass that has sizes and a dtype, but no memory.
 new_wrapper = torch.Tensor._make_wrapper_subclass
 
 # The value of ``__torch_function__`` for subclasses that handle operators in ``__torch_dispatch__`` only.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.evaluation.attention_call import AttentionCall
-from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.comparison import Comparison, LayerError
 from kvcompile.evaluation.measure import OnProgress, OnResult, counted, evaluate, ignore_progress
@@ -74,7 +74,7 @@ def _by_layer(
     """The errors of all packed layers, worst first, and the suggested rules."""
     tap = AttentionTap(model)
     windows = text.windows[:, : text.schedule.num_tokens]
-    sites = sites_heard(tap, windows[0])
+    sites = sites_of_tap(tap, windows[0])
     formats: dict[str, FormatPair] = {}
     for site in sites:
         pair = policy.formats_for(site.module, site.layer, num_layers(sites))

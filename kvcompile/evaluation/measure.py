@@ -156,12 +156,12 @@ class _Run:
             The steps of every window, on the CPU; the mean loss in nats; the bits per element of the cache.
         """
         windows, nats = [], []
-        with running_eagerly(), tapped(self.model, self.sites) as heard:
+        with running_eagerly(), tapped(self.model, self.sites) as recorded:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []
                 forwards = self.model, self.model
-                for step in replay(forwards, window, with_cache(self.model, cache), self.text.schedule, heard):
+                for step in replay(forwards, window, with_cache(self.model, cache), self.text.schedule, recorded):
                     nats.append(F.cross_entropy(step.logits.float(), _targets(window, step), reduction="sum").item())
                     steps.append(step.to("cpu"))
                     self._advance("reference")
@@ -176,11 +176,11 @@ class _Run:
         if self.exact_prompt and policy.prefill == "exact":
             first = self._compiled(policy)
         # The recompile limit is off: beyond it, Dynamo would run eager code without a report.
-        with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as heard:
+        with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as recorded:
             graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
-                steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, heard)
+                steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, recorded)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:
                         self.on_progress(f"{name}: compiling graph {number} of {graphs}", self.done, self.total)

@@ -1,8 +1,8 @@
 """Numbers that are planted in a text and asked for later: a test of retrieval from the cache.
 
-A number stands in a line of its own, ``# number qzkfma = 48213``, somewhere in the part of a window that the prefill
-reads. The later steps read the same line again, so the model has to predict the digits. Each window has one number in
-each of ``count`` equal parts of the prefill, and asks for them in a random order.
+Each number has a separate line, ``# number qzkfma = 48213``, in the part of a window that the prefill reads. The later
+steps read the same line again, so the model has to predict the digits. Each window has one number in each of ``count``
+equal parts of the prefill, and asks for them in a random order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plant_numbers(text: Text, count: int, encode: Callable[[str], Sequence[int]]
     source, schedule = random.Random(seed), text.schedule
     if count > schedule.prefill:
         raise EvaluationError(
-            f"--recall {count}: a prefill of {schedule.prefill} tokens has no place for so many numbers; give fewer"
+            f"--recall {count}: a prefill of {schedule.prefill} tokens has no place for {count} numbers; give fewer"
         )
     windows = text.windows.clone()
     question = torch.full((len(windows), schedule.num_tokens), -1)

@@ -47,19 +47,19 @@ def replay(
     window: Tensor,
     cache: dict[str, Any],
     schedule: Schedule,
-    heard: list[tuple[str, Tensor]],
+    recorded: list[tuple[str, Tensor]],
 ) -> Iterator[Step]:
     """Read ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
 
     ``forwards`` are the model for the prefill and the model for the later steps. ``cache`` is the argument that
-    :func:`~kvcompile.compat.transformers.with_cache` makes, and ``heard`` the list that
+    :func:`~kvcompile.compat.transformers.with_cache` makes, and ``recorded`` the list that
     :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
     for positions in schedule.steps():
-        heard.clear()
+        recorded.clear()
         forward = forwards[0] if positions.start == 0 else forwards[1]
         logits = forward(input_ids=window[None, positions], **cache).logits[0]
-        yield Step(positions, logits, {name: output[0] for name, output in heard})
+        yield Step(positions, logits, {name: output[0] for name, output in recorded})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import did_you_mean
-from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.evaluation.layer_rules import rules_for
@@ -130,7 +130,7 @@ def tune_on(
         known.check_model(model)
     windows = text.windows[:, : text.schedule.num_tokens]
     tap = AttentionTap(model)
-    sites = sites_heard(tap, windows[0])
+    sites = sites_of_tap(tap, windows[0])
     halves, numel = half_caches(model, text.schedule, sites)
 
     def named(half: HalfCache, name: str) -> str:

@@ -117,7 +117,7 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``model``, with a code object of its own.
+    """A function that calls ``model``, with a new code object.
 
     Dynamo stores compiled code on the code object. With its own code object, a captured step is not reused, and does
     not count toward the recompile limit of the model.

@@ -81,7 +81,7 @@ def load_package(path: str | os.PathLike[str]) -> PackagedStep:
         path: the ``.pt2`` file.
 
     Returns:
-        The step, with no caches of its own: :meth:`PackagedStep.new_caches` makes them.
+        The step without caches, which :meth:`PackagedStep.new_caches` makes.
 
     Raises:
         PackageError: the file is missing, or is not a package of kvcompile.

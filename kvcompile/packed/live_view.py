@@ -126,7 +126,7 @@ def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
     """Applies ``view`` to a tensor with the shape and strides of ``viewed``.
 
     AOTAutograd must record where symbolic sizes come from. Under AOTAutograd, ``view`` is therefore applied to
-    dequantized values that nobody reads. Elsewhere, ``view`` runs under no mode except a fake mode, which handles
+    dequantized values that are not read. Elsewhere, ``view`` runs under no mode except a fake mode, which handles
     symbolic sizes.
     """
     source = viewed.source if isinstance(viewed, LiveView) else viewed

@@ -1,8 +1,8 @@
 """One rank's part of a packed cache whose tokens are divided among the ranks of a group (context parallelism).
 
-A ``PackedShard`` looks like the whole cache. Compiled graphs read and write the tokens of their own rank only. Eager
-code follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank
-that changed. All ranks must run the same eager code at the same time, because it runs collectives.
+A ``PackedShard`` looks like the whole cache. Compiled graphs read and write only the tokens of their rank. Eager code
+follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank that
+changed. All ranks must run the same eager code at the same time, because it runs collectives.
 """
 
 from __future__ import annotations
