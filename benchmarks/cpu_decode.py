@@ -5,8 +5,8 @@
 
 Times one attention module of a Hugging Face Llama, and a whole small model, with a static cache full of random values.
 The baseline is plain Inductor. Plain and packed steps take turns, so that other load on the machine slows both equally.
-Results are first compared with the uncompiled module on a plain cache with the dequantized values. The smaller the
-model and the shorter the context, the larger is the part of a step that packing adds.
+Results are first compared with the uncompiled module on a plain cache with the dequantized values. The relative
+overhead of packing is larger for smaller models and shorter contexts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def take_turns(steps: list[CompiledStep], repeats: int) -> list[Timing]:
 
 
 def compare(recorder: Recorder, workload: str, shape: Shape, dtype: str, args: argparse.Namespace) -> None:
-    """A row for plain Inductor, and one for every policy."""
+    """Add a row for plain Inductor, and a row for every policy."""
     torch._dynamo.reset()
     layers = args.layers if workload == "whole model" else 1
     model = random_model(config(shape, layers, args.vocab_size), DTYPES[dtype], CPU)
@@ -111,7 +111,7 @@ def compare(recorder: Recorder, workload: str, shape: Shape, dtype: str, args: a
 
 
 def facts(step: CompiledStep) -> dict[str, float]:
-    """The keys of a row that are not times."""
+    """The keys of a row other than times."""
     return {
         "relative_error": step.relative_error,
         "packed_layers": packed_layers(step.cache),
@@ -122,7 +122,7 @@ def facts(step: CompiledStep) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", type=argument(Shape.parse), default="1,16/4,64,4096", help="default: %(default)s")
-    parser.add_argument("--contexts", nargs="+", type=int, help="tokens of the cache (default: those of the shape)")
+    parser.add_argument("--contexts", nargs="+", type=int, help="tokens of the cache (default: as the shape)")
     parser.add_argument("--cases", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: both")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="presets or files (default: %(default)s)")

@@ -3,12 +3,12 @@
     python benchmarks/decode.py [--shapes 8,32/8,128,32768 ...] [--formats int4_per_token_head ...] [--q-len 1]
                                 [--programs-per-sm 2 4 8 ...]
 
-For every shape and format: the time of ``kvcompile::attention`` on a full cache of encoded random data. The baseline is
-the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``, without a mask, on an
-unexpanded cache. Then, for every format without a residual, the cost of masks: a mostly empty static cache with a bool
-mask, compared with a cache of only the visible tokens without a mask. Every result is first compared with the
-plain-PyTorch specification. ``--programs-per-sm`` adds rows for other numbers of programs for each multiprocessor than
-:mod:`kvcompile.kernels.attention.configs` has.
+For every shape and format, this measures the time of ``kvcompile::attention`` on a full cache of encoded random data.
+The baseline is the fastest of the cuDNN, flash and memory-efficient backends of ``scaled_dot_product_attention``,
+without a mask, on an unexpanded cache. For every format without a residual, it then measures the cost of masks: a
+mostly empty static cache with a bool mask, compared with an unmasked cache of only the visible tokens. Every result is
+first compared with the plain-PyTorch specification. ``--programs-per-sm`` adds rows for numbers of programs per
+multiprocessor that :mod:`kvcompile.kernels.attention.configs` does not have.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def time_format(
     baseline: tuple[str, Timing] | None,
     others: list[int],
 ) -> None:
-    """Add a row for a full cache of one format, and one for each of ``others``, numbers of programs."""
+    """Add a row for a full cache of one format, and a row for each number of programs in ``others``."""
     with recorder.row(case="kvcompile", shape=str(shape), format=name, q_len=q_len) as row:
         step = PackedDecode.of(shape, pair, q_len)
         row["relative_error"] = step.relative_error
@@ -92,8 +92,7 @@ def time_format(
 
 
 def time_mask(recorder: Recorder, shape: Shape, visible: int, name: str, pair: FormatPair) -> None:
-    """Add two rows: a cache of ``visible`` tokens, and a static cache of ``shape.context`` tokens of which these are
-    seen.
+    """Add a row for a cache of ``visible`` tokens, and a row for a static cache in which as many tokens are visible.
 
     The static caches are windows of one buffer. They overlap only where no token is visible.
     """

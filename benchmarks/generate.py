@@ -4,16 +4,15 @@
                                   [--cases static dynamic quanto hqq] [--layers 8] [--new-tokens 64] [--seconds 540]
 
 A model as wide as Llama 3 8B, with random weights in bfloat16, reads a prompt and decodes tokens greedily. The context
-of a shape is the length of the prompt. Each row has a model of its own, and its requests go through the public
-``generate()`` alone:
+of a shape is the length of the prompt. Each row has its own model, and its requests use only the public ``generate()``:
 
 - ``static`` and ``dynamic``: plain caches of Transformers. Transformers compiles the steps of the static one on GPUs.
 - ``quanto`` and ``hqq``: the ``QuantizedCache`` of Transformers with 4 bits, if the package is installed.
 - ``kvquant``: the model after ``kvcompile.compile(model, policy=...)``, for each policy.
 
-The first request is timed as a whole, with all compilation. Later requests give the other times, as a streamer sees
-them. The logits of the last token are then compared with the logits of the plain model, which reads all tokens at once.
-Inductor and Triton begin with empty caches on disk; a row may use kernels that an earlier row has compiled.
+The first request is timed as a whole, including compilation. The other times come from later requests, measured by a
+streamer. The logits of the last token are then compared with the logits of the plain model, which reads all tokens at
+once. Inductor and Triton begin with empty caches on disk; a row may use kernels that an earlier row has compiled.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kvcompile.policy.policy import Policy
 SHAPES = [Shape.parse(text) for text in ("1,32/8,128,1024", "1,32/8,128,16384", "8,32/8,128,4096", "32,32/8,128,1024")]
 POLICIES = ["int8_per_token_head", "int4_per_token_head"]
 MAX_ERROR = 0.3
-"""The largest allowed relative error of logits. Each layer adds an error of 4 bits; wrong tokens differ by 1.4."""
+"""The largest allowed relative error of logits. Each layer adds a 4-bit error; logits of wrong tokens differ by 1.4."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,9 @@ def error_of_last_token(requests: Requests) -> float:
 def model_for(shape: Shape, args: argparse.Namespace) -> Any:
     """A model whose embeddings have unit variance.
 
-    As in a trained model, the output of the first attention is then small beside the embeddings. With the initial
-    values of Transformers it is larger than the embeddings, and later layers amplify the error of 4 bits until the
-    logits are wrong.
+    As in a trained model, the output of the first attention is then small compared with the embeddings. With the
+    initial values of Transformers it is larger than the embeddings, and later layers amplify the error of 4-bit formats
+    until the logits are wrong.
     """
     model = random_model(config(shape, args.layers, args.vocab_size, room=args.new_tokens), DTYPE, DEVICE)
     model.get_input_embeddings().weight.normal_()
@@ -144,7 +143,7 @@ def measure(recorder: Recorder, row: Row, case: Case, shape: Shape, args: argpar
 
 
 def compare(recorder: Recorder, shape: Shape, cases: list[Case], args: argparse.Namespace) -> None:
-    """Add a row for each case. The first case that could be measured is the baseline of the others."""
+    """Add a row for each case. The first measured case is the baseline of the other rows."""
     baseline: tuple[str, Felt] | None = None
     for case in cases:
         with recorder.row(case=case.name, shape=str(shape), format=case.format) as row:

@@ -1,4 +1,4 @@
-"""Requests to ``generate()`` for benchmarks: equal requests, the times of their tokens, and clean beginnings."""
+"""Requests to ``generate()`` for benchmarks: equal requests, the times of their tokens, and empty compiler caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcompile.benching.workloads import DEVICE
 
 
 class Clock(BaseStreamer):
-    """Notes the time of each token of a request."""
+    """Records the time of each token of a request."""
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
@@ -34,7 +34,7 @@ class Clock(BaseStreamer):
 
     @property
     def to_first_token(self) -> float:
-        """Seconds until the first new token; before it, the streamer gets the prompt."""
+        """Seconds until the first new token. The streamer gets the prompt before it."""
         return self.times[2] - self.times[0]
 
     @property
@@ -60,7 +60,7 @@ class Requests:
     Attributes:
         model: the model.
         prompt: token ids, [batch, context].
-        num_new_tokens: how many tokens to decode.
+        num_new_tokens: the number of tokens to decode.
         settings: further keywords of ``generate()``.
     """
 
@@ -104,7 +104,7 @@ def synchronize() -> None:
 
 @contextlib.contextmanager
 def empty_compiler_caches() -> Iterator[None]:
-    """In the block, Inductor and Triton find none of the code that other processes compiled."""
+    """In the block, Inductor and Triton use empty caches of compiled code."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     before = {name: os.environ.pop(name, None) for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -133,5 +133,5 @@ def add_request_arguments(parser: argparse.ArgumentParser, *, layers: int, new_t
         "--new-tokens", type=int, default=new_tokens, help="of a request, at least 4 (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=540, help="rows that begin later are left out (default: %(default)s)"
+        "--seconds", type=float, default=540, help="rows that would begin later are skipped (default: %(default)s)"
     )

@@ -2,11 +2,11 @@
 
     python benchmarks/latents.py [--shapes 8,128/1,512,32768 ...] [--q-len 1]
 
-For every shape: the time of ``kvcompile::attention`` on a full cache of random latents in ``fp8_ds_mla``, which serve
-as keys and values. The baseline is the fastest of two kinds: the backends of ``scaled_dot_product_attention`` that take
-512 channels, and two matrix products with a softmax between them. Bytes are the latents, read once. With many heads the
-tensor cores are the limit; the note of a row has their operations per second. Every result is first compared with the
-plain-PyTorch specification.
+For every shape, this measures the time of ``kvcompile::attention`` on a full cache of random latents in ``fp8_ds_mla``,
+which serve as keys and values. The baseline is the fastest of two kinds: the backends of
+``scaled_dot_product_attention`` that take 512 channels, and two matrix products with a softmax between them. Bytes
+count a single read of the latents. With many heads the tensor cores are the limit; the note of a row gives operations
+per second. Every result is first compared with the plain-PyTorch specification.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def small_config(num_layers: int) -> transformers.LlamaConfig:
 
 
 def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with random weights, the same at every call."""
+    """The model with random weights, which are equal in every call."""
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -60,7 +60,7 @@ def random_model(config: transformers.LlamaConfig, dtype: torch.dtype, device: t
 def empty_cache(
     config: transformers.LlamaConfig, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> transformers.StaticCache:
-    """A static cache with room for ``shape.context`` tokens, all of which but the last count as filled."""
+    """A static cache with room for ``shape.context`` tokens. All tokens except the last count as filled."""
     cache = transformers.StaticCache(config=config, max_cache_len=shape.context)
     cache.early_initialization(shape.batch, shape.num_kv_heads, shape.head_dim, dtype, device)
     rewind(cache)

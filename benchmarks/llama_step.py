@@ -4,8 +4,8 @@
                                     [--modes default reduce-overhead] [--layers 8]
 
 A model as wide as Llama 3 8B, with fewer layers and random weights in bfloat16, decodes one token. Its static cache is
-full of random values except for the last token. For every shape and mode: the time of a step, the memory, and the
-floor, which is the time of reading the cache and all weights except the input embeddings once. The baseline is plain
+full of random values except for the last token. For every shape and mode, this measures the time of a step, the memory,
+and the floor: the time to read the cache and all weights except the input embeddings once. The baseline is plain
 ``torch.compile`` in the same mode. Before a step is timed, its logits are compared with the logits of the uncompiled
 model on a plain cache with the dequantized values.
 """
@@ -37,7 +37,7 @@ MODES = {
     "default": {},
     "reduce-overhead": {"triton.cudagraphs": True},
 }
-"""Modes of ``torch.compile``, as the options that they stand for: a mode cannot be combined with other options."""
+"""Modes of ``torch.compile`` as the equivalent options, because a mode cannot be combined with options."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Baseline:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads: all except the input embeddings, of which it reads only a few rows."""
+    """Bytes of the weights that a step reads: all except the input embeddings, whose rows are mostly unread."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     return total - model.get_input_embeddings().weight.nbytes
 
@@ -58,7 +58,7 @@ def weight_bytes(model: Any) -> int:
 def measure(
     recorder: Recorder, row: Row, model: Any, shape: Shape, compiled: Any, baseline: Baseline | None
 ) -> Baseline:
-    """Fill in the row of a compiled model, and return it as a baseline for others."""
+    """Fill in the row of a compiled model, and return it as a baseline for other rows."""
     ids = torch.zeros(shape.batch, 1, dtype=torch.long, device=DEVICE)
 
     def run(step: Any, cache: transformers.StaticCache) -> Tensor:
@@ -96,7 +96,7 @@ def forget_compiled() -> None:
 
 
 def compare(recorder: Recorder, model: Any, shape: Shape, mode: str, policies: list[str]) -> None:
-    """Add a row for the plain model, and one for every policy."""
+    """Add a row for the plain model, and a row for every policy."""
     baseline = None
     with recorder.row(case="torch.compile", shape=str(shape), format="plain", mode=mode) as row:
         forget_compiled()

@@ -1,17 +1,17 @@
-"""A decode step on one GPU and on several: tensor parallel, and one context that the ranks hold together.
+"""A decode step on one GPU and on several: tensor parallel and context parallel.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py [--tensor-shape 8,32/8,128,32768] [--layers 16] ...
     python benchmarks/parallel.py --help
 
-Ranks run a model as wide as Llama 3 8B with random weights in bfloat16. First the first rank runs it alone, and the
-others wait. The baseline of a row is the same step on one rank.
+Ranks run a model as wide as Llama 3 8B with random weights in bfloat16. First, rank 0 runs it alone while the others
+wait. The baseline of a row is the same step on one rank.
 
 - tensor parallel: PyTorch distributes weights and KV heads (``parallelize_module``). Caches are full of random values.
 - context parallel: every rank has all weights and a part of the tokens (``context_parallel=``). Full shards of random
   values are decoded.
 
-The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat
-together; its time is the time of the slowest rank.
+The logits of the first step are compared with the logits of one rank on the same cache. All ranks begin a repeat at the
+same time. The slowest rank determines its time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ERROR = 5e-2
 """The largest allowed relative error of logits: ranks sum in another order, and every layer rounds to bfloat16."""
 
 FILLED_AT_ONCE = 240 * 64
-"""Tokens that are random numbers at a time: blocks of 64, which up to 6, 8, 10, 12, 15 or 16 ranks share evenly."""
+"""Tokens that are drawn at a time: a number of blocks of 64 that up to 6, 8, 10, 12, 15 or 16 ranks divide evenly."""
 
 STEPS = 20
 """Steps of a repeat."""
@@ -60,8 +60,8 @@ class Ranks:
 
     Attributes:
         rank: this process.
-        size: the processes that run the model.
-        mesh: the mesh of these processes; None for one alone.
+        size: the number of processes that run the model.
+        mesh: the mesh of these processes; None for a single process.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Ranks:
     mesh: Any = None
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of each number over all ranks."""
+        """The element-wise maximum of ``seconds`` over all ranks."""
         if self.mesh is None:
             return seconds
         largest = torch.tensor(seconds, device=DEVICE)
@@ -94,7 +94,7 @@ def distributed(model: Any, ranks: Ranks) -> Any:
 
 
 def fill(cache: Any, ranks: Ranks) -> None:
-    """Fill a cache with the part of this rank of random tokens, the same for any number of ranks."""
+    """Fill a cache with this rank's part of random tokens that do not depend on the number of ranks."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     for layer in cache.layers:
         for whole in (layer.keys, layer.values):
@@ -136,12 +136,12 @@ def time_steps(step: Callable[[], object], cache: Any, ranks: Ranks, repeats: in
 
 @dataclass(frozen=True)
 class Job:
-    """One step that is measured on one rank and on all.
+    """A step that is measured on one rank and on all ranks.
 
     Attributes:
         case: ``tensor parallel`` or ``context parallel``.
         shape: its caches.
-        policy: of kvcompile; None for plain ``torch.compile``.
+        policy: the policy of kvcompile; None for plain ``torch.compile``.
         mode: a key of MODES.
     """
 

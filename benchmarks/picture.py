@@ -34,7 +34,7 @@ FORMATS = {
     "int4_per_token_head": ("kvquant, int4_per_token_head", "#f58518"),
     "turboquant_3bit_nc": ("kvquant, turboquant_3bit_nc", "#b279a2"),
 }
-"""The name and the colour of each format, in the order of the bars. A file may hold some of them."""
+"""The name and the colour of each format, in the order of the bars. A file may lack some formats."""
 
 
 def by_shape(results: Results) -> dict[str, dict[str, Row]]:
@@ -97,7 +97,7 @@ def _bars(
     error: Callable[[Row], float] | None = None,
     hatch: str | None = None,
 ) -> None:
-    """A group of bars for every shape. Hatched bars lie on top of others, and have no labels of their own."""
+    """A group of bars for every shape. Hatched bars lie on top of other bars, and have no labels."""
     formats = [name for name in FORMATS if any(name in of_shape for of_shape in rows.values())]
     width = 0.9 / len(formats)
     for place, name in enumerate(formats):

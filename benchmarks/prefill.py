@@ -44,7 +44,7 @@ Result = tuple[Tensor, Tensor, Tensor]
 
 
 def prefill_growing(query: Tensor, key: Tensor, value: Tensor, one: Tensor) -> Result:
-    """``one`` is 1. It makes K and V results of the graph, as in a model, and not inputs."""
+    """``one`` is 1. Multiplication by it makes K and V results of the graph, as in a model, instead of inputs."""
     cache = DynamicLayer()
     key, value = cache.update(key * one, value * one)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), cache.keys, cache.values

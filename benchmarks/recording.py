@@ -56,7 +56,7 @@ COLUMNS = {
     "case": Column("case", "", "the operation or step that is timed"),
     "shape": Column("shape", "", "(batch, query heads/KV heads, head_dim, context in tokens)"),
     "context": Column("context", "d", "tokens of each sequence"),
-    "users": Column("users", "d", "sequences that the planner promises in the memory of the run"),
+    "users": Column("users", "d", "sequences that fit into the memory of the run, by the planner"),
     "format": Column("format", "", "preset or format of the cache; `plain`: an ordinary tensor"),
     "exact": Column("exact", "", "tokens of each head that are kept in full precision"),
     "part": Column("part", "", "`key` or `value`"),
@@ -97,19 +97,19 @@ AXIS_TITLES = {
     "speedup": "times as fast as the baseline:\n{baseline}",
     "first_token_speedup": "first token, times as fast as the baseline:\n{baseline}",
     "tokens_per_second": "tokens per second of all sequences",
-    "throughput": "tokens per second, times those of the baseline:\n{baseline}",
+    "throughput": "tokens per second, relative to the baseline:\n{baseline}",
 }
-"""Titles of the axes of plots, where they differ from the titles of columns."""
+"""Titles of the axes of plots, if they differ from the titles of columns."""
 
 AMOUNTS = frozenset({"tokens_per_second"})
-"""Keys of plots that are no ratios to a baseline or a ceiling, so that 1 is a value like any other."""
+"""Keys of plots that are not ratios to a baseline or a ceiling, so plots draw no line at 1."""
 
 UNITS = {
     "threads": ("{} thread", "{} threads"),
     "ranks": ("{} rank", "{} ranks"),
     "context": ("sequences of {} token", "sequences of {:,} tokens"),
 }
-"""Numbers with their units in plots: one of them, and several."""
+"""Numbers with their units in plots, in the singular and the plural."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +156,14 @@ class Results:
         return cls(chart=Chart(chart["group"], tuple(chart["labels"]), tuple(chart["values"])), **fields)
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step, so that a reader never sees a part of it."""
+        """Replace the file atomically, so that readers never see an incomplete file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         partial.replace(path)
 
     def table(self) -> Table:
-        """A table of the rows, with a column for every key that some row has."""
+        """A table of the rows, with a column for every key in them."""
         ceilings = "".join(f", {name} {ceiling / 1e12:.2f} TB/s" for name, ceiling in self.ceilings.items())
         title = f"{self.benchmark}: {self.device['name']}{ceilings}"
         table = Table(title=title, title_justify="left", title_style="", box=box.MARKDOWN)
@@ -186,7 +186,7 @@ class Recorder:
 
     Attributes:
         results: the results so far.
-        path: the JSON file; the plot is beside it.
+        path: the JSON file. The plot is in the same folder.
     """
 
     def __init__(self, arguments: argparse.Namespace, chart: Chart, device_type: str = "cuda") -> None:
@@ -206,9 +206,9 @@ class Recorder:
         CONSOLE.print(f"{time.monotonic() - self._begin:5.0f} s: {doing}", markup=False)
 
     def check_time(self, seconds: float) -> None:
-        """Raise BenchError if the run has lasted ``seconds`` already."""
+        """Raise BenchError if the run has already lasted ``seconds``."""
         if time.monotonic() - self._begin > seconds:
-            raise BenchError(f"not measured: the run had lasted {seconds:.0f} s already; raise --seconds")
+            raise BenchError(f"not measured: the run had already lasted {seconds:.0f} s; raise --seconds")
 
     @contextlib.contextmanager
     def row(self, **row: Any) -> Iterator[Row]:
@@ -317,7 +317,7 @@ def _value_in_words(key: str, row: Row, short: bool = False) -> str:
 
 
 def in_words(text: str, short: bool = False) -> str:
-    """A shape such as ``(8, 32/8, 128, 32768)`` in words, in short without heads; other text with thousands marked."""
+    """A shape such as ``(8, 32/8, 128, 32768)`` in words, without heads if ``short``; other text with commas."""
     match = re.fullmatch(r"\((\d+), (?:(\d+)/)?(\d+), (\d+), (\d+)\)", str(text))
     if match is None:
         return re.sub(r"\b\d{4,}\b", lambda number: f"{int(number[0]):,}", str(text))

@@ -1,11 +1,11 @@
-"""The time for the digests of a saved cache: ``load_cache`` with and without ``verify``.
+"""The time to check the digests of a saved cache: ``load_cache`` with and without ``verify``.
 
     python benchmarks/saved_cache.py [--shape 1,32/8,128,32768] [--layers 8] [--policy int8_per_token_head]
 
 A packed cache of random tokens is saved to a temporary file, and loaded to the GPU if there is one. On a CPU a loaded
-cache is a mapping of its file, so that a copy of all its bytes counts as a part of the load. Loads with and without
-digests take turns. *mapped* means that the file is in the page cache of the system; *cold* means that it was
-dropped from it before each load, as far as the system complies.
+cache is a mapping of its file, so a load includes a copy of all its bytes. Loads with and without digests take turns.
+*mapped* means that the file is in the page cache of the system; *cold* means that it was dropped from the page cache
+before each load, as far as the system complies.
 """
 
 from __future__ import annotations

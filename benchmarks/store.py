@@ -2,10 +2,10 @@
 
     python benchmarks/store.py [--context 32768] [--batches 1 8] [--formats int4_per_token_head ...]
 
-For keys and values of every format: the time of ``kvcompile::store`` for a prefill of ``--context`` tokens, and for one
-token. Vectors have the strides of projections: [batch, tokens, heads, head_dim], transposed. Bytes are the vectors,
-which are read, and the packed tokens, which are written. Every result is first compared with the plain-PyTorch
-specification.
+For keys and values of every format, this measures the time of ``kvcompile::store`` for a prefill of ``--context``
+tokens, and for one token. Vectors have the strides of projections: [batch, tokens, heads, head_dim], transposed. Bytes
+count the vectors that are read and the packed tokens that are written. Every result is first compared with the
+plain-PyTorch specification.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor
     Raises:
         ArithmeticError: the error is too large.
     """
-    data.fill_(0xFF)  # bytes that are not written read as NaN or as a wrong number
+    data.fill_(0xFF)  # unwritten bytes decode to NaN or to a wrong number
     store(layout, data, x, positions)
     errors = []
     for index in (0, -1):
@@ -54,7 +54,7 @@ def check_store(layout: PackedLayout, data: Tensor, x: Tensor, positions: Tensor
 def store_inputs(layout: PackedLayout, args: argparse.Namespace, batch: int, num_tokens: int, count: int) -> list:
     """``count`` sets of inputs of :func:`store`, each with its own cache.
 
-    Sets of single tokens share one cache instead; each token goes to the end of another block.
+    Sets of single tokens share one cache, and each token goes to the end of another block.
     """
     size = layout.shape(args.context, batch, args.num_kv_heads)
     caches = 1 if num_tokens == 1 else count

@@ -1,11 +1,12 @@
-"""Tokens a second of as many sequences as ``kvcompile plan`` promises in a given memory.
+"""Tokens per second of as many sequences as fit into a given memory according to ``kvcompile plan``.
 
     python benchmarks/throughput.py [--memory 75GiB] [--contexts 8192] [--policies bf16 int8_per_token_head ...]
                                     [--layers 32] [--new-tokens 24] [--seconds 540]
 
-A Llama 3 8B with random weights in bfloat16 decodes with full caches. For every context and policy the planner says how
-many users fit into the memory. The process may then allocate no more than this memory, and ``generate()`` continues the
-conversations of this number of users, each with a static cache of random tokens. A row fails if the plan does not fit.
+A Llama 3 8B with random weights in bfloat16 decodes with full caches. For every context and policy, the planner
+computes how many users fit into the memory. The process may then allocate at most this memory, and ``generate()``
+continues the conversations of this number of users, each with a static cache of random tokens. A row fails if the users
+do not fit.
 
 The policy ``bf16`` stands for plain caches, whose steps Transformers compiles. All other policies are arguments of
 ``kvcompile.compile``. The logits of the first user's last token are compared with an uncompiled step on the values that
@@ -48,17 +49,17 @@ from kvcompile.planning.units import parse_context, parse_size
 PLAIN = "bf16"
 POLICIES = [PLAIN, "bfloat16", "int8_per_token_head", "int4_per_token_head"]
 MAX_ERROR = 0.1
-"""The largest allowed relative error of logits. 32 layers that round to bfloat16 have reached 0.06."""
+"""The largest allowed relative error of logits. 32 layers that round to bfloat16 reach 0.06."""
 
 FILLED_AT_ONCE = 1 << 27
 """The number of cache values that are drawn at once."""
 
 
 def promised_users(model: dict[str, Any], policy: str, context: int, memory: int, reserve: int) -> int:
-    """The number of users with ``context`` tokens each that the planner promises.
+    """The number of users with ``context`` tokens each that fit according to the planner.
 
     Raises:
-        BenchError: not one user fits.
+        BenchError: no user fits.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -156,7 +157,7 @@ def measure(recorder: Recorder, row: Row, policy: str, shape: Shape, args: argpa
 
 
 def compare(recorder: Recorder, context: int, args: argparse.Namespace) -> None:
-    """Add a row for every policy. The first policy that could be measured is the baseline of the others."""
+    """Add a row for every policy. The first measured policy is the baseline of the other rows."""
     baseline: Row | None = None
     for policy in args.policies:
         case, name = ("static", "plain") if policy == PLAIN else ("kvquant", policy)

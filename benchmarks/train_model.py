@@ -4,8 +4,8 @@
 
 The model is a Llama of about 100 million parameters with 4 query heads per KV head, head_dim 128 and RoPE. A token is a
 byte. It reads the Python sources of the installed packages; some files are held out and written to FOLDER/val.bin.
-Windows of the training contain planted numbers (:mod:`kvcompile.evaluation.recall`), so that the model learns to
-retrieve. The first part of the time trains on short windows, the rest on windows of ``--context`` tokens.
+Training windows contain planted numbers (:mod:`kvcompile.evaluation.recall`), so that the model learns to retrieve. The
+training begins with short windows and continues with windows of ``--context`` tokens.
 
     python -m kvcompile eval --model FOLDER --prefill 31744 --decode 1024 --chunk 64 --recall 32
 """
@@ -32,7 +32,7 @@ HELD_OUT_EVERY = 64
 MOST_BYTES = 1 << 29
 SHORT_CONTEXT = 4096
 SHORT_FRACTION = 0.6
-"""The part of the time in which windows are short: attention to long windows costs five times as much a token."""
+"""The part of the time with short windows: with long windows, attention costs five times as much per token."""
 TOKENS_PER_STEP = 1 << 16
 LEARNING_RATE = 1e-3
 TOKENS_PER_NUMBER = 512

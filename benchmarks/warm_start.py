@@ -2,10 +2,10 @@
 
     python benchmarks/warm_start.py [--layers 16] [--policy int8_per_token_head] [--device cpu]
 
-A small Llama with a static cache decodes one token. Each time is measured in its own process: first with empty caches
-of compiled code, then with the caches that the first process filled. The cases are plain ``torch.compile``; ``kvquant``
-with a cache that is packed from the start; and ``kvquant`` with a plain cache of the caller, which compiles a second
-graph in the second call. Times are wall clock seconds of the first two calls together. Imports are left out.
+A small Llama with a static cache decodes one token. Each time is measured in a separate process, first with empty
+caches of compiled code, and then with the caches that the first process filled. The cases are plain ``torch.compile``;
+``kvquant`` with a cache that is packed from the start; and ``kvquant`` with a plain cache of the caller, which compiles
+a second graph in the second call. Times are wall clock seconds of the first two calls together, without imports.
 """
 
 from __future__ import annotations

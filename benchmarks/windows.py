@@ -3,9 +3,9 @@
     python benchmarks/windows.py [--shapes 8,32/8,128,32768 ...] [--formats int4 ...] [--residual 128] [--sinks 64]
 
 A step is measured as compiled graphs run it: a static cache, a bool mask whose visible range is known, and a position
-in the middle of a block. The baseline is the same step on the same packed tokens without tokens in full precision. A
-cache without them cannot be written if scales are per channel; the baseline of its store is ``int4_per_token_head``.
-Every result is first compared with the plain-PyTorch specification.
+in the middle of a block. The baseline is the same step on the same packed tokens without tokens in full precision. If
+scales are per channel, a cache without exact tokens cannot be written, so the baseline of its store is
+``int4_per_token_head``. Every result is first compared with the plain-PyTorch specification.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvcompile.passes.site import FormatPair
 SHAPES = [Shape.parse(text) for text in ("8,32/8,128,32768", "1,32/8,128,131072")]
 FORMATS = ["int8_per_token_head", "int4", "int4_per_token_head", "turboquant_4bit_nc", "turboquant_3bit_nc"]
 HIDDEN = 21
-"""Tokens at the end of the cache that the step does not see, so that it ends in the middle of a block."""
+"""Masked tokens at the end of the cache, so that the step ends in the middle of a block."""
 
 
 class WithoutWindows(Caches):
-    """The packed tokens of caches whose exact blocks are cut off."""
+    """Caches without their exact blocks: only the packed tokens remain."""
 
     @property
     def layouts(self) -> tuple[PackedLayout, PackedLayout]:  # type: ignore[override]

@@ -3,7 +3,7 @@
     python docs/make_pages.py            # after a change of formats, policy, refusals, passes or results of benchmarks
     python docs/make_pages.py --check    # change nothing; exit with 1 if a page is out of date
 
-The text between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->`` is the result of the function. All other text
+The text between ``<!-- made by MODULE.FUNCTION -->`` and ``<!-- end -->`` is the result of a function. All other text
 is written by hand. ``tests/pages/test_docs.py`` fails if a page is out of date.
 """
 
@@ -27,7 +27,7 @@ def pages() -> list[Path]:
 
 
 def made(text: str) -> str:
-    """A page's text with all its parts generated again."""
+    """The text of a page with all generated parts renewed."""
 
     def make(part: re.Match[str]) -> str:
         begin, module, function, end = part.groups()

@@ -20,14 +20,14 @@ Verdict = dict[str, Any]
 
 
 def section() -> str:
-    """The end of coverage.md, with the marks of its made part."""
+    """The end of coverage.md, with the markers of its generated part."""
     return f"\n{TITLE}\n\n{_INTRODUCTION}\n\n<!-- made by outside_parts.judges -->\n\n{judges()}\n\n<!-- end -->\n"
 
 
 _INTRODUCTION = """\
-A judge from outside is a test module or a reference model of another project, unchanged. The tests run twice: plainly,
-and on packed caches. A test that passes plainly must pass on packed caches. A run that packs nothing fails as an empty
-judge. Graphs run node by node on a CPU.
+A judge from outside is an unchanged test module or reference model of another project. Its tests run twice: without
+kvcompile (plainly), and on packed caches. A test that passes plainly must also pass on packed caches. A run that packs
+nothing fails as an empty judge. Graphs run node by node on a CPU.
 
 | way | what is packed |
 |---|---|
@@ -76,8 +76,8 @@ def _summary(verdicts: list[Verdict]) -> str:
     empty = sum(not verdict["packed_calls"] and not verdict["packed_caches"] for verdict in verdicts)
     return (
         f"{len({verdict['judge'] for verdict in verdicts})} judges ran in {len(verdicts)} runs. {plain} tests and "
-        f"models pass plainly, and {packed} of these pass packed.\n{known} of the other {plain - packed} fail for a "
-        "reason that is no fault of packed caches; the notes name it.\n"
+        f"models pass plainly, and {packed} of these pass packed.\n{known} of the other {plain - packed} fail for "
+        "reasons that are not faults of packed caches; the notes name them.\n"
         f"{empty} runs are empty judges: nothing was packed."
     )
 

@@ -1,4 +1,4 @@
-"""The generated part of the page on packed caches: the effect of each operator with a handler on each class.
+"""The generated part of the page on packed caches: the effect of each operator on each class.
 
 The table comes from the tables of handlers in ``kvcompile/packed/``; :mod:`make_pages` puts it into the page.
 """

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "quality_32k.json"
 
 
 def long_context() -> str:
-    """The quality that each policy costs, and the planted numbers that the model still retrieves."""
+    """The loss of quality under each policy, and the planted numbers that the model still retrieves."""
     evaluation = json.loads(RESULTS.read_text(encoding="utf-8"))
     first = evaluation["results"][0]
     distances = [one["distance"] for one in first["recalled"]]

@@ -135,7 +135,7 @@ def _unusable(formats: list[Format]) -> list[str]:
 
 
 def calibrated_bases() -> str:
-    """The changes that a calibrated format makes to vectors before it quantizes them."""
+    """The transformation of vectors in a calibrated format before quantization."""
     return from_docstring(bases)[1]
 
 
@@ -248,7 +248,7 @@ def policy_names() -> str:
     lists = {
         "Presets": list(presets.PRESETS),
         "Presets that need `transforms`": list(presets.CALIBRATED_PRESETS),
-        "Formats with names of their own": singles,
+        "Formats that are not presets": singles,
         "Formats that need `transforms`": list(CALIBRATED_FORMATS),
         "Formats of latents that serve as keys and values": list(LATENT_FORMATS),
         "No format, the cache stays unpacked": [presets.AUTO],

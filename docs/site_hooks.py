@@ -1,8 +1,8 @@
 """Hooks of MkDocs: the pages of the repository as one site.
 
-The README becomes the start page, and other pages outside docs/ get names of their own. A link between two files
-becomes a link between their pages; a link to any other file becomes the file's name. The API page lists all
-public names; their text comes from the docstrings.
+The README becomes the start page, and other pages outside docs/ get new names. A link between two files becomes a link
+between their pages; a link to any other file becomes the file's name. The API page lists all public names; their text
+comes from the docstrings.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python docs/sweep.py                          # all model types: an hour on a few cores
     python docs/sweep.py --architectures llama,t5 # only these; coverage.json keeps its results for the others
-    python docs/sweep.py --missing                # cases that are not in coverage.json yet
+    python docs/sweep.py --missing                # cases that coverage.json lacks
 
 The installed Transformers gives the list of model types (``docs/sweep_library.py``). Every type runs in its own
 process, with static and dynamic caches (``docs/sweep_case.py``). The types of ``docs/sweep_models.py`` run with every
 attention implementation that they support, and all others with ``scaled_dot_product_attention``. A type that crashes or
-hangs becomes a row like any other. Results go to ``coverage.json`` after each type. ``coverage.md`` is made from it.
+hangs also gets a row. Results go to ``coverage.json`` after each type, and ``coverage.md`` is generated from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: Cases = [(attention, cache) for attention in get_args(Implementation) for
 SDPA: Cases = [case for case in CASES if case[0] == "sdpa"]
 """The cases of a model type whose sizes come from the rule of ``sweep_library.py``."""
 EAGER: Cases = [case for case in CASES if case[0] == "eager"]
-"""The cases that follow if such a type has no sdpa."""
+"""The further cases of such a type if it has no sdpa."""
 TIMEOUT = 900
 """Seconds for one architecture."""
 
@@ -101,7 +101,7 @@ class Run:
 
 
 def _has_no_sdpa(name: str, results: Sequence[CaseResult]) -> bool:
-    """Whether ``results`` say that a model type has no sdpa, so that it also runs eager attention."""
+    """Whether a model type has no sdpa according to ``results``, so that eager attention runs too."""
     missing = [result.skipped == NO_ATTENTION.format("sdpa") for result in results if result.attention == "sdpa"]
     return name not in ARCHITECTURES and len(missing) > 0 and all(missing)
 
@@ -118,7 +118,7 @@ def is_built(cases: Iterable[CaseResult]) -> bool:
 
 
 def has_cache(cases: Iterable[CaseResult]) -> bool:
-    """Whether some case exists in which a layer keeps keys and values, or fails."""
+    """Whether a layer keeps keys and values, or a case fails."""
     return any(case.failure or case.cached for case in cases)
 
 
@@ -185,7 +185,7 @@ def page(results: Results, versions: Mapping[str, str], not_run: Sequence[str] =
         "No case runs, or no layer keeps keys and values in a cache of Transformers: " + _listed(others),
         "",
         "No small model, because the sizes are fields of other names, or belong to parts for images and sound (the "
-        "text part often is a type of its own, such as `gemma3_text`): " + _listed(not_built),
+        "text part is often a separate type, such as `gemma3_text`): " + _listed(not_built),
         *(["", "Not run yet (`python docs/sweep.py --missing`): " + _listed(not_run)] if not_run else []),
     ]
     return "\n".join(lines) + "\n"
@@ -206,7 +206,7 @@ The sizes of most models come from one rule (`docs/sweep_library.py`). These mod
 error is the relative L2 distance of all logits from a reference: the uncompiled model, whose caches are quantized on
 write and dequantized on read. In the reference, attention that was not packed reads new keys and values before they are
 quantized. The limit is {max_error:g}, which is less than the effect of one wrong token in a mask. A code that is
-rounded the other way changes the logits by 1e-4; rows without such a code are at 1e-7. Numbers in brackets refer to
+rounded differently changes the logits by 1e-4; rows without such a code are at 1e-7. Numbers in brackets refer to
 reasons and notes below the table. `-` stands for a case that the model does not support, compiled or not.
 
 ```sh
@@ -215,7 +215,7 @@ python docs/sweep.py
 
 
 def _releases(results: Results) -> list[str]:
-    """How many of the types ran on which release of Transformers, if it was not one release."""
+    """The number of types by release of Transformers, if there were several releases."""
     ran_on = Counter(max(case.transformers for case in cases) for cases in results.values())
     if len(ran_on) < 2:
         return []

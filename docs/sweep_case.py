@@ -4,8 +4,8 @@ The case feeds a prompt, single tokens and a chunk of tokens, enough to fill a s
 graphs, which then run node by node: generating code would take most of the time and test nothing about the passes.
 
 The reference is the uncompiled model with plain caches. Its new keys and values pass through the specification of the
-format, in each step for exactly the layers that the compiled run has packed by then. In the reference, attention that
-was not packed reads new keys and values before they are quantized. Some models compute different logits under
+format, in each step for exactly the layers that the compiled run has packed at this step. In the reference, attention
+that was not packed reads new keys and values before they are quantized. Some models compute different logits under
 ``torch.compile`` with any backend; these are compared with the same model under the backend ``eager``.
 """
 
@@ -39,8 +39,9 @@ MAX_LEN = 48
 STEPS = (11, 1, 1, 4, 1, 1)
 """Tokens of each call. They are 19 in total; the windows of the small models have 16 tokens."""
 MAX_ERROR = 2e-3
-"""Largest relative L2 error of the logits. One int8 code that is rounded the other way causes about a tenth of it; one
-token too many or too few in a mask causes ten times as much."""
+"""Largest relative L2 error of the logits. A single int8 code that is rounded differently causes about a tenth of it;
+an additional or missing token in a mask causes ten times as much.
+"""
 NO_ATTENTION = "Transformers has no {} attention for it"
 NOT_BUILT = "no small model: "
 """The beginning of the reason why a model type has no case."""
@@ -130,7 +131,7 @@ def run_case(
     policy: str = "int8_per_token_head",
     steps: Sequence[int] = STEPS,
 ) -> CaseResult:
-    """Run one case, with one call for each number of tokens in ``steps``. Failures are part of the result."""
+    """Run one case, with a call for each number of tokens in ``steps``. The result records failures."""
     result = CaseResult(architecture, attention, kind)
     try:
         model = architecture_of(architecture).build(architecture, attention)
@@ -187,7 +188,7 @@ class _Case:
         result.cached, result.full = len(layers), len(full)
         result.packed, result.packed_full = len(packed), len(packed & full)
         result.rewritten, result.refusals = _by_module(report)
-        if not result.refusals:  # after a graph break in a layer, Dynamo knows no names; its sites look like one
+        if not result.refusals:  # after a graph break in a layer, Dynamo has no names for sites
             result.rewritten = result.packed
         result.notes = list(report.notes)
 
@@ -278,7 +279,7 @@ def _is_packed(layer: Any) -> bool:
 
 
 def left_alone(sites: Sequence[Site]) -> set[tuple[int, int]]:
-    """The layers of whose attention nothing was rewritten; a layer may have further attention without a cache."""
+    """The layers without rewritten attention; a layer may have further attention without a cache."""
     rewritten = {site.layer for site in sites if site.rewritten}
     return {(0, site.layer) for site in sites if site.layer is not None and site.layer not in rewritten}
 
@@ -309,7 +310,7 @@ def _quantizing(
 ) -> Iterator[None]:
     """Let updates of these layers of a plain cache store quantized values, as a packed cache does.
 
-    Tokens that the layers hold already are quantized as well. The updates of layers in ``left_alone`` return the new
+    Tokens that the layers already hold are quantized as well. The updates of layers in ``left_alone`` return the new
     keys and values before they are quantized.
     """
     formats = policy.formats_for("", 0, 1)

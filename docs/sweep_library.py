@@ -1,8 +1,8 @@
 """The model types of the installed Transformers, with small configurations made by one rule.
 
 The list is the library's own: every type with a class for causal language models or for encoder-decoder text models.
-:data:`sweep_models.ARCHITECTURES` has the types whose sizes need a choice; all others get the sizes of
-:data:`STANDARD`, as far as their configuration class has fields of these names.
+:data:`sweep_models.ARCHITECTURES` has the types whose sizes are chosen by hand. All other types get the sizes in
+:data:`STANDARD` whose names are fields of their configuration class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MAX_PARAMETERS = 2 * 10**7
-"""More parameters show that the sizes did not reach a part of the model."""
+"""The maximum number of parameters. A model with more has a part that ignores the sizes."""
 
 STANDARD: dict[str, Any] = {
     **sweep_models.DECODER,

@@ -1,7 +1,7 @@
 """The generated parts of the page on how the passes work: a decode step, its graph at every stage, its output code.
 
-The step is really compiled, up to the code that Inductor generates, without a C++ compiler and without a GPU. Every
-public function returns Markdown for one part; :mod:`make_pages` puts the parts into the page.
+The step is compiled up to the code that Inductor generates, without a C++ compiler and without a GPU. Every public
+function returns Markdown for one part; :mod:`make_pages` puts the parts into the page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CachedAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One layer, without the projections around its attention, which the passes do not change."""
+    """One layer without its projections, which the passes do not change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A small byte-level Llama, trained on the source of Python's standard library and kept in the user's cache directory.
 
-Every token is a byte, so the model needs no tokenizer and no download. Some seconds of training give keys and values
-that are not random, but the model predicts poorly.
+Every token is a byte, so the model needs no tokenizer and no download. After some seconds of training, its keys and
+values are not random, but it predicts poorly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recipe:
     """The sizes and the training of the model; equal recipes share a trained model.
 
     Attributes:
-        seconds: CPU time of the training, unless ``steps`` is given. Other programs do not shorten it.
+        seconds: CPU time of the training, unless ``steps`` is given. It does not depend on other programs.
         steps: number of optimizer steps, for a result that does not depend on the machine's speed.
         seed: the seed of the weights and of the order of the data.
         num_layers, context, batch_size, learning_rate: further parameters.

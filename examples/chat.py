@@ -1,4 +1,4 @@
-"""A chat in the terminal on a packed KV cache: answers stream, and the cache of the system prompt is kept in a file.
+"""A chat in the terminal with a packed KV cache. Answers stream, and the cache of the system prompt is saved to a file.
 
     python examples/chat.py                                     # a tiny random model: it answers nonsense
     python examples/chat.py --model PATH_TO_A_MODEL --policy int4 --system "You are brief."
@@ -115,7 +115,7 @@ class Chat:
         return done
 
     def answer(self, message: str, new_tokens: int, write: Callable[[str], object]) -> Stream:
-        """Stream the answer to a message, and keep both in the conversation."""
+        """Stream the answer to a message. Both become part of the conversation."""
         new = self._encoded([{"role": "user", "content": message}], reply=True)
         prompt = torch.cat([self.tokens, new], dim=1)
         stream = Stream(self.tokenizer.decode, write)
@@ -163,7 +163,7 @@ def converse(chat: Chat, messages: Iterable[str], new_tokens: int, console: Cons
 
 
 def typed(console: Console) -> Iterable[str]:
-    """The lines of the input without the empty ones; a terminal shows a prompt."""
+    """The nonempty lines of the input; a terminal shows a prompt."""
     while True:
         if sys.stdin.isatty():
             console.out("> ", end="")
@@ -175,7 +175,7 @@ def typed(console: Console) -> Iterable[str]:
 
 
 def loaded(name: str | None, device: str) -> tuple[Any, Any]:
-    """A model and its tokenizer; the tiny random model without a name."""
+    """A model and its tokenizer; the tiny random model if ``name`` is None."""
     if name is None:
         return tiny_llama(2).to(torch.bfloat16), Bytes()
     try:

@@ -1,4 +1,4 @@
-"""``generate()`` of Hugging Face on packed caches: a static cache and the default, growing one.
+"""``generate()`` of Hugging Face on packed caches: a static cache, and the default cache, which grows.
 
 python examples/hugging_face_generate.py
 python examples/hugging_face_generate.py --policy turboquant_4bit_nc

@@ -3,8 +3,8 @@
     python examples/inspect_with_depyf.py                      # writes ./kvcompile_dump
     python examples/inspect_with_depyf.py --out DIR --policy int4_per_token_head
 
-The model has two hand-written layers with random weights. The second layer uses its cache for another purpose, so this
-cache is not packed; the dump and the report name the reason.
+The model has two hand-written layers with random weights. The second layer also uses its cache for another purpose, so
+this cache is not packed. The dump and the report give the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SITE = "layers.0"
 
 
 class CachedAttention(nn.Module):
-    """Causal attention with grouped queries and a cache of its own."""
+    """Causal attention with grouped queries and its own cache."""
 
     def __init__(self, watched: bool) -> None:
         """``watched``: whether each step also computes the largest cached key."""

@@ -40,7 +40,7 @@ LLAMA_3_1_8B = {
 
 
 def plan_for(config: Path | None, policies: Sequence[str]) -> Plan:
-    """The plan for a model's ``config.json``; None stands for Llama 3.1 8B."""
+    """The plan for a model's ``config.json``; None means Llama 3.1 8B."""
     with tempfile.TemporaryDirectory() as folder:
         if config is None:
             config = Path(folder, "config.json")
@@ -49,7 +49,7 @@ def plan_for(config: Path | None, policies: Sequence[str]) -> Plan:
 
 
 def gibibytes(plan: Plan) -> dict[str, list[float]]:
-    """By policy, the GiB of one user's caches for every context, in whole blocks and with scales."""
+    """The GiB of one user's caches for every context, in whole blocks and with scales, by policy."""
     return {
         policy.caches.policy: [policy.capacity["allocated"].bytes_per_user[context] / GIB for context in CONTEXTS]
         for policy in plan.policies

@@ -1,12 +1,12 @@
-"""The main purpose of kvcompile: one model under plain Inductor and under ``backend="kvquant"``, in turns.
+"""A comparison of one model under plain Inductor and under ``backend="kvquant"``.
 
     python examples/quickstart.py                                # trains a small byte-level Llama first (15 seconds)
     python examples/quickstart.py --policy turboquant_4bit_nc
     python examples/quickstart.py --model PATH_OR_HUB_ID --policy policy.yaml
 
 Each variant reads the same long prompt of held-out text into its own cache, and compiles one decode step. Then all
-variants predict the tokens that follow, one at a time and in turns. The program prints the report, and a table: bytes
-of the KV cache, time of a token, and bits per byte of the text.
+variants predict the following tokens one at a time, in turns. The program prints the report, and a table: bytes of the
+KV cache, time of a token, and bits per byte of the text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Text:
 
 
 class Runner:
-    """A way to run the model, with a cache of its own.
+    """A way to run the model, with its own cache.
 
     Attributes:
         name: title of the column.
@@ -108,7 +108,7 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache's storages, of all layers, packed or not."""
+        """Bytes of the storages of all layers of the cache, packed or not."""
         return kvcompile.cache_nbytes(self.cache)
 
     def bits_per_byte(self, text: Text) -> float:
@@ -118,7 +118,7 @@ class Runner:
         return nats / math.log(2) / text.num_bytes
 
     def same_choices(self, other: Runner) -> float:
-        """The share of positions at which both have the same most likely token."""
+        """The fraction of positions at which both predict the same most likely token."""
         mine, theirs = (torch.stack(runner.logits).argmax(-1) for runner in (self, other))
         return (mine == theirs).float().mean().item()
 

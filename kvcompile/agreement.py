@@ -2,10 +2,10 @@
 
 Every rank writes its outcome to the key-value store of its process group, and reads the outcomes of the others. No
 collective runs, so a rank that fails leaves no other rank in a collective. The store of ``torch.distributed`` serves
-every backend. A rank waits for the others as long as ``init_process_group(timeout=...)`` says.
+every backend. A rank waits for the others until the timeout of ``init_process_group`` has passed.
 
-The outcomes of a group are numbered. A rank that fails writes its error under the number that comes next, where the
-other ranks read it. A rank whose program ends with an error elsewhere writes this error when it exits.
+The outcomes of a group are numbered. A rank that fails writes its error under the next number, where the other ranks
+read it. A rank whose program ends with an error elsewhere writes this error when it exits.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ class Agreement:
         try:
             return self._channel.exchange(value)
         except RankError:
-            self._is_settled = True  # the ranks that wrote their outcome know
+            self._is_settled = True  # the other ranks learn of the error in the same exchange
             raise
 
     def differs(self, message: str) -> RankError:
-        """The error of outcomes that differ. All ranks see the difference, so none has to be told."""
+        """The error for outcomes that differ between ranks. All ranks see the difference, so none sends it."""
         self._is_settled = True
         return RankError(message)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank has failed, unless they know."""
+        """Tell the other ranks that this rank has failed, unless they already know it."""
         if not self._is_settled:
             self._is_settled = True
-            with suppress(RuntimeError):  # the store is gone, and so is the rank that held it
+            with suppress(RuntimeError):  # the store ended with the rank that held it
                 self._channel.write({"error": text_of(error)})
 
 
 def take_part(shard: ContextShard) -> None:
-    """Tell the other ranks from now on if an error ends the program of this rank."""
+    """Arrange that the other ranks are told if an error ends the program of this rank."""
     _channel_of(shard)
 
 
@@ -148,7 +148,7 @@ class _Channel:
             raise RankError(f"context_parallel: {self._store.get(_ENDED).decode()}")
 
     def end(self, message: str) -> None:
-        """Let every later exchange of the group fail with ``message``. The first message stays."""
+        """Let every later exchange of the group fail with ``message``. Only the first call has an effect."""
         self._store.compare_set(_ENDED, "", message)
 
     def end_with_program(self) -> None:
@@ -167,7 +167,7 @@ def _channel_of(shard: ContextShard) -> _Channel:
     group = group_of(shard.group)
     with _lock:
         channel = _channels.get(shard.group)
-        if channel is None or channel.group is not group:  # another group may get the name of one that is gone
+        if channel is None or channel.group is not group:  # a new group may get the name of a destroyed group
             channel = _channels[shard.group] = _Channel(group, shard)
             atexit.register(channel.end_with_program)
         return channel

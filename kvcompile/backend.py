@@ -17,7 +17,7 @@ from kvcompile.call.earlier import Compilation, earlier_digest, remember, sizes_
 from kvcompile.call.inputs import graph_inputs, mismatch
 from kvcompile.call.key_outliers import KeyGuard
 from kvcompile.call.packed_call import AdoptingCall, CallPlan, DequantizedInput
-from kvcompile.call.packed_code import Outcome, PackedCode, telling, without_symbols
+from kvcompile.call.packed_code import Outcome, PackedCode, receiving_outcomes, without_symbols
 from kvcompile.call.shards import LocalShards, explained_error
 from kvcompile.compat.autograd_cache import CAN_STORE, storing_by_key, storing_own_code, without_autograd_cache
 from kvcompile.compat.backends import allow_registration_by_threads, ensure_registered
@@ -134,7 +134,7 @@ def kvquant(
 
 
 def _together(options: Any, given: Mapping[str, Any]) -> Any:
-    """``options`` and keywords, which override them. Options of a wrong type stay as they are, for their error."""
+    """``options`` and the keywords, which override them. Options of a wrong type are returned unchanged."""
     return {**(options or {}), **given} if isinstance(options, Mapping | None) else options
 
 
@@ -245,7 +245,7 @@ class _GraphCompiler:
         self.stages.show(Stage.marked, self.marked)
         compiled = self._compile_marked()
         if self.agreement is not None:
-            self.agreement.exchange(None)  # a rank without code would leave the others in the first collective
+            self.agreement.exchange(None)  # a rank without code would block the others in the first collective
         return compiled
 
     def _compile_marked(self) -> Callable[..., Any]:
@@ -319,7 +319,7 @@ class _GraphCompiler:
         if digest is not None:
             add_digest(marked.graph, digest)
         marked.recompile()
-        with without_autograd_cache() if digest is None else storing_own_code(), telling(self._know):
+        with without_autograd_cache() if digest is None else storing_own_code(), receiving_outcomes(self._know):
             return compile_fx(
                 marked,
                 self._logical_inputs(),

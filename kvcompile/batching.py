@@ -101,7 +101,7 @@ def drop_kept_manager(model: nn.Module) -> None:
 
 
 def _formats(model: nn.Module, options: BackendOptions) -> LayerFormats:
-    """The formats of the pages; none if they stay plain."""
+    """The formats of the pages; empty if the pages are not packed."""
     if allocator_classes() is None:
         return {}
     try:
@@ -173,6 +173,6 @@ def _restore_fast_path(manager: Any, config: Any, hints: Any) -> None:
 
 
 def _pages_of(hints: Any, page_size: int) -> int:
-    """Pages of the longest request that is announced."""
+    """The number of pages of the longest request in the workload hints."""
     longest = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
     return -(-longest // page_size) if longest > 0 else _MOST_PAGES

@@ -56,13 +56,13 @@ def compile(
     fullgraph: bool = False,
     **inductor_options: Any,
 ) -> Any:
-    """Compile a model or function so that its KV cache is packed; prepare ``generate()`` of a Transformers model.
+    """Compile a model or function with packed KV caches, and prepare the ``generate()`` of a Transformers model.
 
     A module is compiled in place, as by ``model.compile(backend=kvquant(...))``, and returned. A function is unchanged,
     and a compiled function is returned. Without ``model``, a decorator is returned.
 
     Afterwards ``generate()`` of a Transformers decoder, also in a pipeline, uses a cache that is packed from the start.
-    A plain cache never exists, and the next request reuses the memory. Eager code reads the prompt. Decode steps are
+    No plain cache is allocated, and the next request reuses the memory. Eager code reads the prompt. Decode steps are
     compiled, on CPUs too; on GPUs they are CUDA graphs unless ``mode`` is given. ``generate()`` uses a cache that the
     caller passes, and gives it more room if it is packed and needs more.
 
@@ -71,8 +71,8 @@ def compile(
         policy: any argument of :meth:`Policy.load`.
         on_unsupported: the reaction to attention that cannot be packed: ``error``, ``warn`` or ``ignore``. By default
             the policy decides.
-        verify: True runs every rewritten graph beside its original when it is compiled, and leaves attention that
-            differs to plain Inductor (docs/verify.md).
+        verify: True compares every rewritten graph with its original when it is compiled, and compiles attention that
+            differs with plain Inductor (docs/verify.md).
         mode: a ``torch.compile`` mode.
         dynamic: see ``torch.compile``.
         fullgraph: see ``torch.compile``.

@@ -1,4 +1,4 @@
-"""Context parallelism: the option ``context_parallel``, and the agreement of all ranks on what they pack."""
+"""Context parallelism: the option ``context_parallel``, and the check that all ranks pack the same attention."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvcompile.passes.site import Site
 
 
 def shard_of(ranks: Any) -> ContextShard | None:
-    """The tokens that this process keeps.
+    """This process's share of the tokens of every cache.
 
     Args:
         ranks: a DeviceMesh of one dimension, such as ``mesh["cp"]``, or a process group; None for one process.
 
     Returns:
-        The shard of this process; None if it is alone.
+        The shard of this process; None if there is only one process.
 
     Raises:
-        OptionsError: ``ranks`` is something else, has several dimensions, or does not contain this process.
+        OptionsError: ``ranks`` has another type or several dimensions, or does not contain this process.
     """
     member = member_of(ranks, "option context_parallel")
     if member is None or member.size == 1:
@@ -66,7 +66,7 @@ def member_of(ranks: Any, option: str) -> Member | None:
 
 
 def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
-    """Make sure that all ranks pack the same attention; otherwise their collectives would deadlock.
+    """Check that all ranks pack the same attention; otherwise their collectives would deadlock.
 
     Every rank of the group must call it for the same graph.
 
@@ -84,7 +84,7 @@ def check_agreement(agreement: Agreement, sites: Sequence[Site]) -> None:
 
 
 def first_difference(sites: Sequence[list[str | None]], others: Sequence[list[str | None]]) -> str:
-    """Where the decisions of a rank, module and reason of each site, first differ from the decisions of another."""
+    """A text on the decision of ``sites`` at the first site where ``others`` decided otherwise."""
     for index, (module, reason) in enumerate(sites):
         if index >= len(others) or others[index] != [module, reason]:
             return f"attention in {module or 'no module'} is {'packed' if reason is None else f'refused ({reason})'}"

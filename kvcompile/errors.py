@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 MAX_MESSAGE = 280
-"""The maximum length of a message about something that the user gave, in characters."""
+"""The maximum length of a message about an input of the user, in characters."""
 
 
 class KVCompileError(Exception):
@@ -14,7 +14,7 @@ class KVCompileError(Exception):
 
 
 class InputError(KVCompileError, ValueError):
-    """Something that the user gave is wrong; the message is one line of at most 280 characters, whatever was given."""
+    """An input of the user is wrong. The message is one line of at most 280 characters, whatever the input."""
 
     def __init__(self, message: str) -> None:
         super().__init__(cut(" ".join(message.splitlines()), MAX_MESSAGE))
@@ -38,7 +38,7 @@ class OptionsError(InputError):
 
 
 class AliasedCacheError(KVCompileError):
-    """A compiled graph writes one of two packed caches with shared storage; the other one could miss the write."""
+    """A compiled graph writes one of two packed caches with shared storage; the other cache could miss the write."""
 
 
 class CacheFileError(InputError):
@@ -66,7 +66,7 @@ class UnsupportedSiteError(KVCompileError):
 
 
 def cut(text: str, most: int = 120) -> str:
-    """``text``; if it is longer than ``most`` characters, its middle is left out, so that a message stays one line."""
+    """``text``, without its middle part if it is longer than ``most`` characters, so that a message stays one line."""
     half = most // 2 - 3
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 

@@ -53,11 +53,11 @@ def verify(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Compile ``model`` for these arguments, and run every rewritten graph beside its original on random inputs.
+    """Compile ``model`` for these arguments, and compare every rewritten graph with its original on random inputs.
 
-    Attention that differs is left to plain Inductor, with the reason ``differs`` and the folder of a dump in the
-    report. docs/verify.md says what is compared, what it costs, and what it cannot see. Caches and compiled code of the
-    caller stay unchanged, as in :func:`explain`.
+    Attention that differs is compiled by plain Inductor. The report gives the reason ``differs`` and the folder of a
+    dump. docs/verify.md describes the comparison, its cost and its limits. Caches and compiled code of the caller are
+    unchanged, as in :func:`explain`.
 
     Args:
         model: a module or function, compiled or not.
@@ -66,7 +66,7 @@ def verify(
         kwargs: its keyword arguments.
 
     Returns:
-        The report of all graphs that were compiled; :attr:`Report.is_verified` is the answer.
+        The report of all graphs that were compiled; :attr:`Report.is_verified` is the result.
 
     Raises:
         PolicyError: the policy does not exist or is wrong.
@@ -98,7 +98,7 @@ def _report(
 
 
 def _with_own_buffers(model: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
-    """A copy of a module that shares its parameters; any other callable itself. ``memo`` is ``deepcopy``'s memo."""
+    """A copy of a module with shared parameters; other callables are unchanged. ``memo`` is ``deepcopy``'s memo."""
     model = original_module(model)
     if not isinstance(model, nn.Module):
         return model

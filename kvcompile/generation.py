@@ -1,8 +1,8 @@
 """``generate()`` of a compiled Transformers model: its cache is packed from the start, and decode steps are compiled.
 
 ``generate()`` of Transformers makes a cache, fills it with the prompt, and then decodes token by token. Transformers
-compiles decode steps on GPUs only. It does not compile beam search or steps on its default cache, which grows, and
-assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of one model, and its calls:
+compiles decode steps only on GPUs. It compiles neither beam search nor steps on its default cache, which grows, and
+assisted decoding only since release 5.24. A :class:`Generation` replaces four methods of a model, and its calls:
 
 - ``generate`` begins and ends a request;
 - ``_prepare_cache_for_generation`` takes a packed cache for the request; the next request reuses its memory;
@@ -11,7 +11,7 @@ assisted decoding only since release 5.24. A :class:`Generation` replaces four m
 - ``init_continuous_batching`` makes a manager whose pages are packed (:mod:`kvcompile.batching`);
 - a call of the model runs compiled if it is a decode step with the cache of the request, and otherwise eagerly.
 
-Some requests run as without kvcompile: requests without a cache, requests with a cache that Transformers offloads or
+Some requests run without packed caches: requests without a cache, requests with a cache that Transformers offloads or
 quantizes, requests of an assistant model, and requests to a model whose state is not a KV cache.
 """
 
@@ -72,10 +72,11 @@ class Request:
     """A running call of ``generate()``.
 
     Attributes:
-        is_custom: whether the caller's own code decodes; it may keep the cache.
-        served: the packed cache that was taken for the request.
+        is_custom: whether the caller's own decoding function runs, which may keep the cache.
+        served: the packed cache that the request got; None if it got none.
         decodes_with: the cache whose decode steps are compiled: ``served``, or the caller's cache.
-        keeps_outputs: whether hidden states of all steps are returned. CUDA graphs would overwrite them.
+        keeps_outputs: whether outputs of all steps, such as hidden states, are returned. CUDA graphs would overwrite
+            them.
         records: whether decode steps may be CUDA graphs. Only one request at a time may record, because a step of
             another thread would overwrite its outputs.
     """
@@ -94,7 +95,7 @@ class Request:
 class Generation:
     """Serves ``generate()`` of one model until :meth:`remove`.
 
-    Several threads may generate with the model at the same time. Copies of the model, also by pickle, use the
+    Several threads may generate with the model at the same time. Copies of the model, by pickle or otherwise, use the
     methods of their class.
     """
 
@@ -203,7 +204,7 @@ class Generation:
 
     @contextmanager
     def _requested(self, request: Request) -> Iterator[Request]:
-        """Runs ``request`` in this thread, perhaps inside another request; then keeps the memory of its cache."""
+        """Runs ``request`` in this thread, perhaps nested in another request, and then keeps its cache's memory."""
         outer, self._of_thread.request = self._request, request
         request.records = self._recording.acquire(blocking=False)
         try:
@@ -264,7 +265,7 @@ class Generation:
 def _repeats_the_past(config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt repeats the tokens in the cache.
 
-    Token ids do if their attention mask is as long as they are. Embeddings always do.
+    This is so for token ids whose attention mask has the same length, and always for embeddings.
     """
     if model_kwargs.get("inputs_embeds") is not None:
         return True
@@ -291,7 +292,7 @@ def is_generative(model: Any) -> bool:
 
 
 def _forwarding(name: str, model: nn.Module) -> Callable[..., Any]:
-    """A method for ``model`` that calls the Generation's method; in a copy of ``model`` it calls the class's method."""
+    """A method of ``model`` that calls the Generation's method, or the class's method in a copy of ``model``."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         generation = Generation.of(self)

@@ -32,7 +32,7 @@ def no_launch_hint() -> Iterator[None]:
 
 
 def hint_at_cuda_graphs(options: BackendOptions) -> None:
-    """Give the hint for a recordable step, if nobody has decided about CUDA graphs."""
+    """Give the hint for a recordable step, unless the caller or the options decide about CUDA graphs."""
     if not (_IS_QUIET.get() or options.mode is not None or "triton.cudagraphs" in options.inductor_config):
         _give()
 

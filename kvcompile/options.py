@@ -28,8 +28,8 @@ class BackendOptions:
         on_unsupported: the reaction to a site that cannot be rewritten.
         inductor_config: patches for ``torch._inductor.config``.
         verify: whether every rewritten graph is checked against its original (docs/verify.md).
-        shard: the tokens of every cache that this process keeps under context parallelism; None if it keeps all.
-        mode: the mode that was given. Its settings are in ``inductor_config``.
+        shard: this process's share of the tokens of every cache under context parallelism; None if it keeps all tokens.
+        mode: the given mode. Its settings are in ``inductor_config``.
     """
 
     policy: Policy
@@ -64,7 +64,7 @@ class BackendOptions:
             raise OptionsError(f"option verify: expected True or False, got {shown(verify)}")
         shard = shard_of(options.pop("context_parallel", None))
         if verify and shard is not None:
-            raise OptionsError("option verify: it cannot check a graph of several ranks; drop context_parallel for it")
+            raise OptionsError("option verify: it cannot check a graph of several ranks; drop it or context_parallel")
         settings = _mode_settings(mode) if mode is not None else {}
         return cls(policy, on_unsupported, settings | _inductor_settings(options), verify, shard, mode)
 

@@ -1,4 +1,4 @@
-"""The report of all ranks together: sums over the ranks, and an error if they decided otherwise."""
+"""The report of all ranks together: sums over the ranks, and an error if their decisions differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankReport:
         context_parallel: ranks that divide the tokens of each cache.
         tensor_parallel: ranks that divide the KV heads.
         sites: attention sites of all ranks.
-        rewritten, refused, skipped: their outcomes.
+        rewritten, refused, skipped: the numbers of sites with each outcome.
         refusals: the modules of the sites that were not rewritten, by reason. They are the same on all ranks.
         plain_calls: calls on any rank that ran as plain Inductor would.
         bytes_before: bytes of all packed caches in their original dtypes. Tokens that context-parallel ranks divide
@@ -63,7 +63,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class _Part:
-    """The statement of one rank."""
+    """The data that one rank contributes."""
 
     decisions: list[list[str | None]]
     totals: Totals
@@ -75,15 +75,15 @@ def report_of_ranks(report: ReportData, *, context_parallel: Any = None, tensor_
 
     Args:
         report: the report of this rank, from :func:`collect_reports` or :func:`last_report`.
-        context_parallel: the ranks that hold the tokens of the caches together, a DeviceMesh of one dimension or a
-            process group.
-        tensor_parallel: the ranks that hold their heads.
+        context_parallel: the ranks that divide the tokens of the caches, a DeviceMesh of one dimension or a process
+            group.
+        tensor_parallel: the ranks that divide their heads.
 
     Returns:
-        The same sums on every rank.
+        The sums, equal on every rank.
 
     Raises:
-        OptionsError: neither option is given, or one is something else.
+        OptionsError: neither option is given, or an option has another type.
         KVCompileError: on every rank, if two ranks have refused or packed different attention.
     """
     ranks = Ranks.of(context_parallel, tensor_parallel, "report_of_ranks")
@@ -93,7 +93,7 @@ def report_of_ranks(report: ReportData, *, context_parallel: Any = None, tensor_
     parts = ranks.gather(mine)
     _check_alike(parts, ranks)
     totals = [part.totals for part in parts]
-    known = [part.bytes for part in parts[: ranks.tensor.size]]  # one rank for each share of the heads
+    known = [part.bytes for part in parts[: ranks.tensor.size]]  # a rank for each share of the heads
     before, after = zip(*(one for one in known if one is not None), strict=True) if None not in known else (None, None)
     return RankReport(
         ranks.context.size,

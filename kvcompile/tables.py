@@ -1,4 +1,4 @@
-"""Text for a terminal: plain ASCII tables, and lines of at most ``width()`` columns. No name breaks in mid-word."""
+"""Text for a terminal: plain ASCII tables, and lines of at most ``width()`` columns. No word is broken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-"""Maximum width of a table in characters; a narrower terminal has fewer."""
+"""Maximum width of a table in characters. In a narrower terminal, tables are narrower."""
 
 MIN_WIDTH = 60
 """Width of a table in the narrowest terminal, in characters."""
@@ -50,12 +50,12 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A table in plain ASCII. Columns that do not fit into ``width()`` follow in more tables, which repeat the labels.
+    """A table in plain ASCII. Columns that do not fit into ``width()`` go to further tables, which repeat the labels.
 
     Args:
         header: the titles of the columns.
         rows: the cells; the first is a label, which is folded if it is long. Other cells are never folded.
-        text_columns: how many columns hold text, the labels included; the others hold numbers and are aligned right.
+        text_columns: the number of columns of text, including labels; the others hold numbers and are aligned right.
     """
     label_width = min(max(len(row[0]) for row in [header, *rows]), LABEL_WIDTH)
     tables: list[list[int]] = [[]]

@@ -1,3 +1,3 @@
-"""The version of kvcompile, the only place that names it."""
+"""The version of kvcompile, which all other code imports."""
 
 VERSION = "0.1.0"

@@ -105,8 +105,8 @@ class DecodeTime:
         policy: a preset or format, or PLAIN.
         timing: the time of a call; None if the measurement failed.
         nbytes: bytes of keys and values that are read.
-        speedup: the time of PyTorch's attention over this time.
-        of_read_ceiling: bytes per second over the bytes per second of a plain read; None on a CPU.
+        speedup: the time of PyTorch's attention divided by this time.
+        of_read_ceiling: the bandwidth as a fraction of the bandwidth of a plain read; None on a CPU.
         relative_error: relative L2 error of the result against the specification; None for PyTorch's attention.
         note: the backend of PyTorch's attention, or the reason why no CUDA graph was recorded.
         error: why the measurement failed; empty if it did not.

@@ -35,7 +35,7 @@ MIN_REPLAY_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes.
+    """The time of one call.
 
     Attributes:
         seconds: the median.
@@ -112,7 +112,7 @@ def time_graph(
 
     The calls ``fn(*inputs[0])``, ``fn(*inputs[1])``, ... are recorded into a CUDA graph, in enough rounds to last
     MIN_REPLAY_SECONDS, and the graph is replayed. Calls that cannot be recorded are launched one by one, and the result
-    says so; a call is then never faster than its launch.
+    says so; each time then includes a launch.
 
     Args:
         fn: launches work on the current stream. Its result is dropped.

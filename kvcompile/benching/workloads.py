@@ -50,7 +50,7 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         """The shape that ``text`` names: ``batch,heads/kv_heads,head_dim,context``, e.g. ``8,32/8,128,32768``.
 
-        ``str`` of a shape gives such a text.
+        ``str(shape)`` returns such a text.
 
         Raises:
             BenchError: ``text`` is not a valid shape.

@@ -1,4 +1,4 @@
-"""The description of a cache in JSON, beside its tensors: how a cache file is written and read.
+"""Write and read the JSON description of a cache. A cache file holds it in addition to the tensors.
 
 A description comes from a file. Reading it therefore checks every name, dtype, shape and length.
 """
@@ -29,7 +29,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 _BASIS = "basis/"
-"""The beginning of the names of tensors of bases: ``basis/3f9a0c12de45/mean``."""
+"""The prefix of the names of a basis's tensors, as in ``basis/3f9a0c12de45/mean``."""
 
 
 class Writer:
@@ -37,11 +37,11 @@ class Writer:
 
     Attributes:
         tensors: copies of the tensors, by name.
-        split: the names of the tensors of which this rank holds a part of the tokens.
+        split: the names of the tensors whose tokens are divided among ranks.
     """
 
     def __init__(self, shard: ContextShard | None = None) -> None:
-        """``shard``: the tokens that this rank holds of each packed cache; None if it holds all."""
+        """``shard``: this rank's share of the tokens of each packed cache; None if it holds all tokens."""
         self.tensors: dict[str, Tensor] = {}
         self.split: set[str] = set()
         self._shard = shard
@@ -136,12 +136,12 @@ def _packed(cache: PackedTensor, name: str) -> dict[str, Any]:
 
 
 def places_in_blocks(content: Any) -> dict[str, Any]:
-    """Where the bytes lie in a block of each layout of a description, for programs that read files without kvcompile.
+    """The places of bytes in a block, for each layout of a description and for readers without kvcompile.
 
     Returns:
         By ``FORMAT ROLE HEAD_DIM``: ``block_tokens``, ``block_bytes``, ``header_blocks`` before the blocks of tokens,
-        and the ``sections`` of a block with ``offset`` and ``nbytes``, the ``dtype`` of their elements and their
-        ``shape``, row-major, of tokens [64, ...], of channels [..., 64] or of one row that all tokens share.
+        and the ``sections`` of a block with ``offset``, ``nbytes``, the ``dtype`` of their elements and their
+        ``shape``. The shape is row-major: [64, ...] by token, [..., 64] by channel, or one row that all tokens share.
     """
     layouts: dict[str, Any] = {}
     pending = [content]
@@ -189,11 +189,11 @@ class Reader:
     ) -> None:
         """
         Args:
-            tensors: the tensors by name. They are used up.
+            tensors: the tensors by name. Each is removed when it is used.
             header: the metadata of the file.
-            device: of the result.
-            path: for messages.
-            shard: the tokens that this rank takes of tensors whose description says ``split``.
+            device: the device of the result.
+            path: the file, for messages.
+            shard: this rank's share of the tokens, for tensors whose description says ``split``.
         """
         self._shard = shard
         self._tensors = tensors
@@ -213,16 +213,16 @@ class Reader:
                 raise self._contradiction(f"{_BASIS}{digest}", f"the digest {digest}", "other numbers")
 
     def check_all_used(self) -> None:
-        """Raise CacheFileError if the description has left out a tensor of the file."""
+        """Raise CacheFileError if the file has a tensor that the description does not use."""
         if self._tensors:
-            raise self._contradiction("the cache", "a part of the file", f"the tensor {min(self._tensors)}, too")
+            raise self._contradiction("the cache", "a part of the file", f"the further tensor {min(self._tensors)}")
 
     def make(self, content: Any) -> Any:
         """The object that ``content`` describes.
 
         Raises:
             CacheFileError: the description names an unknown class, or contradicts a tensor.
-            KeyError, TypeError, ValueError, StopIteration: the description has another form.
+            KeyError, TypeError, ValueError, StopIteration: the description is malformed.
         """
         if isinstance(content, _PLAIN):
             return content
@@ -274,7 +274,7 @@ class Reader:
         return PackedPool(slots, shape, heads_first)
 
     def _split(self, data: Tensor, content: Mapping[str, Any], shard: ContextShard) -> PackedShard:
-        """The cache of which ``data`` has the blocks of this rank; it gets room for the blocks behind the cache."""
+        """The part of a cache whose blocks are ``data``. Zeros are added if other ranks have more blocks."""
         if content.get("split") is not True:
             raise ValueError(f"{content['packed']} is whole, but ranks share the tokens")
         shape, dim = [_count(size) for size in content["shape"]], content["axes"].index("t")
@@ -314,12 +314,12 @@ class Reader:
     def _contradiction(self, name: str, described: str, found: str) -> CacheFileError:
         return CacheFileError(
             f"{self._path}: {name} is described as {described}, but the file has {found}; "
-            "it is damaged, or of another kvcompile: compute it again from its prompt"
+            "it is damaged or from another kvcompile; compute it again from its prompt"
         )
 
 
 def _count(value: Any) -> int:
-    """``value`` if it is an int that is not negative; ValueError otherwise. JSON has floats and bools, too."""
+    """``value`` if it is a non-negative int; ValueError otherwise. JSON also has floats and bools."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{shown(value)} is not a number of tokens, heads or channels")
     return value

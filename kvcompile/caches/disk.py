@@ -1,4 +1,4 @@
-"""Files that appear on the disk complete or not at all, and safetensors files with a checked header."""
+"""Atomic writes of files, and safetensors files with a checked header."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_HEADER = 1 << 20
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise CacheFileError if ``path`` is something else than a regular file or nothing, or has no folder."""
+    """Raise CacheFileError if ``path`` exists and is not a regular file, or if its folder does not exist."""
     if "\0" in str(path):
         raise CacheFileError(f"save_cache: {shown(str(path))} is not a path; give one without a null character")
     if not is_folder(path.parent):
@@ -38,7 +38,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, header: dict[str, str]
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` write a file under another name, and rename it when its bytes are on the disk."""
+    """Write a file atomically: ``write`` makes it under another name, and it is renamed after a flush to the disk."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         complete, mode = Path(folder, "complete"), Path(folder, "mode")
         write(complete)
@@ -101,10 +101,10 @@ class TensorFile:
         return shape
 
     def read(self, names: Sequence[str], expected: Mapping[str, str] | None) -> dict[str, Tensor]:
-        """Some tensors by name.
+        """The tensors called ``names``, by name.
 
         Args:
-            names: of the tensors.
+            names: the names of the tensors.
             expected: the digests of all tensors of the file; None to read without a check.
 
         Raises:

@@ -1,7 +1,7 @@
-"""How the tensors of a cache are divided among ranks: by the heads and the tokens that a description names.
+"""Division of the tensors of a cache among ranks, by heads and by tokens.
 
-A description (:mod:`kvcompile.caches.description`) of a cache of all ranks has the sizes of the whole cache. The
-functions of this file go from the sizes of one rank to the whole, and back to any number of ranks.
+The saved description (:mod:`kvcompile.caches.description`) has the sizes of the whole cache. The functions of this file
+compute them from the sizes of one rank, and compute the sizes of one rank for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _CONTENTS = ("list", "tuple")
 _LEAVES = ("tensor", "packed", "stack", "pool")
 
 Place = str
-"""Where a tensor lies: ``keys`` for the keys or values of a layer of Transformers, ``part`` in a stack or a pool."""
+"""The place of a tensor: ``keys`` for the keys or values of a layer of Transformers, ``part`` in a stack or pool."""
 
 Change = Callable[[dict[str, Any], Place], dict[str, Any]]
 
 
 def mapped(content: Any, change: Change, place: Place = "") -> Any:
-    """A description with each tensor, stack and pool replaced by ``change`` of it; parts come before the whole."""
+    """A description in which ``change`` has replaced each tensor, stack and pool, parts before their whole."""
     if not isinstance(content, dict):
         return content
     kind = next(iter(content))
@@ -55,7 +55,7 @@ def name_of(content: Mapping[str, Any]) -> str:
 
 
 def head_dim_of(content: Mapping[str, Any], rank: int, place: Place) -> int | None:
-    """The dimension of the heads in the stored data of a tensor of ``rank`` dimensions; None without one."""
+    """The dimension of the heads in the stored data of a tensor of ``rank`` dimensions; None if it has no heads."""
     if "packed" in content:
         return HEAD_DIM_OF_PACKED if "h" in divided_axes(content["axes"]) else None
     return HEAD_DIM_OF_PLAIN if place == "keys" and rank == 4 else None
@@ -65,7 +65,7 @@ def with_heads(content: dict[str, Any], heads: Callable[[str, int], int]) -> dic
     """A packed tensor, a stack or a pool with other numbers of heads.
 
     Args:
-        content: the description; of a stack or a pool whose parts have been changed already.
+        content: the description. If it is a stack or a pool, its parts have already been changed.
         heads: takes the name and the number of heads of a packed tensor, and returns the new number.
     """
     if "packed" in content and "h" in divided_axes(content["axes"]):
@@ -170,10 +170,10 @@ def _with_own_heads(
 
 
 def own_heads(name: str, total: int, tensor: Member) -> range:
-    """The heads of a rank, of ``total`` heads: equally many for each rank, or one head for several ranks in a row.
+    """The heads of a rank: an equal share of ``total`` heads, or one head that consecutive ranks share.
 
     Raises:
-        CacheFileError: neither number divides the other.
+        CacheFileError: neither the number of heads nor the number of ranks divides the other.
     """
     if total % tensor.size == 0:
         count = total // tensor.size

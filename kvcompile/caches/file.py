@@ -34,13 +34,13 @@ def save_cache(
     context_parallel: Any = None,
     tensor_parallel: Any = None,
 ) -> None:
-    """Write a cache to a safetensors file. Packed tensors stay packed; growing ones lose their spare room.
+    """Write a cache to a safetensors file. Packed tensors stay packed; growing caches lose their spare room.
 
     Every tensor in the file is named by its place in the cache. The file's metadata describe the tensors in JSON under
     ``content``: the layout, axes, dtype and shape of packed tensors, and all other state of the cache, such as its
     number of tokens. ``layouts`` gives the places of bytes in a block. ``digests`` holds the XXH3 digest of each
-    tensor, and ``digest`` covers all metadata. The file is written beside ``path``, flushed to the disk, and then
-    renamed, so that ``path`` never holds half a cache.
+    tensor, and ``digest`` covers all metadata. The file is written under another name in the same folder, flushed to
+    the disk, and then renamed, so ``path`` never holds an incomplete cache.
 
     With ``context_parallel`` or ``tensor_parallel``, all ranks call it at the same time, and ``path`` is a folder that
     they share. Each rank writes the tokens and the heads that it holds to its own file. Rank 0 then writes the index,
@@ -52,10 +52,10 @@ def save_cache(
         path: the file; an existing regular file is replaced. For several ranks the folder; an earlier save in it is
             replaced.
         metadata: names and values that :func:`load_cache` can check.
-        model: the model that computed the cache. The file gets its fingerprint, which :func:`load_cache` can check: the
-            keys of one model are noise to another. All ranks of a distributed model must make this call.
-        context_parallel: the ranks that hold the tokens of the cache together, as for :func:`kvcompile.kvquant`.
-        tensor_parallel: the ranks that hold the heads of the cache, a DeviceMesh of one dimension or a process group.
+        model: the model that computed the cache. The file gets its fingerprint, which :func:`load_cache` can check:
+            another model cannot use the cache. All ranks of a distributed model must make this call.
+        context_parallel: the ranks that divide the tokens of the cache, as for :func:`kvcompile.kvquant`.
+        tensor_parallel: the ranks that divide the heads of the cache, a DeviceMesh of one dimension or a process group.
 
     Raises:
         CacheFileError: the cache contains an unsupported object, and the message names its place; the cache holds no
@@ -108,7 +108,7 @@ def load_cache(
     context_parallel: Any = None,
     tensor_parallel: Any = None,
 ) -> Any:
-    """Load a cache that :func:`save_cache` wrote: an equal cache with its own storage, ready to be extended.
+    """Load a cache that :func:`save_cache` wrote. The result has its own storage and can be extended.
 
     With ``context_parallel`` or ``tensor_parallel``, all ranks call it at the same time. Each rank loads the tokens and
     heads that it holds, whatever the number of ranks that saved the cache. Without them, one process loads all of it.
@@ -119,16 +119,16 @@ def load_cache(
         metadata: names and values that the file must have, as given to :func:`save_cache`.
         model: the model that will continue the cache. The file must have its fingerprint. All ranks of a distributed
             model must make this call.
-        verify: compare every tensor with its digest. False skips it and saves the time to read each byte once more;
-            the description is checked in any case.
-        context_parallel: the ranks that will hold the tokens of the cache together, as for :func:`kvcompile.kvquant`.
-        tensor_parallel: the ranks that will hold its heads, a DeviceMesh of one dimension or a process group.
+        verify: compare every tensor with its digest. False skips this check, which reads each byte once more; the
+            description is always checked.
+        context_parallel: the ranks that will divide the tokens of the cache, as for :func:`kvcompile.kvquant`.
+        tensor_parallel: the ranks that will divide its heads, a DeviceMesh of one dimension or a process group.
 
     Raises:
         CacheFileError: the file is not a cache, is damaged, has another format version, comes from another minor
             version of Transformers or from another model, has other ``metadata``, or its bytes contradict its
-            description; a file of the folder is missing or of another save; or the ranks cannot divide the cache. If
-            one rank fails, every rank raises its error.
+            description; a file of the folder is missing or belongs to another save; or the ranks cannot divide the
+            cache. If one rank fails, every rank raises its error.
         OptionsError: ``context_parallel`` or ``tensor_parallel`` is something else.
         OSError: the file cannot be read.
     """
@@ -157,7 +157,7 @@ def _load(
     verify: bool,
     ranks: Ranks | None,
 ) -> tuple[Any, str]:
-    """The cache of this rank, and what distinguishes this save from others."""
+    """The cache of this rank, and the identifier of the save."""
     try:
         with Source(path) as source:
             check_origin(source, metadata, fingerprint)

@@ -27,14 +27,14 @@ def versions() -> dict[str, str]:
 
 
 def check_version(header: Mapping[str, str], path: Any) -> None:
-    """Raise CacheFileError if the installed Transformers may give the file's objects other attributes."""
+    """Raise CacheFileError if a file comes from another minor version of Transformers, as attributes may differ."""
     import transformers
 
     written, here = (_minor(version) for version in (header.get("transformers", ""), transformers.__version__))
     if written != here:
         raise CacheFileError(
-            f"{path} holds a cache of Transformers {one_line(header.get('transformers'))}, and this is "
-            f"{transformers.__version__}, whose caches may differ; compute the cache again from its prompt"
+            f"{path} holds a cache of Transformers {one_line(header.get('transformers'))}, but Transformers "
+            f"{transformers.__version__} is installed, whose caches may differ; compute the cache again from its prompt"
         )
 
 

@@ -1,20 +1,21 @@
 """Packed pages in the continuous batching of Transformers: ``generate_batch()`` of 5.20 to 5.24.
 
 Transformers keeps the caches of all requests in one flat byte tensor and divides it in two steps: allocators, one for
-each type of attention, ask for sectors and cut them into the blocks of requests. An allocator says how many bytes a
-block takes, and the memory planner of Transformers computes from this number how many blocks fit.
+each type of attention, ask for sectors and cut them into the blocks of requests. The memory planner of Transformers
+computes how many blocks fit from the bytes per block of an allocator.
 
 - **Bytes.** :class:`~kvcompile.kernels.layout.pages.PagesLayout` has the layout of an allocator's block: one page,
   which packs all its layers. The allocators made here give its bytes as ``bytes_per_block``. Block tables, prefix
-  sharing, forks and offloading count or copy blocks, and stay as Transformers wrote them.
-- **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates the flat tensor
-  alone. ``PagedAttentionCache.update`` of Transformers is kept out of graphs. The ``update`` made here does
-  nothing but note the layer, so that forward passes are compiled in one piece and recorded as CUDA graphs.
-- **Attention.** An attention implementation with a name of its own calls the operator. ``flash`` in its name tells
+  sharing, forks and offloading only count or copy blocks, so their code is unchanged.
+- **Mutation.** ``kvcompile::paged_attention`` stores the new tokens of a layer and attends. It mutates only the flat
+  tensor. The ``update`` of Transformers' ``PagedAttentionCache`` is kept out of graphs: its replacement only notes the
+  layer, so forward passes are compiled without graph breaks and recorded as CUDA graphs.
+- **Attention.** A separately named attention implementation calls the operator. ``flash`` in its name tells
   Transformers that attention needs no mask and repeats no heads, so that no memory is reserved for either.
 
-Transformers makes caches deep inside of its managers. The classes in its table of allocators are therefore replaced by
-classes that make the original allocators, except in a block ``with making_pages(...)`` of the same thread.
+Transformers makes caches deep inside its managers, so this file replaces the classes in its table of allocators. The
+new classes make packed allocators in a block ``with making_pages(...)`` of the same thread, and original allocators
+elsewhere.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def layer_formats(model: nn.Module, policy: Policy) -> LayerFormats:
     """The formats of all layers of ``model``. Layers whose rule says ``auto`` keep the dtype of the model.
 
     Returns:
-        The layouts by layer index; none if the policy packs no layer.
+        The layouts by layer index; empty if the policy packs no layer.
 
     Raises:
         PolicyError: a format cannot hold the keys or values of a layer, or keeps tokens in full precision.
@@ -106,7 +107,7 @@ def has_packed_pages(cache: Any) -> bool:
 
 @functools.cache
 def _install() -> None:
-    """Register the attention implementation, and put choosing classes into the table of allocators."""
+    """Register the attention implementation, and replace the table of allocators by classes that choose one."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -119,7 +120,7 @@ def _install() -> None:
 
 
 def _choosing_class(plain: type) -> type:
-    """A class that makes instances of ``plain``, or packed ones in a block :func:`making_pages`."""
+    """A class that makes instances of ``plain``, or packed allocators in a block :func:`making_pages`."""
     packed = _packed_class(plain)
 
     class Chosen(plain):  # type: ignore[misc]
@@ -159,7 +160,7 @@ class _Pages:
     """The methods that :func:`_pages_class` adds to a PagedAttentionCache.
 
     Attributes:
-        unread: the layer whose ``update`` was called and whose attention was not; None between layers.
+        unread: the layer whose ``update`` was called and whose attention has not run yet; None between layers.
     """
 
     unread: int | None
@@ -167,13 +168,13 @@ class _Pages:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Note the layer in ``kwargs``, from which attention takes it; keys and values stay as they are."""
+        """Pass the layer to attention in ``kwargs``. Returns the new keys and values, which attention will store."""
         cache: Any = self
         allocator = cache.layer_to_allocator[layer_idx]
         if self.unread is not None:
             raise KVCompileError(
                 f"generate_batch: the attention of layer {self.unread} did not read its pages, because the model does "
-                "not pass the keywords of attention on; run kvcompile.uncompile(model) first"
+                "not forward the keyword arguments of attention; run kvcompile.uncompile(model) first"
             )
         for states in (key_states, value_states):
             if (states.shape[1], states.shape[3]) != (allocator.num_key_value_heads, allocator.head_dim):
@@ -216,7 +217,7 @@ def attention_on_pages(
         kwargs: the keywords of continuous batching.
 
     Returns:
-        [1, num_queries, num_heads, head_dim], and no weights.
+        The output, [1, num_queries, num_heads, head_dim], and None in place of attention weights.
     """
     pages, layer = kwargs.pop("kvcompile_pages", None), kwargs.pop("kvcompile_layer", None)
     if has_packed_pages(kwargs.get("cache")):  # before Transformers 5.24, models call no update

@@ -1,4 +1,4 @@
-"""A stored tensor in pieces: each file has some of its blocks and some of its heads.
+"""Stored tensors in pieces: each file has some blocks and some heads of a tensor.
 
 A piece is ``tensor[first : first + step * count : step]`` along each divided dimension. The index of a saved cache
 lists the pieces of every tensor, so any number of ranks can collect their blocks and heads.
@@ -22,11 +22,11 @@ Ranges = Mapping[int, range]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a tensor that one file has.
+    """The part of a tensor in one file.
 
     Attributes:
         file: number of the file in the index.
-        ranges: which indices of the tensor it has, by dimension.
+        ranges: the indices of the tensor in this piece, by dimension.
     """
 
     file: int
@@ -47,7 +47,7 @@ class Piece:
         for dim, numbers in content["ranges"].items():
             first, step, count = numbers
             if any(type(number) is not int for number in numbers) or min(first, count) < 0 or step < 1:
-                raise ValueError(f"{numbers} is no first index, step and count")
+                raise ValueError(f"{numbers} are not a first index, a step and a count")
             ranges[int(dim)] = range(first, first + step * count, step)
         return cls(content["file"], ranges)
 
@@ -57,8 +57,8 @@ class StoredTensor:
     """A tensor of a saved cache: its shape, and the files that have it.
 
     Attributes:
-        shape: of the whole tensor.
-        pieces: they cover every element once, which :func:`check_pieces` makes sure.
+        shape: the shape of the whole tensor.
+        pieces: parts that cover every element once, as :func:`check_pieces` verifies.
     """
 
     shape: tuple[int, ...]
@@ -69,23 +69,24 @@ def check_pieces(name: str, stored: StoredTensor, shape_in: Callable[[Piece], Se
     """Make sure that the pieces have the shapes that the files hold, and cover each element exactly once.
 
     Args:
-        name: of the tensor.
+        name: the name of the tensor.
         stored: the tensor.
         shape_in: the shape of a piece in its file.
-        path: for the message.
+        path: the saved cache, for messages.
 
     Raises:
-        CacheFileError: they do not.
+        CacheFileError: the pieces do not match or do not cover the tensor.
     """
     whole, sizes = stored.shape, []
     for piece in stored.pieces:
         sizes.append(math.prod(piece.shape(whole)))
         outside = any(dim >= len(whole) or (one and one[-1] >= whole[dim]) for dim, one in piece.ranges.items())
         if outside or list(shape_in(piece)) != piece.shape(whole):
-            raise CacheFileError(f"{path}: {name} does not fit the index: a file has {list(shape_in(piece))} of it")
+            found = list(shape_in(piece))
+            raise CacheFileError(f"{path}: {name} does not fit the index: a file has a piece of shape {found}")
     dims = sorted({dim for piece in stored.pieces for dim in piece.ranges})
     if sum(sizes) != math.prod(whole) or (len(stored.pieces) > 1 and not _are_disjoint(stored, dims)):
-        raise CacheFileError(f"{path}: the pieces of {name} do not make the tensor once; save the cache again")
+        raise CacheFileError(f"{path}: the pieces of {name} do not cover it exactly once; save the cache again")
 
 
 def _are_disjoint(stored: StoredTensor, dims: Sequence[int]) -> bool:
@@ -104,7 +105,7 @@ def _grid(indices: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
 
 
 def files_needed(stored: StoredTensor, wanted: Ranges) -> list[int]:
-    """The numbers of the files with something of the indices ``wanted``."""
+    """The numbers of the files that have some of the indices ``wanted``."""
     return [piece.file for piece in stored.pieces if _common(stored, piece, wanted) is not None]
 
 
@@ -113,7 +114,7 @@ def assembled(stored: StoredTensor, wanted: Ranges, read: Callable[[int], Tensor
 
     Args:
         stored: the tensor, checked with :func:`check_pieces`.
-        wanted: which indices; all along dimensions that it does not name.
+        wanted: the indices along each dimension; all indices along dimensions that it does not name.
         read: the piece in a file, by the number of the file; called for :func:`files_needed` only.
 
     Returns:

@@ -19,12 +19,12 @@ from kvcompile.packed.tokens import ExactTokens
 def updating_layers(
     layers: Sequence[Any], *, exact: bool, look: Callable[[Any, Tensor], None] | None = None
 ) -> Iterator[None]:
-    """In the block, the layers tell their new keys, and attention to many new tokens is exact.
+    """In the block, the layers report their new keys, and can attend to many new tokens in full precision.
 
     Args:
         layers: static layers with packed keys and values.
-        exact: whether ``update`` of a layer returns views that read many new tokens in full precision. The views read
-            them as they are stored after the block, and do not keep them alive.
+        exact: whether ``update`` of a layer returns views that read many new tokens in full precision. After the block,
+            the views read the stored tokens, and do not keep the new tokens alive.
         look: called with the layer and its new keys [batch, num_kv_heads, n, head_dim] before they are stored.
     """
     shared: list[weakref.ref[ExactTokens]] = []

@@ -1,7 +1,6 @@
-"""Compile the kernels that read a prompt, all at once, before the model's first layer needs them.
+"""Compile the kernels that read a prompt in parallel, before the model's first layer needs them.
 
-``generate()`` reads a prompt in eager code. Each kernel would be compiled when it is launched first, one after the
-other.
+``generate()`` reads a prompt in eager code, which would compile each kernel at its first launch, one after the other.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _ALONE = Member(0, 1, "")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A grid of ranks: ranks of a row hold other heads, and ranks of a column hold other tokens.
+    """A grid of ranks: the ranks of a row hold different heads, and the ranks of a column hold different tokens.
 
     Attributes:
         context: this rank among the ranks that divide the tokens.
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def of(cls, context_parallel: Any, tensor_parallel: Any, function: str) -> Ranks | None:
-        """The ranks of the options of ``function``; None if neither is given.
+        """The ranks that the two options of ``function`` describe; None if neither is given.
 
         Raises:
             OptionsError: an option is neither a DeviceMesh of one dimension nor a process group with this process.
@@ -57,11 +57,11 @@ class Ranks:
 
     @property
     def shard(self) -> ContextShard | None:
-        """The tokens of this rank; None if it has all."""
+        """This rank's share of the tokens; None if it has all tokens."""
         return ContextShard(*self.context) if self.context.size > 1 else None
 
     def name(self, rank: int) -> str:
-        """The rank with number ``rank`` for a message: its place in both groups."""
+        """The name of a rank in messages: its place in both groups."""
         places = {"context-parallel": (self.context, rank // self.tensor.size)}
         places["tensor-parallel"] = self.tensor, rank % self.tensor.size
         named = [f"{kind} rank {place}" for kind, (member, place) in places.items() if member.size > 1]
@@ -81,7 +81,7 @@ class Ranks:
         """The results of ``work`` of all ranks, or the same error on all of them.
 
         Raises:
-            CacheFileError: ``work`` failed on a rank. A rank alone raises its error unchanged.
+            CacheFileError: ``work`` failed on a rank. A single rank raises its error unchanged.
         """
         if self.size == 1:
             return [work()]

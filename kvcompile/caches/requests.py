@@ -66,7 +66,7 @@ class RequestCaches:
 
 
 def room_for(num_tokens: int, room: int = 0) -> int:
-    """How many tokens get room in a cache that needs ``num_tokens``, or that grows to as many from ``room``."""
+    """The capacity of a new cache for ``num_tokens``, or of a cache of capacity ``room`` that grows to hold them."""
     return num_blocks(max(num_tokens, room * 3 // 2)) * BLOCK_TOKENS
 
 
@@ -100,7 +100,7 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
         is_on_top: whether ``num_tokens`` excludes the tokens that the cache already holds.
 
     Raises:
-        KVCompileError: the cache is too short, and a layer with a cut window has dropped tokens or other states.
+        KVCompileError: the cache is too short, and a layer with a cut window cannot be extended.
     """
     packed = packed_layers(cache)
     if not packed:
@@ -126,10 +126,7 @@ def make_room(cache: Cache, config: PreTrainedConfig, num_tokens: int, *, is_on_
 
 
 def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int) -> list[tuple[Any, Any]]:
-    """Each layer of ``cache`` with a window, and the empty layer in its place in a cache of ``num_tokens`` tokens.
-
-    The place is None if the config describes another number of layers.
-    """
+    """Each layer of ``cache`` with a window, and its empty counterpart in a longer cache; None if not known."""
     from transformers import StaticCache
 
     longer = StaticCache(config=config, max_cache_len=num_tokens).layers
@@ -139,7 +136,7 @@ def _with_wider_windows(cache: Cache, config: PreTrainedConfig, num_tokens: int)
 
 
 def _can_widen(layer: Any, wider: Any) -> bool:
-    """Whether a layer holds its tokens in order from the first on, so that a longer one may go on with them."""
+    """Whether a layer still holds all its tokens in order, so that a longer layer can continue with them."""
     from transformers.cache_utils import StaticSlidingWindowLayer
 
     if wider is None or layer.max_cache_len == wider.max_cache_len:

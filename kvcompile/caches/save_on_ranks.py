@@ -1,7 +1,8 @@
 """Save a cache that several ranks hold: a file for each rank, and an index that names them.
 
-The ranks first describe what they hold and compare it. Each then writes its file under the name of this save, and rank
-0 replaces the index. An earlier save in the folder stays complete until then, and its files are deleted afterwards.
+The ranks first exchange descriptions of their parts and compare them. Each rank then writes its file under the name of
+this save, and rank 0 replaces the index. An earlier save in the folder stays complete until then, and its files are
+deleted afterwards.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Held:
     """The part of a tensor that one rank holds.
 
     Attributes:
-        digest: of its bytes, with name, dtype and shape; the shape of the first rank for tensors whose tokens are
-            divided, because ranks may have different numbers of blocks.
+        digest: the digest of its bytes, name, dtype and shape. Tensors whose tokens are divided use the shape of the
+            first rank, because ranks may have different numbers of blocks.
         is_zero: whether all its bytes are zero.
-        shape: of its data.
-        blocks: blocks of the whole cache, if the ranks divide its tokens.
-        head_dim: the dimension of the heads; None without one.
+        shape: the shape of its data.
+        blocks: the number of blocks of the whole cache, if the ranks divide its tokens.
+        head_dim: the dimension of the heads; None if it has no heads.
         is_calibrated: whether its format is calibrated.
     """
 
@@ -53,7 +54,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Described:
-    """The statement of one rank before anything is written: its cache, its tensors, and the arguments it was given."""
+    """The description that a rank sends before anything is written: its cache, its tensors and its arguments."""
 
     save: str
     content: Any
@@ -71,7 +72,7 @@ def save_on_ranks(
         folder: on a file system that all ranks share; made if it does not exist.
         metadata: names and values of the user, equal on all ranks.
         fingerprint: the entry ``fingerprint`` of the index, or nothing.
-        ranks: all ranks, and this one among them.
+        ranks: all ranks, including this rank.
 
     Raises:
         CacheFileError: on every rank, if one of them cannot save its part, or the ranks hold different caches.
@@ -168,7 +169,7 @@ class _Division:
         self._copies = {name: self._copies_of(name) for name in held[0]}
 
     def _copies_of(self, name: str) -> int:
-        """How many tensor-parallel ranks in a row hold the same heads of a tensor."""
+        """The number of consecutive tensor-parallel ranks that hold the same heads of a tensor."""
         size, rows, one = self._ranks.tensor.size, self._ranks.context.size, self._held[0][name]
         grid = [[self._held[row * size + rank][name] for rank in range(size)] for row in range(rows)]
         if one.blocks is None and any(len({row[rank].digest for row in grid}) > 1 for rank in range(size)):
@@ -176,7 +177,10 @@ class _Division:
         columns = [tuple(row[rank].digest for row in grid) for rank in range(size)]
         distinct = list(dict.fromkeys(columns))
         if one.is_calibrated and size > 1:
-            raise CacheFileError(f"save_cache: {name} has a calibrated format, which ranks cannot save; save values")
+            raise CacheFileError(
+                f"save_cache: {name} has a calibrated format, which tensor-parallel ranks cannot save; save its "
+                "dequantize()"
+            )
         if one.head_dim is None:
             if len(distinct) > 1:
                 raise _differ(name, "tensor-parallel")

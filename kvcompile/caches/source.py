@@ -24,7 +24,7 @@ VERSION = 4
 INDEX = "index.json"
 INDEX_FORMAT = "kvcompile.cache.index"
 INDEX_VERSION = 1
-"""Version of the index: of its own entries, and of the pieces. :data:`VERSION` counts for its description."""
+"""Version of the entries of the index and of the pieces. The description in it has the version :data:`VERSION`."""
 
 PART_FORMAT = "kvcompile.cache.part"
 PART_NAME = re.compile(r"[0-9a-z]+-rank-[0-9]+-of-[0-9]+\.safetensors")
@@ -44,13 +44,13 @@ class Source(ExitStack):
         metadata: the names and values of the user, and perhaps other entries.
         content: the description of the whole cache.
         tensors: the stored tensors, by name.
-        save: what distinguishes this save from others.
+        save: the identifier of this save.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            CacheFileError: a file is missing, is not the work of ``save_cache``, or belongs to another save.
+            CacheFileError: a file is missing, was not written by ``save_cache``, or belongs to another save.
             OSError: a file cannot be read.
         """
         super().__init__()
@@ -104,11 +104,11 @@ class Source(ExitStack):
         return file
 
     def read(self, ranges: Mapping[str, Ranges], verify: bool) -> dict[str, Tensor]:
-        """All tensors, each with the indices that ``ranges`` names, or whole.
+        """All tensors. Tensors that ``ranges`` names are cut to its indices.
 
         Args:
             ranges: the indices along divided dimensions, by the name of a tensor.
-            verify: whether the digests of the pieces are compared.
+            verify: whether to compare the pieces with their digests.
         """
         needed: dict[int, list[str]] = {}
         for name, stored in self.tensors.items():
@@ -180,6 +180,6 @@ def check_origin(source: Source, expected: Mapping[str, str], fingerprint: str |
 
 
 def names_of_parts(index: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the ranks' files in an index. An index from elsewhere may name any file of the folder."""
+    """The names of the ranks' files in an index. A foreign index may name any file of the folder."""
     names = [str(entry["name"]) for entry in index["files"]]
     return [name for name in names if PART_NAME.fullmatch(name)]

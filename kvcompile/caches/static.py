@@ -38,8 +38,8 @@ def static_cache(
 ) -> StaticCache:
     """A static cache for ``model`` whose layers hold packed keys and values before anything is written to them.
 
-    Pass it to the model as ``cache`` (``past_key_values`` before Transformers 5.24), compiled or not. The first
-    compiled call packs a plain ``StaticCache`` as well; before this call, such a cache is in full precision.
+    Pass it to the model, compiled or not, as ``cache`` (``past_key_values`` before Transformers 5.24). A plain
+    ``StaticCache`` is also packed, but only by the first compiled call; until then it is in full precision.
 
     To find the shapes of the layers, the model runs on one token without computing or allocating anything.
 
@@ -49,7 +49,7 @@ def static_cache(
         max_len: number of tokens that a layer has room for.
         policy: any argument of :meth:`Policy.load`. A compiled model keeps the formats of a packed cache, even if its
             own policy differs.
-        context_parallel: the ranks that hold the tokens of every layer together, as for :func:`kvcompile.kvquant`.
+        context_parallel: the ranks that divide the tokens of every layer, as for :func:`kvcompile.kvquant`.
 
     Returns:
         A cache of ``batch_size`` sequences. Layers with a sliding window and layers whose rule says ``auto`` are plain

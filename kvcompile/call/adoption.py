@@ -44,8 +44,8 @@ def adopt(
         layout: format and role of the packed cache.
         axes: an order of :mod:`kvcompile.passes.graph.permutations`.
         growing: whether the cache grows by concatenation.
-        shard: the tokens that this process keeps, of a cache that several ranks hold together.
-        num_written: as in :meth:`PackedTensor.from_dense`. A shard has no use for it.
+        shard: this rank's share of the tokens, if several ranks divide the cache.
+        num_written: as in :meth:`PackedTensor.from_dense`. A shard ignores it.
 
     Returns:
         The object ``plain`` itself: now a PackedTensor, a PackedPool if it has blocks, or a PackedShard.
@@ -69,15 +69,15 @@ def adopt_stack(
     stacked_dims: Sequence[int] | None = None,
     num_written: Mapping[PartIndex, Tensor] | None = None,
 ) -> PackedStack:
-    """Does the same as :func:`adopt` for a tensor of several caches.
+    """Adopts a tensor of several caches, as :func:`adopt` does for a single cache.
 
-    ``parts`` of the tensor are quantized. Each other part becomes a plain tensor in its own memory.
+    The parts that ``parts`` names are quantized. Every other part becomes a plain tensor in its own memory.
 
     Args:
         plain: several caches or pools, stacked along ``stacked_dims``.
         parts: the format and role of each packed part.
         stacked_dims: the stacked dimensions; by default the first dimensions.
-        num_written: as for :func:`adopt`, for each part of which it is known.
+        num_written: as for :func:`adopt`, for each part whose number is known.
 
     Raises:
         AdoptionError: as for :func:`adopt`.

@@ -1,4 +1,4 @@
-"""The digest of everything outside of Dynamo's graph that decides about the rewritten graph.
+"""The digest of everything outside Dynamo's graph that the rewritten graph depends on.
 
 AOTAutograd's key covers the graph, its inputs, the settings of PyTorch, and PyTorch's own code. The first marker of the
 graph has this digest as an argument, so that the key covers the rest: the policy and its choice for each layer,
@@ -28,7 +28,7 @@ def digest_of(
     conceals: bool,
     calls: Sequence[Call | None] = (),
 ) -> str | None:
-    """32 hex digits, the same in every process; None if the compiled graph must not be stored.
+    """The digest as 32 hex digits, equal in every process; None if the compiled graph must not be stored.
 
     Args:
         policy: the policy of the compilation.

@@ -1,6 +1,6 @@
 """State that a compiled graph keeps between calls: the caller's caches, and inputs at fixed addresses.
 
-All steps of a request pass the same caches. They are recognised, so the checks of the first step need not be repeated.
+All steps of a request pass the same caches. Later steps recognise them and skip the checks of the first step.
 
 A CUDA graph replays the addresses of its recording. References to packed caches, and buffers for inputs that the graph
 changes, stay at their addresses while the caller may pass other tensors at every call. Inductor takes all of them as
@@ -23,7 +23,7 @@ from kvcompile.packed.tensor import PackedTensor
 
 
 class KnownCaches(threading.local):
-    """The caches of the last call in this thread, which are not kept alive."""
+    """Weak references to the caches of the last call in this thread."""
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[Tensor], int]] = []
@@ -57,7 +57,7 @@ class FixedInputs(threading.local):
         self._references: References | None = None
         self._buffers: dict[tuple[torch.Size, ...], list[Tensor]] = {}
         self.referred: list[Tensor] = []
-        """The references that :meth:`refer` has returned last."""
+        """The result of the last call of :meth:`refer`."""
 
     def refer(self, data: list[Tensor]) -> list[Tensor]:
         """Make the references refer to packed ``data``, and return them.

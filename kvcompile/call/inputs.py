@@ -1,4 +1,4 @@
-"""The record of a graph's inputs, and the way of packed caches through AOTAutograd.
+"""The record of a graph's inputs, and the tensors that carry packed caches through AOTAutograd.
 
 AOTAutograd unwraps tensor subclasses, such as distributed or quantized weights. The graph gets the inner tensors,
 followed by their symbolic sizes, so the positions of all later inputs shift. Packed caches are not unwrapped:

@@ -7,10 +7,10 @@ suffers nevertheless: the large channels are nearly the same in every key, and o
 The check therefore measures the relative error of the *median* channel, as the layer's own format stores it.
 
 By Shannon's bound a relative error of ``2**-b`` takes ``b`` bits. Let ``e0`` be the error of a format on normally
-distributed vectors, and ``e`` its error on the median channel. The format keeps ``-log2(e0)`` bits of each channel when
-all channels are alike, and ``-log2(e)`` bits of the median channel. Keys have outliers for a format that loses more
-than half of its bits: ``e > sqrt(e0)``, which is 0.31 for a 4-bit codebook and 0.08 for 8-bit integers. Floats and
-per-channel scales keep the relative precision of every channel.
+distributed vectors, and ``e`` its error on the median channel. The format keeps ``-log2(e0)`` bits of each channel if
+all channels have the same variance, and ``-log2(e)`` bits of the median channel. Keys have outliers for a format that
+loses more than half of its bits: ``e > sqrt(e0)``, which is 0.31 for a 4-bit codebook and 0.08 for 8-bit integers.
+Floats and per-channel scales keep the relative precision of every channel.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ SAMPLE_TOKENS = 1024
 """The number of sampled tokens, spread evenly over the written tokens of a cache."""
 
 RAISED = ("fp8_e4m3", "bfloat16")
-"""The formats offered as a remedy, in order; the first that holds the keys is chosen."""
+"""The formats offered as a remedy. The first one that can hold the keys is chosen."""
 
 NORMAL_VECTORS = 256
-"""The number of random vectors that measure the error of a format on channels that are all alike."""
+"""The number of random vectors for the error of a format on channels of equal variance."""
 
 
 @dataclass(frozen=True)
 class KeyOutliers:
-    """A layer whose format would round most key channels away. All figures are for the worst head.
+    """A layer whose format would round away most channels of its keys. All figures are for the worst head.
 
     Attributes:
         module: the module that computes attention.
         format: the format of its keys.
         ratio: root mean square of the largest channel, divided by the root mean square of the median channel.
         relative_error: relative error of the median channel (root mean square).
-        usual_error: the relative error of the format when all channels are alike.
+        usual_error: the relative error of the format on channels of equal variance.
         remedy: a format that stores these keys well.
     """
 
@@ -67,9 +67,9 @@ class KeyOutliers:
         usual, kept = (max(0.0, -math.log2(error)) for error in (self.usual_error, self.relative_error))
         return (
             f"{self.module or 'attention at top level'}: its keys have outlier channels, {self.ratio:.0f} times the "
-            f"median one: {self.format} keeps {kept:.1f} bits of the median channel, {usual:.1f} where channels are "
-            f"alike; give this layer `key: {{dtype: {self.remedy}}}`, or let `python -m kvcompile eval --promote` "
-            "write the policy"
+            f"median one: {self.format} keeps {kept:.1f} bits of the median channel, and {usual:.1f} where channels "
+            f"have equal variance; give this layer `key: {{dtype: {self.remedy}}}`, or let `python -m kvcompile eval "
+            "--promote` write the policy"
         )
 
 
@@ -77,12 +77,12 @@ def examine(keys: Tensor, format_name: str, module: str = "") -> KeyOutliers | N
     """The outliers of ``keys`` for a format, or None if the format stores them well.
 
     Args:
-        keys: [batch, heads, tokens, head_dim]. Tokens that are all zeros count as slots that were never written.
+        keys: [batch, heads, tokens, head_dim]. Slots whose values are all zeros count as unwritten.
         format_name: a registry name.
         module: the name of the attention module, for the result.
     """
     sample, head_dim, fmt = _sample(keys), keys.shape[-1], get_format(format_name)
-    if not sample.shape[1] or fmt.has_matrices:  # a calibration has already weighed the channels
+    if not sample.shape[1] or fmt.has_matrices:  # the calibration has already weighted the channels
         return None
     if fmt.is_calibrated:
         sample, format_name = sample - fmt.mean(sample[None]), fmt.plain_name
@@ -145,9 +145,9 @@ class KeyGuard:
     """Examines the plain key caches of a compiled graph once, before they are packed.
 
     A cache of fixed size may hold arbitrary values after the written tokens, for example if ``torch.empty`` made it.
-    Callers fill caches from the beginning, so all tokens before the first position that this call writes are keys.
-    A cache is skipped if this position is not known before the call. Pools are skipped, because only block tables tell
-    which slots are written.
+    Callers fill caches from the start, so all slots before the first position that this call writes hold keys. A cache
+    is skipped if this position is unknown before the call. Pools are skipped, because only block tables tell which
+    slots are written.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class KeyGuard:
             inputs: the caches among the graph's inputs.
             sources: the user's name of each cache.
             sites: the sites of the graph.
-            note: is called with each layer that has outlier keys.
+            note: called with each layer that has outlier keys.
         """
         modules = {cache.source: site.module for site in sites for cache in site.caches}
         self._keys = [

@@ -1,15 +1,15 @@
-"""Calls of a graph with packed caches: the run-time work around the compiled code.
+"""Calls of a compiled graph with packed caches: the run-time work before and after the compiled code.
 
-There are two layers. The outer layer comes first:
+There are two layers, the outer one first:
 
 :class:`AdoptingCall` runs before AOTAutograd's own wrapper, and sees the user's tensors. It quantizes a plain cache and
 swaps it in place, so the caller's object is packed from then on. If the swap is impossible (for example because a view
 of the cache is alive), plain Inductor runs the call, and the report says so.
 
 :class:`PackedCall` runs inside AOTAutograd's wrapper. It replaces packed caches by their data, reserves space in
-growing caches, and wraps new packed data that the graph returns. If a graph does not use a packed tensor as a KV
-cache, the graph gets its dequantized values. After the call, only the vectors that the graph changed are quantized, as
-in eager code. Within the graph, changed vectors are not yet rounded.
+growing caches, and wraps new packed data that the graph returns. If a graph does not use a packed tensor as a KV cache,
+the graph gets its dequantized values. After the call, only the vectors that the graph changed are quantized, as in
+eager code. Inside the graph, changed vectors are not rounded.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class DequantizedInput:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The work of a call around the compiled code of a rewritten graph. It can be pickled.
+    """The work before and after the compiled code of a rewritten graph in each call. It can be pickled.
 
     Attributes:
-        caches: the duties for packed caches among the inputs.
+        caches: the actions for packed caches among the inputs.
         made: the caches from which the call makes a new cache, with the numbers of new tokens and of sequences.
         outputs: the packed caches among the outputs, with their logical shapes.
         dequantized: the packed inputs that the graph takes as plain values.
@@ -245,7 +245,7 @@ class Adoption:
         tensor: a cache, or a stack of caches.
         parts: the parts to pack.
         stacked_dims: the stacked dimensions.
-        num_written: how many tokens of a part are written, for the parts for which this matters and is known.
+        num_written: the number of written tokens by part, for parts whose packing needs it and where it is known.
     """
 
     tensor: Tensor
@@ -255,7 +255,7 @@ class Adoption:
 
 
 class InputAdoption:
-    """Finds the inputs of a graph that must be packed before a call, and are still plain."""
+    """Finds the plain inputs of a graph that must be packed before a call."""
 
     def __init__(self, caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> None:
         """Takes the caches and the stacks of :class:`AdoptingCall`."""
@@ -296,7 +296,7 @@ class AdoptingCall:
             graph: the graph's entry in the report.
             guard: examines the inputs of the first call, whose caches may still be plain.
             conceals: whether AOTAutograd's wrapper unwraps tensor subclasses, so packed caches must be concealed.
-            shards: the distributed parameters, of which the packed graph takes the local shards.
+            shards: the distributed parameters whose local shards the packed graph takes.
             shard: the tokens of every packed cache that this process keeps; None if it keeps all.
         """
         self._compiled = compiled
@@ -336,7 +336,7 @@ class AdoptingCall:
         return revealed(self._compiled(*concealed))  # a model may return one of its input caches
 
     def _run_on_shards(self, args: list[Any]) -> Any:
-        """Run the graph on the caches of this rank. If it returns one of them, the caller gets his own cache back."""
+        """Run the graph on the caches of this rank. If it returns one of them, the caller gets the original cache."""
         owners = {}
         for place in self._places:
             cache = args[place]
@@ -347,7 +347,7 @@ class AdoptingCall:
     def _adopt(self, plain: Sequence[Adoption]) -> None:
         if self._shard is None:
             self._adopt_alone(plain)
-        else:  # the other ranks would wait for a rank that fails
+        else:  # if one rank fails, the other ranks would wait for it
             together(self._shard, lambda: self._adopt_alone(plain))
 
     def _adopt_alone(self, plain: Sequence[Adoption]) -> None:
@@ -363,11 +363,11 @@ class AdoptingCall:
 
 
 Parts = Mapping[PartIndex, InputAction]
-"""The duties for the parts of one input, before stacks are split."""
+"""The actions for the parts of one input, before stacks are split."""
 
 
 def _by_input(caches: Sequence[InputAction], stacks: Sequence[SplitStack]) -> dict[int, Parts]:
-    """For each input before stacks are split: its parts that must be packed."""
+    """The parts that must be packed, by input, before stacks are split."""
     origin = {place: (stack.index, part) for stack in stacks for part, place in stack.places.items()}
     result: dict[int, dict[PartIndex, InputAction]] = {}
     for action in caches:
@@ -392,7 +392,7 @@ def _plain(tensor: Tensor, parts: Parts, stacked_dims: tuple[int, ...], args: Se
 def adopt_all(caches: Sequence[Adoption], shard: ContextShard | None = None) -> None:
     """Adopt all caches or none, because a graph runs packed or plain as a whole.
 
-    With ``shard``, this process keeps its tokens of each cache. None of them is then a stack.
+    With ``shard``, this process keeps only its share of the tokens of each cache. No cache is then a stack.
     """
     for plain in caches:
         check_adoptable(plain.tensor, plain.parts)
@@ -414,10 +414,10 @@ def _data_of(packed: PackedTensor | PackedPool) -> Tensor:
 
 
 def _new_cache(args: list[Any], action: InputAction, new_tokens: int, num_sequences: int | None) -> PackedTensor:
-    """The cache that the graph writes and the caller gets. The graph's writes do not show in the cache in ``args``.
+    """The cache that the graph writes and the caller gets. The graph's writes do not change the cache in ``args``.
 
-    The caller may keep that cache, plain or packed. A growing cache may share its memory, because new tokens are stored
-    after the old ones.
+    The caller may keep the cache in ``args``, plain or packed. A growing cache may share its memory, because new tokens
+    are stored after the old ones.
     """
     source, growing = args[action.index], action.kind == "growing"
     if isinstance(source, PackedTensor):

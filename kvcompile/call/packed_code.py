@@ -2,7 +2,7 @@
 
 A process that finds the entry runs no pass and traces no ATen graph. The entry has the key of Inductor's code in
 Inductor's own cache, the plan of a call (:class:`~kvcompile.call.packed_call.CallPlan`), and the outcome of the passes
-for the report. :mod:`kvcompile.call.digest` says why a stale entry is never found.
+for the report. The digest of :mod:`kvcompile.call.digest` in the key excludes stale entries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RECEIVER: ContextVar[Callable[[Outcome], None] | None] = ContextVar("receiver_o
 
 
 @contextlib.contextmanager
-def telling(receiver: Callable[[Outcome], None]) -> Iterator[None]:
+def receiving_outcomes(receiver: Callable[[Outcome], None]) -> Iterator[None]:
     """In the block, ``receiver`` gets the outcome of code that is loaded from AOTAutograd's cache."""
     token = _RECEIVER.set(receiver)
     try:
@@ -67,7 +67,7 @@ class PackedCode(StoredCode):
         """
         Args:
             compiled: Inductor's code of the rewritten graph.
-            plan: the work of a call around it.
+            plan: the work of a call before and after the code.
             outcome: the decisions of the passes.
             cudagraphs: whether Inductor may record the code as a CUDA graph.
         """
@@ -82,7 +82,7 @@ class PackedCode(StoredCode):
         return self._call(inputs)
 
     def prepare_for_serialization(self) -> None:
-        """Drop what cannot be pickled; PyTorch calls this on a shallow copy.
+        """Drop the attributes that cannot be pickled; PyTorch calls this on a shallow copy.
 
         Raises:
             NotStored: Inductor's cache does not have the compiled graph, or the outcome cannot be pickled.
@@ -95,7 +95,7 @@ class PackedCode(StoredCode):
         self._compiled = self._call = None
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-        """Load Inductor's code. PyTorch calls this on code from its cache, and not after a compilation.
+        """Load Inductor's code. PyTorch calls this only on code from its cache, not after a compilation.
 
         ``example_inputs`` are the inputs before stacks were split; Inductor reads only their symbols and devices.
         """

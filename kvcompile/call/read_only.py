@@ -1,7 +1,8 @@
 """Tensors that a compiled graph may pack although it only reads them: ``kvcompile.pack_`` and attributes of objects.
 
-A graph packs what it writes as a cache. Other keys and values may be weights, or new at every call, and stay plain.
-The keys and values of an encoder are neither: they are computed once and read at every step.
+A graph packs the caches that it writes. Keys and values that it only reads may be weights, or new at every call, and
+are not packed by default. The keys and values of an encoder can be packed: they are computed once and read at every
+step.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ T = TypeVar("T")
 _MARK = "_kvcompile_pack"
 _CACHE_RANKS = (3, 4)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-"""A key in a name of Dynamo. It may have dots, which divide no attributes."""
+"""A key in a source name of Dynamo. Dots in it do not separate attributes."""
 
 
 def pack_(owner: T) -> T:
     """Let compiled steps pack caches that they only read, such as precomputed keys and values of cross-attention.
 
     The first compiled call that reads such a tensor as keys or values packs it in place, in the format that its policy
-    gives that layer. Every other use of the tensor keeps it plain, and the report says which use that is. A graph that
-    has been compiled before the mark is not compiled again: call ``pack_`` first. A graph that packs a marked tensor
-    also packs other tensors that later calls pass in its place.
+    gives that layer. A tensor with any other use stays plain, and the report names that use. Call ``pack_`` before the
+    first compilation: a graph that was compiled earlier is not compiled again. A graph that packs a marked tensor also
+    packs other tensors that later calls pass in its place.
 
     Args:
         owner: a tensor; a module, for its buffers; or a list, tuple, dict or object of another class, for the tensors
             that it and its attributes hold. Only floating-point tensors of three or four dimensions without gradients
-            are marked, and no parameters.
+            are marked; parameters are not.
 
     Returns:
         ``owner`` itself.
@@ -58,8 +59,8 @@ def pack_(owner: T) -> T:
 def may_pack(value: Any, source: str) -> bool:
     """Whether a graph may pack the input ``value``, which Dynamo calls ``source``, although it only reads it.
 
-    It may if the caller has marked it, or if it is an attribute of an object, such as the encoder's part of a cache. A
-    tensor that is an argument itself may be new at every call, and a tensor of a module may be a weight.
+    This is so if the caller has marked it, or if it is an attribute of an object, such as the encoder's part of a
+    cache. A tensor that is an argument itself may be new at every call, and a tensor of a module may be a weight.
     """
     if type(value) is not Tensor or value.requires_grad:
         return False
@@ -72,7 +73,7 @@ def may_pack(value: Any, source: str) -> bool:
 
 
 def _tensors_of(owner: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors that an object and its attributes hold and that may be caches or are packed, each once."""
+    """The tensors of an object and its attributes that may be caches or are packed, each once."""
     if id(owner) in seen:
         return
     seen.add(id(owner))
@@ -96,7 +97,7 @@ def _parts_of(owner: Any) -> list[Any]:
 
 
 def _own_attributes(module: torch.nn.Module) -> list[Any]:
-    """The tensors and lists that a module holds beside its buffers, parameters and modules."""
+    """The tensors and lists of a module other than its buffers, parameters and modules."""
     held = (value for name, value in vars(module).items() if name not in _OF_MODULE)
     return [value for value in held if isinstance(value, (Tensor, list, tuple, Mapping))]
 

@@ -2,7 +2,7 @@
 
 AOTAutograd unwraps every tensor subclass among the inputs at each call, in Python. A DTensor parameter is one local
 tensor and a description that never changes, because Dynamo guards it. The graph therefore takes the local tensor and
-makes the DTensor itself. Tracing then dissolves it into local operators and collectives.
+makes the DTensor itself. Tracing then decomposes it into local operators and collectives.
 
 A graph may also change such an input: the DTensor shares the memory of its shard, as it does in eager code.
 """
@@ -77,7 +77,7 @@ class LocalShards:
 
 
 def explained_error(error: Exception, example_inputs: Sequence[Any]) -> OptionsError | None:
-    """The error that names the remedy, if ``error`` comes from distributed inputs with symbolic sizes; else None.
+    """An error with a remedy if distributed inputs with symbolic sizes caused ``error``; otherwise None.
 
     DTensor looks up plans by the sizes of its arguments, and a symbolic size has no hash.
     """
@@ -98,8 +98,8 @@ def _is_distributed_parameter(value: Any, source: str) -> bool:
 def _fake_of(shard: Tensor, placeholder: Node) -> Tensor:
     """A fake tensor like ``shard``, whose sizes are numbers.
 
-    AOTAutograd would make a fake of its own, with the symbols that Dynamo gives to sizes of shards. A shard keeps its
-    size, because Dynamo guards the size of the DTensor.
+    AOTAutograd would make its own fake, with the symbols that Dynamo gives to sizes of shards. A shard keeps its size,
+    because Dynamo guards the size of the DTensor.
     """
     fake_mode = detect_fake_mode([placeholder.meta["example_value"]])
     assert fake_mode is not None, "Dynamo traces in a fake mode"
@@ -109,7 +109,7 @@ def _fake_of(shard: Tensor, placeholder: Node) -> Tensor:
 
 
 def _take_shard(placeholder: Node, last: Node, shard: Tensor) -> None:
-    """Let ``placeholder`` stand for ``shard``; its users get the DTensor, which is made after the ``last`` input."""
+    """Make ``placeholder`` take ``shard``; its users get the DTensor, which is made after the ``last`` input."""
     graph, example = placeholder.graph, placeholder.meta["example_value"]
     with graph.inserting_after(last):
         whole = graph.call_function(Distributed(example), (placeholder,))

@@ -1,7 +1,7 @@
 """Packed inputs of one call that share memory.
 
-The compiler assumes that no write to one input shows in another input. AOTAutograd ensures this for plain tensors, but
-it does not see the memory of packed tensors.
+The compiler assumes that a write to one input never changes another input. AOTAutograd ensures this for plain tensors,
+but it does not see the memory of packed tensors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def check_distinct(written: Iterable[Tensor], read: Iterable[Tensor]) -> None:
         return
     for part in parts[:num_written]:
         if isinstance(part, PackedTensor):
-            part.packed_for_write()  # moves a growing cache away from caches that must not see the write
+            part.packed_for_write()  # moves a growing cache to its own memory if another cache shares it
     for one, other in _meeting([_addresses(_data_of(part)) for part in parts]):
         if min(one, other) < num_written and _overlap(parts[one], parts[other]):
             raise AliasedCacheError(
                 "two packed caches that this compiled graph takes share their storage (one is a view of the other, or "
-                "both are of a third), and it writes one of them; pass the whole cache only and slice it inside the "
-                "compiled function, or pass a clone() of one of them"
+                "both are views of a third), and the graph writes one of them; pass the whole cache only and slice it "
+                "inside the compiled function, or pass a clone() of one of them"
             )
 
 
@@ -77,7 +77,7 @@ def _meeting(ranges: Sequence[range]) -> Iterator[tuple[int, int]]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two parts whose addresses meet may have an element in common."""
+    """Whether two parts whose address ranges overlap may share an element."""
     data, other_data = _data_of(one), _data_of(other)
     same_storage = storage_id(data) == storage_id(other_data)
     if not (same_storage and data.stride() == other_data.stride() and _is_box(one) and _is_box(other)):

@@ -87,7 +87,7 @@ def bench(
     try:
         shapes = [Shape.parse(f"{batch},{heads},{head_dim},{size}") for size in sizes]
     except BenchError:
-        raise BenchError(f"--heads: {heads!r}: give query heads and KV heads that divide them, such as 32/8") from None
+        raise BenchError(f"--heads: {heads!r}: give HEADS/KV, where KV divides HEADS, such as 32/8") from None
     rows: list[DecodeTime] = []
     total = len(shapes) * (1 + len(formats))
     interrupted = False

@@ -88,7 +88,7 @@ def compare(
 
 
 def _print_interrupted(measured: list[Evaluation], as_json: bool) -> None:
-    """Print the predictions if they were measured before Ctrl-C; the layers come after them."""
+    """Print the predictions if they were measured before Ctrl-C. Layers are measured later and are missing."""
     from kvcompile.evaluation.results_text import summary
 
     if measured and as_json:

@@ -57,7 +57,7 @@ class Device:
 
 
 def check_all() -> list[Check]:
-    """All checks, in an order in which each needs only the checks before it."""
+    """All checks. Each depends only on the checks before it."""
     python = Check("python", OK, ".".join(map(str, sys.version_info[:3])))
     checks = [python, _kvcompile(), _torch()]
     if checks[-1].status == MISSING:

@@ -45,7 +45,7 @@ Policies = Annotated[
     str | None,
     typer.Option(metavar="LIST", help="Presets, formats, policy files.  [default: all presets without calibration]"),
 ]
-Layers = Annotated[bool, typer.Option("--layers", help="Print the error of every layer's attention too.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Also print the error of every layer's attention.")]
 Promote = Annotated[
     Path | None,
     typer.Option(
@@ -93,7 +93,7 @@ def evaluate(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the quality that policies cost: the compiled model against the unquantized model."""
+    """Measure the loss of quality under policies: the compiled model against the unquantized model."""
     from kvcompile.evaluation import measure
     from kvcompile.evaluation.calibrate import Calibration
     from kvcompile.evaluation.errors import EvaluationError

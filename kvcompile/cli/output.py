@@ -27,7 +27,7 @@ def print_error(message: str) -> None:
 
 
 def print_interrupted(remains: str) -> None:
-    """Say on stderr that the user has ended the measurement, and which results remain."""
+    """Say on stderr that the user interrupted the measurement, and which results remain."""
     print(f"kvcompile: interrupted: {remains}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""``kvcompile plan``: how many users and tokens fit, and from which context on packing pays. Nothing is run."""
+"""``kvcompile plan``: how many users and tokens fit, and the context from which packing is faster. Nothing is run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_ITEMS = 100
 """The maximum number of items of a list."""
 
 _NUMBER = re.compile(r"[0-9]{1,15}(/[0-9]{1,15}|(\.[0-9]{1,15})?(e[+-]?[0-9]{1,2})?)")
-"""A number whose exact value is short; ``1e999999999`` has a billion digits."""
+"""A number whose exact value is short. It excludes ``1e999999999``, which has a billion digits."""
 
 Config = Annotated[
     Path, typer.Option(metavar="PATH", help="The model's Hugging Face config.json, or the directory that holds it.")
@@ -105,7 +105,7 @@ Latency = Annotated[
         help="With --bandwidth and several GPUs: the time of a small collective.  [default: 10]",
     ),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Print the formulas too.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Also print the formulas.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -182,7 +182,7 @@ def plan(
 
 
 def _forbid(circumstance: str, holds: bool, **options: object) -> None:
-    """Raise PlanError if an option was given that has no effect under the circumstance."""
+    """Raise PlanError if one of ``options`` was given although it has no effect under ``circumstance``."""
     given = [name for name, value in options.items() if value is not None]
     if holds and given:
         raise PlanError(f"{given[0]} has no effect {circumstance}: drop it")

@@ -139,7 +139,7 @@ def explanation(plan: Plan) -> str:
         "bytes(context) = sum over layers of num_kv_heads * (bytes of a key + bytes of a value) * tokens kept\n"
         "allocated users also need the workspace of attention, if caches are plain: repeated heads of one layer,\n"
         "once for eager code that reads a prompt and once for a recorded decode step\n"
-        "not counted: other activations and everything else that the reserve is for; the spare room of growing caches"
+        "not counted: other activations and everything else in the reserve; the spare room of growing caches"
     ]
     parts.extend(_policy_formulas(policy.caches) for policy in plan.policies)
     if plan.weights is not None and plan.weights.parameters is not None:

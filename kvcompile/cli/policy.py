@@ -103,7 +103,7 @@ def validate(files: Files, config: Config = None, as_json: JsonOption = False) -
 
 
 def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
-    """Whether a file is a valid policy, with its faults, or with notes if it is valid."""
+    """The result for one file: whether it is a valid policy, its faults, and notes if it is valid."""
     from kvcompile.files.reading import MAX_TEXT, check_file
     from kvcompile.planning.errors import PlanError
     from kvcompile.planning.stored_caches import store_caches
@@ -111,7 +111,7 @@ def _check(file: Path, model: ModelCaches | None) -> dict[str, Any]:
 
     try:
         check_file(file, MAX_TEXT)
-    except OSError as error:  # a mistake in the arguments (2), and not the answer no (1)
+    except OSError as error:  # a mistake in the arguments (exit code 2), not the answer no (exit code 1)
         raise PolicyError(f"{file}: cannot be read: {error.strerror or error}") from None
     try:
         policy = Policy.from_file(file)

@@ -1,7 +1,7 @@
 """The JSON schema of policy files, made from the policy's classes.
 
-Pydantic gives the structure. Descriptions come from the ``Attributes:`` of the classes' docstrings, so a field is
-described once, where it is defined. Names of formats and presets become enumerations.
+Pydantic gives the structure. Descriptions come from the ``Attributes:`` of the classes' docstrings, so each field is
+described only where it is defined. Names of formats and presets become enumerations.
 """
 
 from __future__ import annotations

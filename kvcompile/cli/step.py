@@ -58,7 +58,7 @@ class Step:
     as_json: JsonOption = False
 
     def print_report(self, *, verified: bool = False) -> Report:
-        """Compile the step and print its report; ``verified`` runs rewritten graphs beside their originals."""
+        """Compile the step and print its report; ``verified`` compares rewritten graphs with their originals."""
         from kvcompile.evaluation import models
         from kvcompile.evaluation.explained_step import explain_step
         from kvcompile.policy.policy import Policy

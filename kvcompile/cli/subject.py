@@ -23,7 +23,7 @@ PolicyOption = Annotated[
 Data = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Text to read.  [default: val.bin beside the model, if the model's tokens are bytes]"
+        metavar="FILE", help="Text to read.  [default: val.bin in the model's folder, if the model's tokens are bytes]"
     ),
 ]
 Prefill = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens of the first step.")]

@@ -45,7 +45,7 @@ TransformsFile = Annotated[
     typer.Option(
         "--transforms",
         metavar="FILE",
-        help="Transforms of the model, from `calibrate`: the search considers calibrated formats, too.",
+        help="Transforms of the model, from `calibrate`: the search also considers calibrated formats.",
     ),
 ]
 Output = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the policy there.")]

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 @with_step_options
 def verify(step: Step) -> None:
-    """Compile a step of a model and run each rewritten graph beside its original, on random inputs.
+    """Compile a step of a model, and compare each rewritten graph with its original on random inputs.
 
     Exits with 1 if a rewritten graph differs or cannot be checked, or if no attention is rewritten.
     """

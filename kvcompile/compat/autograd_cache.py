@@ -1,4 +1,4 @@
-"""Private names of AOTAutograd's cache of compiled graphs. Without one of them, every process runs the passes again.
+"""Private names of AOTAutograd's cache of compiled graphs. If one is missing, every process runs the passes again.
 
 The cache stores either Inductor's key of a compiled graph, or the object that a backend's inner compiler returned.
 PyTorch calls the second kind of entry bundled. Only a bundled entry can hold kvcompile's work around a compiled graph.

@@ -20,8 +20,8 @@ class _Backends(dict[str, Callable[..., Any]]):
     """Dynamo's table of loaded backends, in which ``kvquant`` may be registered again.
 
     ``lookup_backend`` loads an entry point and registers it without a lock, and ``register_backend`` raises an error if
-    a name is in the table. If two threads look ``kvquant`` up for the first time, both load it, and without this table
-    the second one fails.
+    a name is in the table. If two threads look up ``kvquant`` for the first time, both load it. Without this table the
+    second thread would fail.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -38,7 +38,7 @@ def ensure_registered(backend: Callable[..., Any], name: str) -> None:
     """Register ``backend`` with Dynamo, unless a backend is registered as ``name``.
 
     Dynamo keeps weak references to the inputs of a graph. It drops them after the compilation only if the backend, or a
-    backend that equals it, is registered. Without that, no plain cache could be adopted, and the report would say so.
+    backend that equals it, is registered. Otherwise no plain cache could be adopted, and the report would say so.
     """
     with _REGISTERING:
         try:

@@ -1,9 +1,9 @@
 """Undocumented names of the continuous batching of Transformers, and its private names.
 
-Functions import Transformers, because kvcompile works without it. Without one of these names, :func:`allocator_classes`
-returns None, and ``generate_batch()`` runs as without kvcompile. They are the same from Transformers 5.20 to 5.24.
-Version 5.17 lacks them: its paged attention is compiled, and its pools are packed in graphs. In version 5.18 the
-attention implementations of continuous batching have names of their own, which start with ``paged|``.
+Functions import Transformers, because kvcompile works without it. If one of these names is missing,
+:func:`allocator_classes` returns None, and ``generate_batch()`` runs without packing. The names are the same from
+Transformers 5.20 to 5.24. Version 5.17 lacks them: its paged attention is compiled, and its pools are packed in graphs.
+In version 5.18 the attention implementations of continuous batching have other names, which start with ``paged|``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CREATE_PROCESSOR = "_create_batch_processor"
 """The method of a ContinuousBatchingManager that makes the paged cache, in whichever thread needs it first."""
 
 ORIGINAL_ATTENTION = "_original_attn_impl"
-"""The attention implementation to which a ContinuousBatchingManager returns the model when it stops."""
+"""The attention implementation that a ContinuousBatchingManager restores in the model when it stops."""
 
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 """The attribute of a model that holds its persistent ContinuousBatchingManager."""
@@ -57,7 +57,7 @@ def can_set_attention(model: Any) -> bool:
 def size_pages(
     allocator: Any, index: int, layer_indices: list[int], page_size: int, page_bytes: int, allow_block_sharing: bool
 ) -> None:
-    """Tell an allocator, and so the memory planner of the cache, that a page holds all layers in ``page_bytes`` bytes.
+    """Set the size of an allocator's pages, which hold all layers, to ``page_bytes``. The memory planner uses it.
 
     A block is then one page, and slot ``block * page_size + i`` is token ``i`` of the block.
     """

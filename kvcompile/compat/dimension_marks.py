@@ -1,4 +1,4 @@
-"""Passes marks such as ``torch._dynamo.mark_dynamic`` from a packed cache on to its inner tensors.
+"""Copies marks such as ``torch._dynamo.mark_dynamic`` from a packed cache to its inner tensors.
 
 Dynamo creates separate symbols for the sizes of a tensor subclass and for the sizes of its inner tensors. If an inner
 size stayed constant, the outer size that the user marked would become constant too.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-except ImportError:  # then guards on symbolic sizes of packed caches may fail
+except ImportError:  # without it, guards on symbolic sizes of packed caches may fail
     set_code_exec_strategy = None  # type: ignore[assignment]
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """``x`` of all ranks of a group, one after the other along the first dimension. Graphs that are traced hold it."""
+    """``x`` of all ranks of a group, concatenated along the first dimension. Traced graphs contain this collective."""
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_gather_into_tensor(x, size, group))  # type: ignore[no-any-return]
 

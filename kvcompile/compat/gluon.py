@@ -9,16 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-# Starts a copy from global to shared memory. Triton 3.9 has a new name for it, and keeps the old one to raise.
+# Starts a copy from global to shared memory. Triton 3.9 renamed it, and the old name raises an error.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-# The method that shows shared memory in another form is public since Triton 3.9.
+# The method that reinterprets shared memory is public since Triton 3.9.
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
 def reinterpreted(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory, seen with another dtype, shape and layout."""
+    """A view of shared memory with another dtype, shape and layout."""
     if _IS_PUBLIC:
         return memory.reinterpret(dtype, shape, layout)
     else:  # noqa: RET505 - Triton compiles only one branch

@@ -23,12 +23,12 @@ def calling_for_new_nodes(gm: GraphModule, call: Callable[[Node], None]) -> Iter
 
 
 def copy_codegen(graph: Graph, original: Graph) -> None:
-    """Let ``graph`` take its arguments and return its results in the form of ``original``. There is no fallback."""
+    """Give ``graph`` the structure of arguments and results of ``original``. There is no fallback."""
     graph.set_codegen(original._codegen)
 
 
 def copy_source(node: Node, original: Node) -> None:
-    """Copy Dynamo's source of an input to a copy of its node. Releases without this attribute have no use for it."""
+    """Copy Dynamo's source of an input to a copy of its node. Releases without this attribute do not need it."""
     if hasattr(original, _SOURCE):
         setattr(node, _SOURCE, getattr(original, _SOURCE))
 

@@ -28,15 +28,15 @@ def drop_compiled_call(module: nn.Module) -> None:
 
 
 def original_module(module: Any) -> Any:
-    """The module behind the result of ``torch.compile(module)``; anything else itself."""
+    """The module inside the result of ``torch.compile(module)``; other values are returned unchanged."""
     return getattr(module, "_orig_mod", module)
 
 
 def traced_module() -> nn.Module | None:
     """The module whose call Dynamo traces in this thread; None if it traces a function, or nothing.
 
-    Dynamo names the modules that a graph calls, but not the one that it begins with. Without the private names, the
-    result is None.
+    Dynamo names the modules that a graph calls, but not the outermost module. Without the private names, the result is
+    None.
     """
     running = getattr(getattr(symbolic_convert, "tls", None), "current_tx", None)
     scope = getattr(getattr(running, "output", None), "local_scope", None) or {}

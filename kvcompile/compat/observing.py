@@ -1,4 +1,4 @@
-"""Names through which PyTorch's tools get counters, times and traces. A stand-in does nothing where a name is missing.
+"""Names through which PyTorch's tools get counters, times and traces. Stand-ins that do nothing replace missing names.
 
 With a stand-in, one tool shows nothing. Compilation and results are the same.
 """
@@ -34,7 +34,7 @@ dynamo_timed = _found("torch._dynamo.utils", "dynamo_timed", nullcontext)
 # Artifacts of ``TORCH_TRACE``, which tlparse shows.
 trace_structured = _found("torch._logging", "trace_structured", _nothing)
 
-# Formats nothing, unless depyf is active: depyf replaces its code by a dump of the graph.
+# Formats the graph only if depyf is active: depyf replaces its code by a dump of the graph.
 lazy_format_graph_code = _found("torch._dynamo.utils", "lazy_format_graph_code", _nothing)
 
 
@@ -44,7 +44,7 @@ def depyf_is_active() -> bool:
     return code is not None and "depyf" in code.co_filename
 
 
-# The reasons of graph breaks. Without them, a message names the line after the break, and not the break.
+# The reasons of graph breaks. Without them, a message names the line after the break instead of the break.
 graph_break_reasons = _found("torch._dynamo.utils", "graph_break_reasons", [])
 
 OnRecompileLimit = Callable[[str, str, str], None]
@@ -70,7 +70,7 @@ _recompile_limits = _RecompileLimits()
 
 
 def on_recompile_limit(tell: OnRecompileLimit) -> None:
-    """Call ``tell`` whenever Dynamo reaches a limit on recompilations and runs a function in eager code from then on.
+    """Call ``tell`` whenever Dynamo reaches a recompile limit and runs a function eagerly from then on.
 
     Dynamo has no hook for this event. It logs a warning.
     """

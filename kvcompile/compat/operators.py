@@ -14,5 +14,5 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 # The function behind ``F.scaled_dot_product_attention``, which some releases of Dynamo write into their graphs.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 
-# What ``.item()`` is in a graph.
+# The operator of ``.item()`` in a graph.
 read_number = torch.ops.aten._local_scalar_dense.default

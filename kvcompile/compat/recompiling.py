@@ -2,9 +2,9 @@
 
 Dynamo stores compiled code on the code objects of functions. It reuses this code if the guards hold and the backend is
 the same (``_torchdynamo_orig_backend`` of the callback that compiles frames). Inside the block, every backend is
-wrapped in an object that equals only wrappers of the same block. Dynamo therefore finds no code from before the block,
-but it does find code from inside the block, and compiles nothing twice. The wrapped backend, its options and its hooks
-are unchanged. After the block, Dynamo finds the earlier code again, and the block's code is dropped.
+wrapped in an object that equals only wrappers of the same block. Dynamo therefore reuses no code from before the block.
+It does reuse code from the block, so nothing is compiled twice. The wrapped backend, its options and its hooks are
+unchanged. After the block, Dynamo finds the earlier code again, and the block's code is dropped.
 ``torch._dynamo.reset()`` would drop everything.
 """
 
@@ -35,7 +35,7 @@ _NO_LIMIT = 1 << 30
 
 
 def missing_names() -> list[str]:
-    """The names that ``debug()`` needs, and this release of PyTorch lacks."""
+    """The names that ``debug()`` needs and that are missing in this release of PyTorch."""
     return [f"{module.__name__}.{name}" for module in _NEEDED for name in _NEEDED[module] if not hasattr(module, name)]
 
 
@@ -129,7 +129,8 @@ def _drop_code_of(block: object, code: CodeType) -> None:
         if not isinstance(backend, _BackendOfBlock) or backend.block is not block:
             continue
         dropped = guards.DeletedGuardManagerWrapper("it was compiled inside kvcompile.debug")
-        # The empty entry stays in the list. It does not count to recompile_limit: no frame has the object it matches.
+        # The empty entry stays in the list. It does not count toward recompile_limit: no frame has the object that it
+        # matches.
         dropped.id_matched_objs = {"": weakref.ref(_BackendOfBlock)}
         owner = entry.guard_manager.extra_state
         if owner is not None:

@@ -1,7 +1,7 @@
 """Private names for symbolic sizes. Without one of them this file cannot be imported.
 
 ``PythonPrinter`` writes an expression as Python, and ``sympy_interp`` computes it operation by operation. ``check``
-lets a compiled graph assert what a trace assumes of a number that only the data of a call determines.
+lets a compiled graph assert a trace's assumption about a number that depends on the data of a call.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ check = torch._check
 
 
 def expression_of(number: Any) -> sympy.Expr:
-    """The expression of a SymInt without the case distinctions that the assumptions of its trace decide.
+    """The expression of a SymInt without the cases that the assumptions of its trace exclude.
 
-    ``narrow`` writes its end with a case for a start of -1. PyTorch 2.11 cannot compute such an expression in a graph.
+    ``narrow`` adds a case for a start of -1. PyTorch 2.11 cannot compute such an expression in a graph.
     """
     env, expression = number.node.shape_env, number.node.expr
     chosen = {}
@@ -31,7 +31,7 @@ def expression_of(number: Any) -> sympy.Expr:
 
 
 def without_excluded_cases(number: Any) -> Any:
-    """A SymInt with the expression of :func:`expression_of`; an int if this is a number."""
+    """A SymInt with the expression of :func:`expression_of`; an int if the expression is a number."""
     expression = expression_of(number)
     return number if expression == number.node.expr else number.node.shape_env.create_symintnode(expression, hint=None)
 

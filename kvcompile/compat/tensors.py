@@ -16,7 +16,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-# Makes a tensor of a subclass that has sizes and a dtype, but no memory of its own.
+# Makes a tensor of a subclass that has sizes and a dtype, but no memory.
 new_wrapper = torch.Tensor._make_wrapper_subclass
 
 # The value of ``__torch_function__`` for subclasses that handle operators in ``__torch_dispatch__`` only.
@@ -28,8 +28,8 @@ not_traced = _disable_dynamo
 # A context in which no fake, functional or other mode sees the operators.
 without_modes = _disable_current_modes
 
-# A context in which no kernel goes through PyTorch's dispatcher in Python, which is on while AOTAutograd traces. It
-# takes the interpreter's lock again. A collective that then waits for a thread of Gloo would never end.
+# A context in which no kernel goes through PyTorch's dispatcher in Python, which is on while AOTAutograd traces. That
+# dispatcher takes Python's GIL again, so a collective that waits for a thread of Gloo would deadlock.
 without_python_dispatcher = no_python_dispatcher
 
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -41,12 +41,12 @@ def without_view_tracking() -> AbstractContextManager[None]:
 
 
 def is_distributed(value: object) -> bool:
-    """Whether ``value`` is a DTensor. Its class is known by its name, because importing it takes long."""
+    """Whether ``value`` is a DTensor. The class is recognised by its name, because importing it is slow."""
     return (type(value).__module__, type(value).__name__) == ("torch.distributed.tensor", "DTensor")
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that only tensors on the same storage share. Unlike an address it also tells fake storages apart."""
+    """A number that only tensors on the same storage share. Unlike an address, it also distinguishes fake storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -65,7 +65,7 @@ def num_users(tensor: Tensor) -> int:
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``target.copy_(source)`` for each pair, in one kernel for each dtype on a GPU."""
     dtypes = [target.dtype for target in targets]
-    for dtype in set(dtypes):  # PyTorch copies one by one if dtypes differ within a list
+    for dtype in set(dtypes):  # PyTorch launches a kernel for each pair if dtypes differ within a list
         of_dtype = [index for index, other in enumerate(dtypes) if other == dtype]
         torch._foreach_copy_([targets[index] for index in of_dtype], [sources[index] for index in of_dtype])
 

@@ -22,7 +22,7 @@ def converted_tensors(fake_mode: FakeTensorMode) -> list[Tensor]:
 
 
 def records_operators() -> bool:
-    """Whether a tracer records the operators that run now in a graph, as AOTAutograd does and Dynamo does not."""
+    """Whether a tracer such as AOTAutograd records the running operators in a graph. Dynamo does not count."""
     return get_proxy_mode() is not None
 
 

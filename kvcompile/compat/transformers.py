@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# The methods of ``GenerationMixin`` that :mod:`kvcompile.generation` replaces, besides ``generate``. Without
-# them, ``generate()`` of Transformers makes its own caches and compiles for itself.
+# The methods of ``GenerationMixin`` that :mod:`kvcompile.generation` replaces, besides ``generate``. Without them,
+# ``generate()`` makes plain caches and uses its own compilation.
 PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILES_FOR_ITSELF = "_valid_auto_compile_criteria"
 
@@ -24,7 +24,7 @@ def cache_argument(function: Callable[..., Any]) -> str:
 
 
 def renamed_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """``arguments`` with the cache under ``name``, whichever of its two names it has."""
+    """``arguments`` with the cache renamed to ``name``, whichever of the two names it had."""
     other = "past_key_values" if name == "cache" else "cache"
     if other not in arguments or name in arguments:
         return arguments
@@ -33,12 +33,12 @@ def renamed_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
 
 def cache_of(output: Any) -> Any:
     """The cache in an output of a model or of ``generate()``; None if it has none."""
-    fields = dict(output.items())  # Transformers 5.24 warns where its own outputs are asked for the former name
+    fields = dict(output.items())  # Transformers 5.24 warns when its outputs are asked for the former name
     return fields.get("cache", fields.get("past_key_values"))
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """The keyword by which a call of ``model`` takes ``cache``."""
+    """The keyword argument that passes ``cache`` to a call of ``model``."""
     return {cache_argument(type(model).forward): cache}
 
 
@@ -49,7 +49,7 @@ def cache_argument_of_generate(model: Any) -> str:
 
 
 def makes_dynamic_caches(model: Any) -> bool:
-    """Whether ``generate()`` makes a ``DynamicCache`` for this model, whose layers are keys and values."""
+    """Whether ``generate()`` makes a ``DynamicCache`` for this model. Its layers have keys and values."""
     return bool(model._supports_default_dynamic_cache())
 
 

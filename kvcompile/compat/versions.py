@@ -1,4 +1,4 @@
-"""The releases of PyTorch that kvcompile was tested with, and a warning for newer ones."""
+"""The releases of PyTorch that kvcompile was tested with, and a warning for newer releases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class UntestedVersionWarning(UserWarning):
-    """PyTorch is newer than every release that kvcompile was tested with. Nothing is switched off."""
+    """PyTorch is newer than every release that kvcompile was tested with. This is only a warning."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,20 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def untested(version: str) -> str | None:
-    """A sentence if this release of PyTorch is newer than all tested ones, else None. Patch releases do not count."""
+    """A warning if this release of PyTorch is newer than all tested releases, else None. Patch releases are ignored."""
     newest = max(numbers(one.torch)[:2] for one in TESTED)
     if numbers(version)[:2] <= newest:
         return None
     return (
         f"PyTorch {version} is newer than {'.'.join(map(str, newest))}, the newest release that this kvcompile was "
-        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may be tested"
+        "tested with; `python -m kvcompile doctor --try` checks this machine, and a newer kvcompile may be tested "
+        "with it"
     )
 
 
 @functools.cache
 def warn_if_untested(version: str) -> None:
-    """Warn, once in a process, if this release of PyTorch is newer than all tested ones."""
+    """Warn, once in a process, if this release of PyTorch is newer than all tested releases."""
     message = untested(version)
     if message is not None:
         warnings.warn(message, UntestedVersionWarning, stacklevel=2)

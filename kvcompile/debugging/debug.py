@@ -41,8 +41,8 @@ def debug(folder: str | os.PathLike[str], *, depyf: bool = True) -> Iterator[Rep
 
     The dump holds, for every graph that the backend compiles, the graph at each stage, with comments that name
     attention sites, and the code that Inductor generated; the program runs this dumped code. For the whole block it
-    holds the report as text, page and data, the policies, and depyf's dump. The block really runs: caches are written
-    and packed.
+    holds the report as text, page and data, the policies, and depyf's dump. The code in the block runs normally: caches
+    are written and packed.
 
     Functions that were compiled before are compiled again inside the block, with Inductor's and AOTAutograd's caches
     off. Their earlier code is used again after the block (:mod:`kvcompile.compat.recompiling`). The results of the
@@ -95,7 +95,7 @@ def _dumping(dump: DumpFolder, depyf: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Allow one open block: the changes that a block makes to PyTorch hold for the whole process."""
+    """Allow only one open block, because a block changes PyTorch for the whole process."""
     global _open_folder
     with _lock:
         if _open_folder is not None:
@@ -115,7 +115,7 @@ def _keeping_output_code(dump: DumpFolder) -> Iterator[None]:
     def load_by_key_path(
         key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **kwargs: Any
     ) -> ModuleType:
-        if attrs is not None:  # the code of a graph; without attrs it is a kernel, which the graph's code contains
+        if attrs is not None:  # a graph; without attrs it is a kernel, which the graph's code contains
             path = str(dump.output_code(stages.current_graph(), Path(path).read_text(encoding="utf-8")))
         return load(key, path, linemap, attrs, **kwargs)
 

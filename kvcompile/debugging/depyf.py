@@ -39,7 +39,7 @@ def dumping_with_depyf(folder: Path) -> Iterator[None]:
 
     problems: list[str] = []
     try:
-        with _tamed(problems), enable_debugging.prepare_debug(str(folder)):
+        with _without_side_effects(problems), enable_debugging.prepare_debug(str(folder)):
             problems.clear()  # drops depyf's warning on entry that the program should run all its branches
             yield
     finally:
@@ -48,7 +48,7 @@ def dumping_with_depyf(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tamed(problems: list[str]) -> Iterator[None]:
+def _without_side_effects(problems: list[str]) -> Iterator[None]:
     """Keep depyf from changing the code that runs, from raising and from printing; append failures to ``problems``."""
     import depyf.explain
     from depyf.explain import enable_debugging, utils

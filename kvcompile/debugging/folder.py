@@ -43,7 +43,7 @@ class DumpedGraph:
     files: list[tuple[str, str]] = field(default_factory=list)
     """(file, its description), in the order of writing."""
     after_last_pass: str = ""
-    """The graph as the last pass left it."""
+    """The graph after the last pass."""
     packed: PackedParts = field(default_factory=PackedParts)
     """The facts about packed caches in the rewritten graph."""
 
@@ -77,7 +77,7 @@ class DumpFolder:
     # The methods of kvcompile.debugging.stages.Watcher
 
     def begin(self, policy: Policy, compile_id: str) -> int:
-        """Begin a graph; returns its number, from 1 on."""
+        """Begin a graph; returns its number, counted from 1."""
         with self._lock:
             self.graphs.append(DumpedGraph(self._policy_file(policy), compile_id))
             return len(self.graphs)
@@ -89,7 +89,7 @@ class DumpFolder:
         self._add(number, f"{stage.number}_{stage.name}.py", stage.value, text)
 
     def passed(self, number: int, step: int, name: str, text: str) -> None:
-        """Write a graph as a pass left it, if the pass changed it."""
+        """Write the graph after a pass, if the pass changed it."""
         graph = self.graphs[number - 1]
         if text != graph.after_last_pass:
             graph.after_last_pass = text
@@ -100,7 +100,7 @@ class DumpFolder:
         self.graphs[number - 1].report = graph
 
     def output_code(self, number: int | None, code: str) -> Path:
-        """Write the code that Inductor generated for a graph; None is a graph of another backend. Returns the file."""
+        """Write Inductor's code for a graph, and return the file. ``number`` is None for graphs of another backend."""
         if number is None:
             with self._lock:
                 self._other_code += 1
@@ -168,8 +168,8 @@ class DumpFolder:
 
 
 _DEPYF_FILES = {
-    "full_code_for_*.py": "functions, their guards, and the code that Dynamo put in their place",
-    "__transformed_code_*.py": "the bytecode that Dynamo put in place of functions, decompiled",
+    "full_code_for_*.py": "functions, their guards, and the code that Dynamo runs in their place",
+    "__transformed_code_*.py": "decompiled bytecode that Dynamo runs in place of functions",
     "__compiled_fn_*.py": "graphs at PyTorch's own stages",
     "problems.txt": "functions that depyf could not dump, and why",
 }

@@ -28,8 +28,8 @@ class PackedParts:
     Attributes:
         inputs: the roles of packed caches among the inputs, by name: ``layers.0: packed key cache``.
         outputs: the roles of packed caches that the graph makes and returns, by their places among the outputs.
-        regions: for each region, the role of each of its calls in the order of running: ``layers.0: key store``. A call
-            that may be one of several names them all.
+        regions: for each region, the role of each of its calls in the order of execution: ``layers.0: key store``. If
+            the order is ambiguous, a call has all possible roles.
     """
 
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def marked(code: str, packed: PackedParts) -> str:
 
     Args:
         code: Python that Inductor generated. Code that does not parse is returned unchanged.
-        packed: what is known of the graph from which the code was generated.
+        packed: the facts about the graph from which the code was generated.
     """
     try:
         tree = ast.parse(code)
@@ -72,8 +72,8 @@ def marked(code: str, packed: PackedParts) -> str:
 class _Marks:
     """The comments of one text, by line.
 
-    Each buffer has one name in generated code. A view of a packed cache is a packed cache, too, and so are the
-    arguments of a region in the code of the region.
+    Each buffer has one name in generated code. Views of a packed cache count as packed caches, as do the corresponding
+    parameters of a region.
     """
 
     def __init__(self, tree: ast.Module, lines: Sequence[str], packed: PackedParts) -> None:
@@ -126,7 +126,7 @@ class _Marks:
 
     def _assign(self, statement: ast.Assign) -> None:
         if "# reuse" in self._lines[statement.lineno - 1]:
-            return  # the memory of a buffer that is not needed any more becomes another buffer
+            return  # another buffer reuses the memory of a buffer that is no longer needed
         roles = self._roles_in(statement.value)
         for target in statement.targets:
             if isinstance(target, ast.Name):
@@ -167,7 +167,7 @@ def _names(value: ast.expr) -> list[str]:
 
 
 def _written_arguments(tree: ast.Module) -> dict[str, frozenset[int]]:
-    """The places of the arguments that each C++ kernel may write: its types say ``const`` for the others."""
+    """The positions of the arguments that each C++ kernel may write, whose types are not ``const``."""
     written = {}
     for statement in tree.body:
         value = statement.value if isinstance(statement, ast.Assign) else None

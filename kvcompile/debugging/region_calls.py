@@ -1,4 +1,4 @@
-"""The calls of regions in the text of a rewritten graph, and which of them runs first, second and so on."""
+"""The calls of regions in the text of a rewritten graph, in their order of execution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _COMMENT = re.compile(r"  # (\S[^\n]*)$")
 _CALL = "invoke_subgraph"
 _MOST = 2
-"""The most calls that are named if one of several may be meant."""
+"""The maximum number of calls that are named if the order is ambiguous."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Statement:
 
 
 def statements_of(text: str) -> tuple[list[Statement], list[str]]:
-    """The statements of a graph in its text, and the name of each output; empty for an output that is no name."""
+    """The statements in the text of a graph, and the name of each output; empty for an output that is not a name."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
@@ -57,8 +57,9 @@ def _region_of(value: ast.expr) -> str:
 def roles_of_region_calls(statements: Sequence[Statement], prefix: str) -> dict[str, list[str]]:
     """The role of the first, second, ... call of each region whose name begins with ``prefix``.
 
-    Generated code may run nodes in another order than the graph, as far as their results allow. Call number k of a
-    region is any call that needs at most k others of the region, and without which enough others remain to follow.
+    Generated code may run nodes in another order than the graph, as far as data dependencies allow. Call number k of a
+    region can be any call that depends on at most k other calls of the region, if all calls that depend on it can
+    follow.
     """
     before: dict[str, frozenset[str]] = {}
     calls: dict[str, list[Statement]] = {}

@@ -1,8 +1,8 @@
 """The stages of every graph as readable Python.
 
 Each stage becomes an artifact of ``TORCH_TRACE`` (tlparse shows it), and a file of an open :func:`kvcompile.debug`
-block. Without such a block, it becomes a file of ``depyf.prepare_debug`` if that is active. Nothing is formatted if no
-tool is active.
+block. If no block is open, it becomes a file of an active ``depyf.prepare_debug``. Graphs are formatted only if a tool
+is active.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class GraphStages:
 def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     """The graph as Python. Comments name the inputs, each change of module, and the role of a line for a site.
 
-    Each store has a heading, and so has each other role that takes several lines.
+    Each store, and each other role of several lines, has a heading.
 
     Args:
         gm: a graph of any stage.
@@ -166,7 +166,7 @@ def readable(gm: GraphModule, sources: Mapping[int, str]) -> str:
     module, role = "", None
     roles = Counter(_comment(node) for node in nodes.values())
     for line in source.splitlines():
-        assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # deeper lines belong to a graph within this one
+        assigned = re.match(r"( {8})(\w+)\s*[:=]", line)  # deeper lines belong to a nested graph
         node = nodes.get(assigned[2]) if assigned else None
         if assigned and node is not None:
             inner = module_name(node)

@@ -1,4 +1,4 @@
-"""The quality that a policy costs: a model with packed caches against the same model with plain caches, on one text.
+"""The loss of quality under a policy: a model with packed caches against the same model with plain caches, on one text.
 
     from kvcompile.evaluation.measure import evaluate
     from kvcompile.evaluation.models import load_model

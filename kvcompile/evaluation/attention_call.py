@@ -55,7 +55,7 @@ class AttentionCall:
 
     @functools.cached_property
     def repeats(self) -> int:
-        """How often keys and values repeat each KV head in a row, for models that expand them before attention."""
+        """The number of copies of each KV head in keys and values, for models that expand them before attention."""
         heads = self.key.shape[1]
         divisors = [count for count in range(heads, 0, -1) if heads % count == 0]
         return next(count for count in divisors if _repeats(self.key, count) and _repeats(self.value, count))
@@ -90,7 +90,7 @@ class AttentionCall:
         return stored.repeat_interleave(self.repeats, 1)
 
     def on_packed(self, formats: FormatPair) -> Tensor:
-        """The attention on keys and values packed in these formats, computed by the specification in float32.
+        """The result of attention on keys and values packed in these formats, computed by the specification in float32.
 
         All keys and values are stored before the first is read, as in a compiled prefill.
         """

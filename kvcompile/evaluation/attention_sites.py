@@ -68,7 +68,7 @@ class AttentionTap:
         gm.recompile()
         return gm.forward
 
-    def hear(self, site: Site, call: AttentionCall) -> Tensor:
+    def call_listener(self, site: Site, call: AttentionCall) -> Tensor:
         """The result with which the model continues."""
         result = self._listener(site, call)
         return call.original if result is None else torch.empty_like(call.original).copy_(result)
@@ -88,7 +88,7 @@ class _Report:
         self.settings = settings
 
     def __call__(self, *operands: Any) -> Tensor:
-        return self.tap.hear(self.site, AttentionCall(*operands, **self.settings))
+        return self.tap.call_listener(self.site, AttentionCall(*operands, **self.settings))
 
 
 def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
@@ -98,10 +98,10 @@ def listen(model: nn.Module, tokens: Tensor, listener: Listener) -> None:
 
 def attention_sites(model: nn.Module, tokens: Tensor) -> list[Site]:
     """The sites at which ``model`` computes attention on ``tokens``, in order; one site for each module."""
-    return sites_heard(AttentionTap(model), tokens)
+    return sites_of_tap(AttentionTap(model), tokens)
 
 
-def sites_heard(tap: AttentionTap, tokens: Tensor) -> list[Site]:
+def sites_of_tap(tap: AttentionTap, tokens: Tensor) -> list[Site]:
     """:func:`attention_sites` for an existing tap."""
     sites: dict[str, Site] = {}
 
@@ -121,21 +121,21 @@ def tapped(model: nn.Module, sites: list[Site]) -> Iterator[list[tuple[str, Tens
     Yields:
         A list to which every call appends (name of the module, its output).
     """
-    heard: list[tuple[str, Tensor]] = []
+    recorded: list[tuple[str, Tensor]] = []
     known = {name for name, _ in model.named_modules() if name}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def append(module: nn.Module, arguments: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor):
-                heard.append((name, output))
+                recorded.append((name, output))
 
         return append
 
     modules = [site.module for site in sites if site.module in known]
     handles = [model.get_submodule(name).register_forward_hook(hook(name)) for name in modules]
     try:
-        yield heard
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()

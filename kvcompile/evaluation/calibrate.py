@@ -1,4 +1,4 @@
-"""The search for outlier keys, in an uncompiled run that sees every key."""
+"""The search for outlier keys in an uncompiled run, which has access to every key."""
 
 from __future__ import annotations
 

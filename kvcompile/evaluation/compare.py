@@ -1,4 +1,4 @@
-"""``compare``: the errors of a model under one policy, in all and layer by layer, and rules for the worst layers."""
+"""``compare``: the errors of a model and of its layers under one policy, and rules for the worst layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.evaluation.attention_call import AttentionCall
-from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.calibrate import Calibration
 from kvcompile.evaluation.comparison import Comparison, LayerError
 from kvcompile.evaluation.measure import OnProgress, OnResult, counted, evaluate, ignore_progress
@@ -37,13 +37,14 @@ def compare(
 
     Args:
         model: a Hugging Face causal language model in inference mode.
-        inputs: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have one length.
+        inputs: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have the same
+            length.
         policy: anything that :meth:`Policy.load` takes.
-        decode: how many tokens of a row are read one by one; by default 8, or half of a short row.
+        decode: the number of tokens of a row that are read one by one; by default 8, or half of a short row.
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
-        PolicyError: the policy does not exist or is wrong.
+        PolicyError: the policy does not exist or is invalid.
         EvaluationError: ``inputs`` are not token ids, or are padded or too short.
     """
     named = policy if isinstance(policy, str | Path) else Policy.load(policy)
@@ -59,7 +60,7 @@ def compare_on(
     on_progress: OnProgress = ignore_progress,
     on_result: OnResult = lambda evaluation: None,
 ) -> Comparison:
-    """:func:`compare` on the windows of a text; ``on_result`` gets the predictions, before layers are measured."""
+    """:func:`compare` on the windows of a text; ``on_result`` gets the predictions before layers are measured."""
     model, loaded = uncompiled(model), Policy.load(policy)
     if loaded.key_outliers == "promote":
         policy = loaded = Calibration(model, text.windows[0], [loaded]).promoted(loaded)
@@ -73,7 +74,7 @@ def _by_layer(
     """The errors of all packed layers, worst first, and the suggested rules."""
     tap = AttentionTap(model)
     windows = text.windows[:, : text.schedule.num_tokens]
-    sites = sites_heard(tap, windows[0])
+    sites = sites_of_tap(tap, windows[0])
     formats: dict[str, FormatPair] = {}
     for site in sites:
         pair = policy.formats_for(site.module, site.layer, num_layers(sites))

@@ -15,7 +15,7 @@ from kvcompile.tables import table, wrapped
 
 @dataclass(frozen=True)
 class LayerError:
-    """The errors of one packed layer. Errors are relative: the L2 norm of the difference over the norm of the exact.
+    """The errors of one packed layer. Errors are relative: L2 norm of the difference over L2 norm of the exact tensor.
 
     Attributes:
         module: the module that computes attention.
@@ -24,10 +24,10 @@ class LayerError:
             layers add up to about the divergence of the whole model.
         key_error, value_error: the errors of the keys and values that the cache returns.
         attention_error: the error of the attention output on queries, keys and values of the unquantized model. It
-            contains no error of another layer.
+            excludes the errors of other layers.
         from_keys, from_values: the same error with only the keys, or only the values, packed.
-        model_error: the error of the module's output in the compiled model, which contains the errors of the layers
-            before it; None if it is not known.
+        model_error: the error of the module's output in the compiled model, which includes the errors of earlier
+            layers; None if it is not known.
     """
 
     module: str
@@ -96,7 +96,7 @@ LEGEND = (
     "Layers, worst first.  KL: mean divergence in nats, if only this layer is packed.  All errors are relative L2, in "
     "percent.  K, V: the keys and values that the cache returns.  attn: the layer's attention output, if only this "
     "layer is packed.  of K, of V: the same, if only its keys or only its values are packed.  in model: the module's "
-    "output in the compiled model, which contains the errors of the layers before it."
+    "output in the compiled model, which includes the errors of earlier layers."
 )
 
 

@@ -1,4 +1,4 @@
-"""A report on one step of a Hugging Face model whose cache holds tokens already."""
+"""A report on one step of a Hugging Face model whose cache already holds tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explain_step(
         kind: the kind of the cache, ``static`` or ``growing``.
         context: the capacity of a static cache in tokens.
         tokens: 1 for a decode step, more for a chunk of a prefill.
-        verified: whether rewritten graphs run beside their originals, as in :func:`kvcompile.verify`.
+        verified: whether rewritten graphs are compared with their originals, as in :func:`kvcompile.verify`.
 
     Raises:
         EvaluationError: the step does not fit, or the model does not run with such a cache.

@@ -1,8 +1,8 @@
-"""The gradients of a model's loss with respect to the keys and values of its attentions.
+"""The gradients of a model's loss with respect to the keys and values of its attention layers.
 
 The loss is the negative log-likelihood of tokens that the model draws itself, so that second moments of the gradients
 are the Fisher information: ``(e . g)**2 / 2``, summed over the vectors of a text, estimates the divergence of the
-predictions that errors ``e`` of keys or values with the gradients ``g`` cause.
+predictions due to errors ``e`` of keys or values with the gradients ``g``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradient(call: AttentionCall, role: Role) -> Tensor | None:
 
 @contextmanager
 def differentiable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients reach all activations inside the block, and no weights except the embedding's."""
+    """Let gradients reach all activations inside the block, but no weights other than the embedding's."""
     embedding = model.get_input_embeddings()
     own = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:

@@ -19,10 +19,10 @@ def check_hub_name(name: str) -> None:
 
 
 def hub_failure(name: str) -> str:
-    """Why the hub does not answer a request for ``name``; empty if it answers, or if it shall not be asked.
+    """Why the hub does not answer a request for ``name``; empty if it answers, or in offline mode.
 
-    The hub's own client repeats each request for 20 seconds before it fails. This is one request, as the client makes
-    it, so that proxies and the address of the hub are those of the user.
+    The hub's own client repeats each request for 20 seconds before it fails. This function makes a single request in
+    the same way, so the user's proxies and hub address apply.
     """
     from huggingface_hub import constants, get_session
 

@@ -29,7 +29,7 @@ class NoRoomError(ValueError):
 
 
 def choose(slots: Sequence[Sequence[Option]], capacity: int) -> list[int]:
-    """The index of the chosen option of every item: the least total loss of all choices that cost at most ``capacity``.
+    """The index of the chosen option of every item: the choice of least total loss that costs at most ``capacity``.
 
     The method is dynamic programming over the capacity, in steps of the greatest common divisor of all differences of
     cost. The result is exact unless this takes more than MAX_STATES steps. In that case costs are rounded up to longer

@@ -16,13 +16,13 @@ from kvcompile.policy.policy import EXACT_TOKENS, Policy, Rule
 
 
 def rules_for(choices: Mapping[str, FormatPair | None], sites: Sequence[Site], policy: Policy) -> tuple[Rule, ...]:
-    """Rules that give modules their formats: one rule for every format pair, in the order of the layers.
+    """Policy rules that give modules their formats: one rule for every format pair, in the order of the layers.
 
     Args:
         choices: the format pair of each module; None leaves its cache unpacked.
         sites: all attention sites of the model.
-        policy: the policy that the rules are for; they omit its ``residual_length`` and ``sink_tokens``. Calibrated
-            formats have its transforms.
+        policy: the policy that the rules are for. They omit its ``residual_length`` and ``sink_tokens``. Calibrated
+            formats use its transforms.
     """
     count = Counter(site.layer for site in {site.module: site for site in sites}.values())
     layers: dict[FormatPair | None, list[int]] = {}

@@ -72,10 +72,10 @@ def evaluate(
         model_name: the name of the model in the result.
         exact_prompt: whether the prefill attends to its own tokens as the policy says, by default in full precision.
         on_progress: called for every step.
-        on_result: called for every policy.
+        on_result: called after every policy.
 
     Raises:
-        PolicyError: a policy does not exist or is wrong; this is raised before anything runs.
+        PolicyError: a policy does not exist or is invalid; this is raised before anything runs.
     """
     loaded = [(_name(policy), Policy.load(policy)) for policy in policies]
     model = uncompiled(model)
@@ -156,12 +156,12 @@ class _Run:
             The steps of every window, on the CPU; the mean loss in nats; the bits per element of the cache.
         """
         windows, nats = [], []
-        with running_eagerly(), tapped(self.model, self.sites) as heard:
+        with running_eagerly(), tapped(self.model, self.sites) as recorded:
             for window in self.windows:
                 cache = new_cache(self.model, self.text.schedule)
                 steps = []
                 forwards = self.model, self.model
-                for step in replay(forwards, window, with_cache(self.model, cache), self.text.schedule, heard):
+                for step in replay(forwards, window, with_cache(self.model, cache), self.text.schedule, recorded):
                     nats.append(F.cross_entropy(step.logits.float(), _targets(window, step), reduction="sum").item())
                     steps.append(step.to("cpu"))
                     self._advance("reference")
@@ -175,20 +175,26 @@ class _Run:
         later = first = self._compiled(policy.model_copy(update={"prefill": "packed"}))
         if self.exact_prompt and policy.prefill == "exact":
             first = self._compiled(policy)
-        # Without a recompile limit: beyond it Dynamo would run eager code without a report.
-        with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as heard:
+        # The recompile limit is off: beyond it, Dynamo would run eager code without a report.
+        with collect_reports() as report, without_recompile_limit(), tapped(self.model, self.sites) as recorded:
             graphs = len({(step.start == 0, step.stop - step.start) for step in self.text.schedule.steps()})
             for window, expected in zip(self.windows, reference, strict=True):
                 cache = new_cache(self.model, self.text.schedule)
-                steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, heard)
+                steps = replay((first, later), window, with_cache(self.model, cache), self.text.schedule, recorded)
                 for exact in expected:
                     if (number := len(compared.nats) + 1) <= graphs:
                         self.on_progress(f"{name}: compiling graph {number} of {graphs}", self.done, self.total)
                     step = next(steps)
                     compared.add(step, exact.to(window.device), _targets(window, step))
                     self._advance(name)
+        size = CacheSize.of(cache)
         notes = [*_skipped(report), *report.notes, *found]
-        return self._result(name, report, compared, CacheSize.of(cache), time.monotonic() - begin, notes)
+        if size.is_exact:
+            notes.append(
+                f"all {self.text.schedule.num_tokens} tokens of a window are in full precision, so later steps read no "
+                "packed token; give a larger --prefill"
+            )
+        return self._result(name, report, compared, size, time.monotonic() - begin, notes)
 
     def _compiled(self, policy: Policy) -> Callable[..., Any]:
         """The model compiled under a policy, with static sizes in each graph."""
@@ -221,6 +227,7 @@ class _Run:
             effective_bits=size.bits,
             packed_bits=size.packed_bits,
             exact_tokens=size.exact_tokens,
+            exact_share=size.exact_share,
             quality=self.text.quality(nats.mean().item()),
             change=self.text.relative_change(exact.mean().item(), difference.mean().item()),
             change_error=self.text.relative_change(
@@ -263,6 +270,6 @@ def _formats(report: Report) -> tuple[str, ...]:
 
 
 def _skipped(report: Report) -> list[str]:
-    """A line for every reason for which caches are not packed."""
+    """A line for every reason why caches are not packed."""
     left = modules_by_reason(site for site in report.sites if not site.rewritten)
     return [f"{enumerate_modules(modules)} not packed: {reason}" for reason, modules in left.items()]

@@ -114,7 +114,7 @@ def _files_of(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a name is a model's on the hub; OSError if it is a path at which Transformers finds no model or config"""
+    """Whether a name belongs to a model on the hub; OSError if it is a path without a model or config"""
     if name.endswith(".json"):
         check_file(Path(name), MAX_CONFIG)
     elif is_folder(Path(name)):
@@ -156,7 +156,7 @@ def _mistakes_named(name: str) -> Iterator[None]:
         yield
     except KVCompileError:
         raise
-    except Exception as error:  # Transformers lets any error of wrong numbers through
+    except Exception as error:  # wrong numbers in a config may raise any error
         raise EvaluationError(f"--model {cut(name)}: {first_line(error)}") from error
 
 
@@ -171,9 +171,9 @@ def find_device(device: str | None) -> torch.device:
 
 
 def uncompiled(model: Any) -> Any:
-    """The model without its compilation: the model itself, or an uncompiled copy with the same submodules."""
+    """The uncompiled model: the model itself, or an uncompiled copy with the same submodules."""
     model = original_module(model)
-    # A copy of a module shares everything with the module except the result of Module.compile().
+    # The copy shares everything with the module except the result of Module.compile().
     return copy.copy(model) if is_compiled_in_place(model) else model
 
 

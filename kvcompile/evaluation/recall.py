@@ -1,8 +1,8 @@
-"""Numbers that are planted in a text and asked for later: a test of what a model can retrieve from its cache.
+"""Numbers that are planted in a text and asked for later: a test of retrieval from the cache.
 
-A number stands in a line of its own, ``# number qzkfma = 48213``, somewhere in the part of a window that the prefill
-reads. The later steps read the same line again, so that the model has to predict the digits. Each window has one number
-in each of ``count`` equal parts of the prefill, and asks for them in a random order.
+Each number has a separate line, ``# number qzkfma = 48213``, in the part of a window that the prefill reads. The later
+steps read the same line again, so the model has to predict the digits. Each window has one number in each of ``count``
+equal parts of the prefill, and asks for them in a random order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.text import Planted, Text
 
 DISTANCES = tuple(512 * 4**i for i in range(12))
-"""The distances, in tokens, up to which numbers are counted together. The last one is beyond every context."""
+"""The upper bounds of the distance groups, in tokens. The last one is beyond every context."""
 
 NUM_DIGITS = 5
 
@@ -32,7 +32,7 @@ class Recalled:
     Attributes:
         distance: the largest distance between a number and its answer, in tokens.
         questions: the number of questions.
-        recalled: the fraction of answers whose tokens are all the most likely ones.
+        recalled: the fraction of answers of which the model predicts every token as the most likely token.
         reference: this fraction for the unquantized model.
         divergence: mean Kullback-Leibler divergence from the unquantized model at the tokens of the answers, in nats.
     """
@@ -55,7 +55,7 @@ def plant_numbers(text: Text, count: int, encode: Callable[[str], Sequence[int]]
 
     Args:
         text: from :func:`kvcompile.evaluation.text.read_text`.
-        count: numbers of a window.
+        count: the number of planted numbers in a window.
         encode: the tokens of a string.
         seed: the seed of names, digits, places and order.
 
@@ -65,7 +65,7 @@ def plant_numbers(text: Text, count: int, encode: Callable[[str], Sequence[int]]
     source, schedule = random.Random(seed), text.schedule
     if count > schedule.prefill:
         raise EvaluationError(
-            f"--recall {count}: a prefill of {schedule.prefill} tokens has no place for so many numbers; give fewer"
+            f"--recall {count}: a prefill of {schedule.prefill} tokens has no place for {count} numbers; give fewer"
         )
     windows = text.windows.clone()
     question = torch.full((len(windows), schedule.num_tokens), -1)

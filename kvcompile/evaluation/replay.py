@@ -47,19 +47,19 @@ def replay(
     window: Tensor,
     cache: dict[str, Any],
     schedule: Schedule,
-    heard: list[tuple[str, Tensor]],
+    recorded: list[tuple[str, Tensor]],
 ) -> Iterator[Step]:
-    """Feed ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
+    """Read ``window`` (int64 [window_tokens], on the model's device) in the steps of ``schedule``.
 
     ``forwards`` are the model for the prefill and the model for the later steps. ``cache`` is the argument that
-    :func:`~kvcompile.compat.transformers.with_cache` makes, and ``heard`` the list that
+    :func:`~kvcompile.compat.transformers.with_cache` makes, and ``recorded`` the list that
     :func:`~kvcompile.evaluation.attention_sites.tapped` yields.
     """
     for positions in schedule.steps():
-        heard.clear()
+        recorded.clear()
         forward = forwards[0] if positions.start == 0 else forwards[1]
         logits = forward(input_ids=window[None, positions], **cache).logits[0]
-        yield Step(positions, logits, {name: output[0] for name, output in heard})
+        yield Step(positions, logits, {name: output[0] for name, output in recorded})
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,17 @@ class CacheSize:
         bits: bits per element, measured from the storages, with scales, padding and exact tokens. The number depends on
             the capacity of the cache: its last block may be partly empty, and its exact tokens have a fixed size.
         packed_bits: bits per element without exact tokens. Layers that are not packed count in full.
-        exact_tokens: number of tokens that are also kept in the dtype of the cache, on average over keys and values.
+        exact_tokens: number of tokens that a cache can also keep in the dtype of the cache, on average over keys and
+            values. It may exceed the capacity of the cache.
+        exact_share: the fraction of the tokens in the cache that are exact, on average over keys and values.
+        is_exact: whether all tokens of every packed cache are exact.
     """
 
     bits: float
     packed_bits: float
     exact_tokens: float
+    exact_share: float
+    is_exact: bool
 
     @classmethod
     def of(cls, cache: Any) -> CacheSize:
@@ -83,6 +88,13 @@ class CacheSize:
         numel, nbytes = sum(half.numel() for half in halves), cache_nbytes(halves)
         packed = [half for half in halves if isinstance(half, PackedTensor)]
         residuals = [half.packed_layout.residual for half in packed]
-        exact = sum(BLOCK_TOKENS * residual.num_entries for residual in residuals if residual is not None)
+        exact = [BLOCK_TOKENS * residual.num_entries if residual is not None else 0 for residual in residuals]
+        shares = [min(1.0, tokens / half.num_tokens) for tokens, half in zip(exact, packed, strict=True)]
         headers = sum(half.packed_layout.header_blocks * half.packed[0].nbytes for half in packed)
-        return cls(8 * nbytes / numel, 8 * (nbytes - headers) / numel, exact / len(halves))
+        return cls(
+            8 * nbytes / numel,
+            8 * (nbytes - headers) / numel,
+            sum(exact) / len(halves),
+            sum(shares) / len(halves),
+            bool(shares) and min(shares) == 1.0,
+        )

@@ -26,7 +26,8 @@ class PolicyResult:
         unpacked_modules: modules whose caches are not packed in every graph.
         effective_bits: bits per element of the cache, with metadata, padding and exact tokens.
         packed_bits: bits per element without exact tokens.
-        exact_tokens: number of tokens in full precision, on average over all keys and values.
+        exact_tokens: number of tokens that a cache can keep in full precision, on average over all keys and values.
+        exact_share: the fraction of the tokens of a window that are in full precision, on average likewise.
         quality: bits per byte or perplexity.
         change: the relative increase of the metric over the reference.
         change_error: standard error of ``change``, from the differences of the losses of single tokens, which are
@@ -35,10 +36,10 @@ class PolicyResult:
             reference's, in nats: mean, median and 99.9th percentile over the tokens.
         divergence_error: standard error of ``mean_divergence``, from the means of the windows; NaN for one window.
         prefill_divergence, decode_divergence: mean divergence of the predictions of the prefill, and of later steps.
-            Recent tokens are exact for the later steps only.
+            Only later steps read recent tokens in full precision.
         decode_divergence_error: standard error of ``decode_divergence``, as for ``mean_divergence``.
         same_top1: the fraction of positions at which both models predict the same most likely token.
-        attention_errors: by module, the relative L2 error of its outputs, which contains the errors of earlier layers.
+        attention_errors: by module, the relative L2 error of its outputs, which includes the errors of earlier layers.
         seconds: the duration, most of it compilation.
         notes: the unpacked modules and the reasons.
         recalled: by distance, the planted numbers that the model has retrieved; empty if the text has none.
@@ -60,6 +61,7 @@ class PolicyResult:
     seconds: float
     packed_bits: float = math.nan
     exact_tokens: float = 0.0
+    exact_share: float = 0.0
     divergence_error: float = math.nan
     prefill_divergence: float = math.nan
     decode_divergence: float = math.nan
@@ -83,7 +85,7 @@ class Evaluation:
         data: the name of the text's file.
         metric: ``bits per byte`` or ``perplexity``.
         prefill, decode, chunk, num_windows: the steps of reading, see :mod:`kvcompile.evaluation.schedule`.
-        exact_prompt: whether the prefill attended to its own tokens as the policies say, and not packed.
+        exact_prompt: whether the prefill attended to its own tokens as the policies say, rather than packed.
         tokens: the number of predicted tokens.
         dtype: the dtype of the weights and the plain cache.
         device: ``cpu``, or the name of a GPU.

@@ -23,10 +23,10 @@ CONTEXTS = (8192, 32768)
 """The contexts for which the bits with exact tokens are printed."""
 
 EXACT_LEGEND = (
-    "exact: tokens in full precision, on average over all keys and values.  share: their share of the context.  "
-    "packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  KL: "
-    "divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, and of the "
-    "later steps.  +-: standard error of KL later, from the means of the windows; blank for one window."
+    "exact: tokens that a cache keeps in full precision, on average over keys and values.  share: their share of a "
+    "window.  packed: bits per element without them.  8k, 32k: bits of a bfloat16 cache of so many tokens, with them.  "
+    "KL: divergence of the predictions of the prefill, which reads its own tokens packed unless it is exact, and of "
+    "the later steps.  +-: standard error of KL later, from the means of the windows; blank for one window."
 )
 
 RECALL_LEGEND = (
@@ -53,14 +53,14 @@ def legend(evaluation: Evaluation) -> str:
 
 def exact_tokens(evaluation: Evaluation) -> str:
     """The table of tokens in full precision: their share of the context, and bits at longer contexts."""
-    context, labels = evaluation.prefill + evaluation.decode, _labels(evaluation)
+    labels = _labels(evaluation)
     contexts = [f"{tokens // 1024}k" for tokens in CONTEXTS]
     header = ["policy", "exact", "share", "packed", *contexts, "KL prefill", "KL later", "+-"]
     rows = [
         [
             labels[result.policy],
             f"{result.exact_tokens:g}",
-            f"{100 * result.exact_tokens / context:.1f}%",
+            f"{100 * result.exact_share:.1f}%",
             f"{result.packed_bits:.2f}",
             *(f"{result.packed_bits + 16 * result.exact_tokens / tokens:.2f}" for tokens in CONTEXTS),
             short(result.prefill_divergence),
@@ -91,7 +91,7 @@ def recall(evaluation: Evaluation) -> str:
 
 
 def _labels(evaluation: Evaluation) -> dict[str, str]:
-    """Each policy as the tables name it: a file without its folder, unless two files then have one name."""
+    """The label of each policy in tables: files without their folders, unless two files have the same name."""
     names = {result.policy: Path(result.policy).name for result in evaluation.results}
     count = Counter(names.values())
     return {policy: name if count[name] == 1 else policy for policy, name in names.items()}

@@ -30,17 +30,18 @@ class Schedule:
             raise EvaluationError("--prefill, --decode and --chunk must be at least 1")
         if self.decode % self.chunk:
             raise EvaluationError(
-                f"--decode {self.decode} is not a multiple of --chunk {self.chunk}: steps of one length share a graph"
+                f"--decode {self.decode} is not a multiple of --chunk {self.chunk}, and all steps must have the same "
+                "length"
             )
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that are fed to the model, and the capacity of its cache."""
+        """The number of tokens that the model reads, and the capacity of its cache."""
         return self.prefill + self.decode
 
     @property
     def window_tokens(self) -> int:
-        """The number of tokens in a window; the last token is predicted and not fed."""
+        """The number of tokens in a window. The last token is only predicted."""
         return self.num_tokens + 1
 
     def steps(self) -> list[slice]:

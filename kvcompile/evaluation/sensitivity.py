@@ -1,4 +1,4 @@
-"""The divergence that every format of every layer's keys and values would cause: an estimate, and measurements.
+"""The divergence due to each format of each layer's keys and values, estimated and measured.
 
 For small errors ``e`` of keys or values, the divergence of the predictions is a quadratic form, whose matrix is the
 Fisher information. It is estimated as the mean of ``(e . g)**2 / 2`` over the vectors of a text, where ``g`` is the
@@ -6,10 +6,10 @@ gradient of the loss (:mod:`kvcompile.evaluation.gradients`). One backward pass 
 of all layers. Errors of different vectors, of different layers, and of keys and values are nearly independent, so
 divergences add up.
 
-Large errors are not in the reach of gradients. Keys of few bits can cause a hundred times the estimated divergence.
-A search therefore measures the divergence of each format that it chooses, with only these keys, or values, packed. This
-takes one run of the model. The ratio of the measured to the estimated divergence corrects the estimates of the other
-formats of the same cache.
+Gradients do not predict large errors: keys of few bits can cause a hundred times the estimated divergence. A search
+therefore measures the divergence of each format that it chooses, with only these keys or values packed. Each
+measurement takes one run of the model. The ratio of the measured to the estimated divergence corrects the estimates of
+the other formats of the same cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvcompile.kernels.layout.packed_layout import BLOCK_TOKENS, PackedLayout, R
 from kvcompile.passes.site import FormatPair, Site
 
 SAMPLED_BLOCKS = 16
-"""Blocks of tokens of each window whose keys and values are quantized for the estimate."""
+"""The number of blocks of tokens in each window that are quantized for the estimate."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FormatCost:
         format: the name of the format.
         nbytes: bytes of the storage for one sequence, with metadata, padding of the last block and exact tokens.
         divergence: the divergence of the predictions, in nats.
-        is_measured: whether the divergence was measured, and not only estimated.
+        is_measured: whether the divergence was measured; otherwise it is an estimate.
     """
 
     format: str
@@ -87,7 +87,7 @@ class HalfCache:
 
 
 def pair_of(role: Role, format_name: str) -> FormatPair:
-    """The format pair with a format for one role and exact storage for the other."""
+    """The format pair that has this format for one role and full precision for the other."""
     return FormatPair(format_name, EXACT) if role == "key" else FormatPair(EXACT, format_name)
 
 
@@ -182,7 +182,7 @@ def estimate_divergences(
 ) -> Sensitivity:
     """The estimated divergence of each format in each of ``halves``.
 
-    Ctrl-C ends the estimate after the windows that are complete; without one, KeyboardInterrupt passes.
+    Ctrl-C ends the estimate after the completed windows. If no window is complete, KeyboardInterrupt is raised.
 
     Args:
         model: the model.
@@ -254,7 +254,7 @@ def measure_divergences(
         tap: the model.
         windows: int64 [num_windows, tokens].
         exact: the logits of the unquantized model for each window.
-        wanted: the caches and the formats to measure there.
+        wanted: the caches, and the formats to measure in each.
         named: the names of formats in a cache.
         on_progress: called for every run.
     """

@@ -1,4 +1,4 @@
-"""The errors of formats in single attentions of a model, each measured alone on exact keys and values.
+"""The errors of formats in each attention of a model, measured separately on exact keys and values.
 
 In a compiled model, the error of a layer's output contains the errors of all layers before it. Here every layer gets
 the queries, keys and values of the unquantized model, so each error belongs to one layer, and one run of the model
@@ -23,13 +23,13 @@ QUERIES = 64
 """Query positions whose attention is compared, spread evenly over a window."""
 
 EXACT = "float32"
-"""The format of keys or values that should have no error."""
+"""The format for keys or values without error."""
 
 ROLES: tuple[Role, Role] = ("key", "value")
 
 
 def alone(formats: FormatPair, role: Role) -> FormatPair:
-    """The format pair with exact storage for the other role."""
+    """The format pair with full precision for the other role."""
     return replace(formats, value=EXACT) if role == "key" else replace(formats, key=EXACT)
 
 

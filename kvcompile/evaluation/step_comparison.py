@@ -1,4 +1,4 @@
-"""The distance of one model's predictions from another model's on the same text."""
+"""The distance between the predictions of two models on the same text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.evaluation.replay import Step
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Number of logits that are compared at once, in float64."""
+"""The number of logits that are compared at once, in float64."""
 
 K = TypeVar("K", bound=Hashable)
 

@@ -40,7 +40,7 @@ class Suggestion:
 def fallbacks(formats: FormatPair, call: AttentionCall) -> list[FormatPair]:
     """The format pairs that may replace ``formats``, smallest first.
 
-    At least one of the two formats differs, and no format takes fewer bytes than before.
+    At least one of the two formats differs, and neither takes fewer bytes than before.
     """
 
     def nbytes(pair: FormatPair) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def suggest(
     measured: Mapping[str, SiteErrors],
     divergences: Mapping[str, float],
 ) -> Suggestion | None:
-    """Better formats for the worst layers, so that they add no more divergence than the others.
+    """Better formats for the worst layers, so that they add no more divergence than other layers.
 
     The divergence under other formats is estimated: the divergence under the present formats, times the ratio of the
     squared errors of the attention output.
@@ -83,7 +83,7 @@ def suggest(
         formats: the policy's format pair of every packed module.
         candidates: format pairs by module, from :func:`fallbacks`; the smallest sufficient pair is chosen.
         measured: errors of all packed modules under all these format pairs.
-        divergences: by module, the divergence of the predictions if only this module is packed.
+        divergences: the divergence of the predictions if only one module is packed, by module.
 
     Returns:
         The suggestion; None if nothing is packed, or if packing changes no prediction.

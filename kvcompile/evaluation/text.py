@@ -22,7 +22,7 @@ HELD_OUT = "val.bin"
 """The default text of a byte-level model, a file in the model's folder."""
 
 MAX_TOKENS = 1 << 25
-"""The most tokens of all windows together."""
+"""The maximum number of tokens in all windows together."""
 
 MAX_TEXT = 1 << 26
 """The maximum size of a text, in bytes."""
@@ -33,8 +33,8 @@ class Planted:
     """The planted numbers of a text, as tensors on the CPU.
 
     Attributes:
-        question: int64 [num_windows, num_tokens], for each prediction of an answer's token the planted number that it
-            belongs to; -1 for all other predictions.
+        question: int64 [num_windows, num_tokens], the index of the planted number that a predicted token answers; -1
+            for tokens that are not part of an answer.
         distance: int64 [num_windows, count], tokens between a planted number and its answer.
     """
 
@@ -47,11 +47,11 @@ class Text:
     """Windows of a text, and the metric of its loss.
 
     Attributes:
-        source: the name of the file without its folder, because results are kept and compared between machines.
+        source: the name of the file without its folder, because results are compared between machines.
         windows: int64 [num_windows, schedule.window_tokens].
         schedule: the steps in which a model reads a window.
         in_bytes: whether tokens are bytes.
-        planted: the numbers that :func:`kvcompile.evaluation.recall.plant_numbers` has planted; None without them.
+        planted: the numbers that :func:`kvcompile.evaluation.recall.plant_numbers` has planted; None if there are none.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The distance of a text from the text on which transforms were calibrated, as the caches of a model see both."""
+"""The distance between a text and the calibration text of transforms, measured on a model's keys and values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvcompile.policy.transforms import Transforms
 class TextDistance:
     """The distance of a text's keys and values from the keys and values of the calibration.
 
-    The calibration scales the root mean square of each quarter of channels to 1, in the basis of each KV head. On
-    another text it may differ from 1. This number is called the size of the quarter.
+    The calibration scales the root mean square of each quarter of channels to 1, in the basis of each KV head. This
+    number is the size of the quarter. On another text it may differ from 1.
 
     Attributes:
         transforms: the transforms.
-        usual: the factor between a size and 1, mean over all quarters of all heads (geometric).
+        usual: the factor between a size and 1, as a geometric mean over all quarters of all heads.
         largest: the largest such factor.
         place: the module and the role of the largest factor.
     """
@@ -45,7 +45,7 @@ class TextDistance:
 
 
 def text_distance(model: Any, tokens: Tensor, transforms: Transforms) -> TextDistance:
-    """The distance of ``tokens`` (int64 [n], of which the first SAMPLE_TOKENS are read) from the calibration."""
+    """The distance of the first SAMPLE_TOKENS of ``tokens`` (int64 [n]) from the calibration."""
     factors: dict[str, Tensor] = {}
 
     def look(site: Site, call: AttentionCall) -> None:

@@ -15,18 +15,17 @@ from kvcompile.evaluation.schedule import Schedule
 from kvcompile.evaluation.text import Text, check_ids
 
 DECODE = 8
-"""Tokens at the end of a window that are read one by one. Tokens of the prefill attend to packed keys and values too.
-"""
+"""The number of tokens at the end of a window that are read one by one. The prefill also attends to packed data."""
 
 
 def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
-    """Every row of token ids as a window, in which all tokens except the first are predicted.
+    """A text with every row of token ids as a window. All tokens except the first are predicted.
 
     Args:
         model: a Hugging Face causal language model.
         inputs: int64 [tokens] or [rows, tokens], or the result of a tokenizer: a mapping with such ``input_ids``.
-        decode: how many tokens are read one by one through the cache, after a prefill; by default DECODE, or half of a
-            short row.
+        decode: the number of tokens that are read one by one through the cache, after a prefill; by default DECODE, or
+            half of a short row.
 
     Raises:
         EvaluationError: ``inputs`` are not token ids, rows are padded, or rows are too short.
@@ -61,7 +60,7 @@ def text_of(model: Any, inputs: Any, decode: int | None = None) -> Text:
 
 
 def _tensor(values: Any, what: str) -> Tensor:
-    """``values`` as a tensor with data; EvaluationError if they are no numbers, or rows of several lengths."""
+    """``values`` as a tensor with data; EvaluationError if they are not numbers, or rows have several lengths."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""The calibration of transforms: moments of keys and values, and of the gradient of the loss, and bases from them.
+"""The calibration of transforms: bases from the moments of keys, of values and of the gradients of the loss.
 
 The model reads windows of text that begin at random positions, because the covariance of keys after a rotary embedding
 depends on their positions. For each KV head the means, the covariance C of the vectors and the second moments W of the
@@ -26,7 +26,7 @@ from kvcompile.kernels.formats.transform import NUM_QUARTERS
 from kvcompile.kernels.layout.packed_layout import Role
 
 REGULARIZATION = 1e-4
-"""The part of the mean variance that is added to every variance, so that all matrices have inverses."""
+"""The fraction of the mean variance that is added to every variance, so that all matrices have inverses."""
 
 ROLES: tuple[Role, ...] = ("key", "value")
 
@@ -162,7 +162,7 @@ def balanced_basis(covariance: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]
     head_dim = covariance.shape[-1]
     root = torch.linalg.cholesky(_regular(covariance))
     squares, vectors = torch.linalg.eigh(root.mT @ _regular(weights) @ root)
-    variances = squares.flip(-1).clamp(min=1e-30).sqrt()  # of the channels, the most important one first
+    variances = squares.flip(-1).clamp(min=1e-30).sqrt()  # of the channels in order of importance
     vectors = vectors.flip(-1)
     to_stored = torch.linalg.solve_triangular(root.mT, vectors * variances.sqrt()[:, None], upper=True)
     from_stored = (root @ vectors / variances.sqrt()[:, None]).mT
@@ -175,6 +175,6 @@ def balanced_basis(covariance: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _regular(x: Tensor) -> Tensor:
-    """A matrix of second moments with an inverse."""
+    """A matrix of second moments, regularised so that it has an inverse."""
     size = x.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
     return x + REGULARIZATION * size[:, None, None] * torch.eye(x.shape[-1], dtype=x.dtype)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import did_you_mean
-from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.evaluation.layer_rules import rules_for
@@ -39,7 +39,7 @@ DEFAULT_FORMATS = (*(name for name, fmt in FORMATS.items() if fmt.bits <= 8), "b
 """The formats that a search considers by default."""
 
 MAX_ROUNDS = 8
-"""The most rounds in which a search chooses formats and measures them; it then chooses among measured formats."""
+"""The maximum number of rounds of choosing and measuring formats. Afterwards only measured formats are chosen."""
 
 WIDTHS = (
     "6544 6543 6433 5443 5433 5432 5421 5320 5310 5300 5200 4321 4300 4310 4200 4100 6420 6400 6310 6300 3200 3100 3000"
@@ -54,7 +54,7 @@ CALIBRATED = (
 
 
 class InterruptedTuning(KeyboardInterrupt):
-    """The user ended a search after its first estimates; ``tuning`` is the best choice from what was measured."""
+    """The user ended a search after its first estimates; ``tuning`` is the best choice from the measurements so far."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
@@ -77,13 +77,13 @@ def tune(
     The cost of each format in each layer is estimated first (:mod:`kvcompile.evaluation.sensitivity`). The choice
     within the budget is a knapsack problem, which is solved exactly. The cost of each chosen format is then measured,
     and the choice is repeated until all chosen formats are measured. The resulting policy is measured once on the
-    compiled model. If the backend leaves layers unpacked, these count with all their bytes, and the other layers are
-    chosen again. On Ctrl-C, the best choice from the estimates and measurements so far is written, and
+    compiled model. If the backend leaves layers unpacked, they count at full size, and the formats of the other layers
+    are chosen again. On Ctrl-C, the best choice from the estimates and measurements so far is written, and
     :class:`InterruptedTuning` is raised with it.
 
     Args:
         model: a Hugging Face causal language model in inference mode.
-        data: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have one length.
+        data: token ids, int64 [tokens] or [rows, tokens], or the result of a tokenizer; all rows have the same length.
         budget_bits: bits per element of the cache, on average, with scales, zero points, the padding of the last block
             and exact tokens. They are counted for a static cache that holds all tokens of a row except the last; a
             capacity that is a multiple of 64 has no padding.
@@ -91,8 +91,8 @@ def tune(
         formats: the formats to choose from; by default all up to 8 bits and bfloat16, and calibrated formats if there
             are ``transforms``.
         transforms: the transforms file of the model, for calibrated formats.
-        decode: how many tokens of a row are read one by one in the measurement of the result; by default 8, or half of
-            a short row.
+        decode: the number of tokens of a row that are read one by one in the measurement of the result; by default 8,
+            or half of a short row.
         on_progress: called with a description, the number of finished steps, and the number of all steps.
 
     Raises:
@@ -130,7 +130,7 @@ def tune_on(
         known.check_model(model)
     windows = text.windows[:, : text.schedule.num_tokens]
     tap = AttentionTap(model)
-    sites = sites_heard(tap, windows[0])
+    sites = sites_of_tap(tap, windows[0])
     halves, numel = half_caches(model, text.schedule, sites)
 
     def named(half: HalfCache, name: str) -> str:
@@ -193,7 +193,7 @@ def search_formats(formats: Iterable[str] | None, budget_bits: float, *, has_tra
 def _check_budget(
     halves: Sequence[HalfCache], numel: int, formats: Iterable[str], plain_itemsize: int, budget_bits: float
 ) -> None:
-    """Raise EvaluationError before all measurements if even the smallest formats of all caches exceed the budget."""
+    """Raise EvaluationError, before any measurement, if even the smallest formats exceed the budget."""
     least = plain_itemsize * (numel - sum(half.numel for half in halves))
     for half in halves:
         sizes = [size for name in formats if (size := half.nbytes(name)) is not None]
@@ -226,7 +226,7 @@ class _Search:
             table: the costs of formats, for key caches and value caches. A module counts only if it has both.
             sites: all attention sites of the model.
             numel: elements of the whole cache.
-            plain_itemsize: bytes of an element that is not packed.
+            plain_itemsize: bytes of an unpacked element.
             budget_bits: bits per element, on average.
             transforms: the transforms of calibrated formats.
         """
@@ -243,7 +243,7 @@ class _Search:
     def choose(self, *, measured_only: bool = False) -> list[FormatCost]:
         """The best option of every key cache and value cache; EvaluationError if no choice fits.
 
-        ``measured_only``: whether the choice is among the formats that were measured.
+        ``measured_only``: whether to choose only among measured formats.
         """
         table = [[cost for cost in costs if cost.is_known or not measured_only] for costs in self.table.values()]
         slots = [[Option(cost.nbytes, cost.divergence) for cost in options] for options in table]
@@ -255,7 +255,7 @@ class _Search:
         return [options[index] for options, index in zip(table, chosen, strict=True)]
 
     def not_measured(self, chosen: Sequence[FormatCost]) -> list[tuple[HalfCache, str]]:
-        """The caches, and the formats chosen for them, that were estimated only."""
+        """The caches whose chosen formats have only been estimated, each with that format."""
         pairs = zip(self.table, chosen, strict=True)
         return [(half, cost.format) for half, cost in pairs if not cost.is_known]
 
@@ -296,7 +296,7 @@ class _Search:
         )
 
     def _uniform(self, preset: str) -> Uniform | None:
-        """The cost of a preset in every layer; None if it keeps exact tokens, or a format of it was not considered."""
+        """The cost of a preset in every layer; None if it keeps exact tokens, or has a format outside the search."""
         pair = (presets.PRESETS | presets.CALIBRATED_PRESETS)[preset]
         if pair.residual_length or pair.sink_tokens:
             return None

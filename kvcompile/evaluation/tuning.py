@@ -23,7 +23,7 @@ class TunedHalf:
         role: ``key`` or ``value``.
         format: the name of the format.
         bits: bits per element.
-        divergence: its estimated part of the divergence of the predictions, in nats.
+        divergence: its estimated contribution to the divergence of the predictions, in nats.
     """
 
     module: str
@@ -53,9 +53,10 @@ class Tuning:
         predicted_divergence: the estimated divergence of the predictions, in nats.
         halves: the formats of keys and values of every layer, in the order of the layers.
         presets: the estimated costs of all presets whose formats were considered.
-        measured_caches: the key and value caches whose divergence was measured, and all of them. They differ only in an
-            interrupted search, in which the other caches count by their estimates.
-        estimated_windows: the windows of the estimates, and all of them. They differ only in an interrupted search.
+        measured_caches: the number of key and value caches whose divergence was measured, and the number of all. They
+            differ only in an interrupted search, which uses estimates for the other caches.
+        estimated_windows: the number of windows of the estimates, and the number of all. They differ only in an
+            interrupted search.
         evaluation: the measurement of the policy on the compiled model; None in an interrupted search.
     """
 
@@ -78,7 +79,7 @@ class Tuning:
 
     @property
     def progress(self) -> str:
-        """The measurements of an interrupted search, in words."""
+        """A text on the measurements of an interrupted search."""
         estimated, windows = self.estimated_windows
         text = f"{self.measured_caches[0]} of {self.measured_caches[1]} key and value caches were measured"
         return text if estimated == windows else f"{estimated} of {windows} windows were estimated, and {text}"

@@ -1,4 +1,4 @@
-"""Files that users name: reading them within bounds, and the digests that saved caches and transforms carry.
+"""Bounded reading of files that users name, and the digests in saved caches and transforms.
 
 This package imports compat.
 """

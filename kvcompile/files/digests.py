@@ -1,7 +1,7 @@
-"""Digests that files of this project carry: of their tensors, of their header, and of the model behind them.
+"""Digests in the files of this project: of their tensors, of their header, and of the model that computed them.
 
-The tensors have XXH3 digests of 128 bits, because SHA-256 reads bytes no faster than a disk does. XXH3 detects damage.
-It does not protect against an attacker, who can replace any digest in the same file.
+Tensors have 128-bit XXH3 digests, because SHA-256 is no faster than a disk. XXH3 detects damage. It does not protect
+against an attacker, who can replace a digest in the same file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES = 16
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The XXH3 digest of each tensor by its name. Several threads compute them.
+    """The XXH3 digest of each tensor, by name. Several threads compute them.
 
     A digest covers the name, dtype, shape and bytes, so that swapped tensors are detected.
     """
@@ -34,7 +34,7 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def of_header(header: Mapping[str, str]) -> str:
-    """The SHA-256 digest of all entries of a header but ``digest``."""
+    """The SHA-256 digest of all entries of a header except ``digest``."""
     entries = {name: value for name, value in header.items() if name != "digest"}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
@@ -68,7 +68,7 @@ def _whole(parameter: Any) -> Tensor:
 
 
 def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a configuration that describe the model, and not its folder, release or backend."""
+    """The entries of a configuration that describe the model rather than its folder, release or backend."""
     passing = ("transformers_version", "use_cache")
     return {name: value for name, value in config.items() if name not in passing and not name.startswith("_")}
 

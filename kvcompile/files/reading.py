@@ -1,4 +1,4 @@
-"""Reading files that users name, within bounds: a pipe, a device or a huge file raises an error at once."""
+"""Bounded reading of files that users name: a pipe, a device or a huge file raises an error at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_file(path: Path, most: int) -> bytes:
         most: its maximum size, in bytes.
 
     Raises:
-        OSError: the file does not exist, is not readable, is not a regular file or is larger.
+        OSError: the file does not exist, is not readable, is not a regular file or is too large.
     """
     # A pipe without a writer would block here; O_NONBLOCK has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -79,17 +79,17 @@ def read_text_file(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file is at ``path``; False for a path that no file can have."""
+    """Whether ``path`` is a regular file; False for an impossible path."""
     return _found(path.is_file)
 
 
 def is_path(path: Path) -> bool:
-    """Whether anything is at ``path``; False for a path at which nothing can be."""
+    """Whether ``path`` exists; False for an impossible path."""
     return _found(path.exists)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is at ``path``; False for a path that no folder can have."""
+    """Whether ``path`` is a folder; False for an impossible path."""
     return _found(path.is_dir)
 
 

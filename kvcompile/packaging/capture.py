@@ -1,4 +1,4 @@
-"""Capture the rewritten graph of a step, with the tensors that it takes, before anything runs."""
+"""Capture the rewritten graph of a step and its input tensors before anything runs."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Captured:
 
 
 class _Stop(BaseException):
-    """Leaves the compiled call before its first operation."""
+    """Raised to leave the compiled call before its first operation."""
 
 
 class _CapturingBackend(ConfiguredBackend):
-    """Packs a graph as ``kvquant`` does. A call of its code keeps the graph and its tensors, and stops.
+    """Packs a graph as ``kvquant`` does. A call of the compiled code only records the graph and its tensors.
 
     Attributes:
         packing: the packing of the graph of the last call; None before a call.
@@ -117,10 +117,10 @@ def capture(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``model``, with a code object of its own.
+    """A function that calls ``model``, with a new code object.
 
-    Dynamo stores compiled code on the code object. With its own code object, a captured step is not found again, and
-    does not count towards the recompile limit of the model.
+    Dynamo stores compiled code on the code object. With its own code object, a captured step is not reused, and does
+    not count toward the recompile limit of the model.
     """
 
     def step(**kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class PackagedStep:
         return sum(one.type.nbytes for one in self.signature.of_kind("cache"))
 
     def new_caches(self) -> dict[str, Tensor]:
-        """Empty caches, and the other state of the step, by name: zeros that the caller keeps from step to step."""
+        """Empty caches and other state of the step, by name: zeros that the caller passes to every step."""
         return {one.name: one.type.zeros() for one in self.signature.of_kind("cache", "state")}
 
     def __call__(self, arguments: Mapping[str, Tensor], caches: Mapping[str, Tensor]) -> list[Tensor]:
@@ -41,7 +41,7 @@ class PackagedStep:
 
         Args:
             arguments: the arguments of this step by name, with the dtypes and shapes of the signature.
-            caches: the result of :meth:`new_caches` of this package, or of one with equal caches.
+            caches: the result of :meth:`new_caches` of this package, or of another package with equal caches.
 
         Returns:
             The outputs, such as the logits.
@@ -57,7 +57,7 @@ class PackagedStep:
         return list(self._loaded(*(self._checked(one, given.get(one.name)) for one in self.signature.inputs)))
 
     def _checked(self, one: StepInput, tensor: Tensor | None) -> Tensor:
-        """``tensor``, if its type is right. The compiled code reads its memory without a check."""
+        """``tensor``, after a check of its type. The compiled code does not check it."""
         if tensor is None:
             raise PackageError(f"{self.path.name} needs the {one.kind} {one.name!r}")
         found = TensorType.of(tensor)
@@ -81,7 +81,7 @@ def load_package(path: str | os.PathLike[str]) -> PackagedStep:
         path: the ``.pt2`` file.
 
     Returns:
-        The step, with no caches of its own: :meth:`PackagedStep.new_caches` makes them.
+        The step without caches, which :meth:`PackagedStep.new_caches` makes.
 
     Raises:
         PackageError: the file is missing, or is not a package of kvcompile.

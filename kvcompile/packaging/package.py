@@ -19,7 +19,7 @@ from kvcompile.packaging.signature import Signature, TensorType
 from kvcompile.policy.policy import PolicySpec
 
 MAX_ERROR = 1e-2
-"""The largest allowed relative error of the package's outputs. Its sums have another order, and may be in bfloat16."""
+"""The largest allowed relative error of the package's outputs. It sums in another order, possibly in bfloat16."""
 
 
 def package(
@@ -37,7 +37,8 @@ def package(
     describe all inputs (:mod:`kvcompile.packaging.signature`, docs/packages.md).
 
     A package serves only the shapes of ``args`` and ``kwargs``. A step of another length needs its own package.
-    Packages that were made with equal caches may share them: one for the prompt, one for each further token.
+    Packages that were made with equal caches can share them, such as a package for the prompt and a package for decode
+    steps.
 
     Args:
         model: a module or a function that runs on a CPU. Its caches have a fixed size: buffers of the module, or
@@ -48,8 +49,7 @@ def package(
         path: the file to write, ending in ``.pt2``. A file of this name is replaced once the package has been checked.
 
     Returns:
-        The package, loaded from the file. Two of its steps, from empty caches, have been compared with two steps of the
-        graph.
+        The package, loaded from the file and checked: two of its steps from empty caches equal two steps of the graph.
 
     Raises:
         PolicyError: the policy is wrong.

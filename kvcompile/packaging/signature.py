@@ -75,7 +75,7 @@ class StepInput:
         format: for a cache, the name of its format.
         role: for a cache, ``key`` or ``value``.
         head_dim: for a cache, the channels of a vector.
-        num_tokens: for a cache, the tokens that it has room for, a multiple of 64.
+        num_tokens: for a cache, its capacity in tokens, a multiple of 64.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Attention on packed keys and values in eager code: ``kvcompile::attention`` reads the packed bytes.
 
 Under ``inference_mode`` the dispatch gets ``scaled_dot_product_attention`` itself. Elsewhere PyTorch chooses a backend
-before the dispatch, which then gets the operator of the backend. There is a handler for each of them. The backend
-``math`` arrives as single products on dequantized values, as does every call that the operator cannot serve.
+before the dispatch, which then gets the operator of the backend. Each of these operators has a handler. The backend
+``math``, and every call that the operator cannot compute, is decomposed into matrix products on dequantized values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CPU_ROWS = 4
 """Up to this many query rows (query heads of a KV head times q_len), a CPU is faster on packed bytes than on values."""
 
 FLOAT32_ROWS = 127
-"""Up to this many query rows, a GPU attends to packed bytes in float32. More rows attend to dequantized values: float32
-without new tokens takes the decode kernel, which is for few rows (:mod:`kvcompile.kernels.attention.launch_prefill`).
+"""Up to this many query rows, a GPU attends to packed bytes in float32, and otherwise to dequantized values: without
+new tokens, float32 uses the decode kernel, which is for few rows (:mod:`kvcompile.kernels.attention.launch_prefill`).
 """
 
 Caches = tuple[PackedTensor, PackedTensor]
@@ -104,7 +104,7 @@ def _mask_fits(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool)
 
 
 def _are_one_cache(keys: PackedTensor, values: PackedTensor) -> bool:
-    """Whether the operator can take both: a key and a value cache of the same tokens and heads, both quantized."""
+    """Whether the operator can take both caches: keys and values of the same tokens and heads, both quantized."""
     layouts = keys.packed_layout, values.packed_layout
     return (
         keys.start == values.start

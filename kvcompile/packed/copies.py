@@ -38,7 +38,7 @@ def _to_copy(
     non_blocking: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
+    """A copy to another device is packed. A copy in another dtype is a plain tensor."""
     if dtype is not None and dtype != cache.dtype:
         return NotImplemented
     data = aten._to_copy.default(cache.packed, device=device, non_blocking=non_blocking)
@@ -49,8 +49,9 @@ def _to_copy(
 def _index_select(cache: Tensor, dim: int, index: Tensor) -> Any:
     """Copies bytes, so reordering beams or evicting tokens quantizes nothing again.
 
-    A selection of tokens from a cache with a residual is a read: moved to other blocks, they would be quantized again.
-    A selection of heads from a cache in a calibrated format is also a read, because every head has a basis of its own.
+    A selection of tokens from a cache with a residual is a read, because tokens in other blocks would be quantized
+    again. A selection of heads from a cache in a calibrated format is also a read, because every head has its own
+    basis.
     """
     if not isinstance(cache, PackedTensor) or cache.axes[dim] in CHANNELS:
         return NotImplemented
@@ -100,7 +101,7 @@ _IN_PLACE = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value,
 }
-"""Operators that write whole vectors out of place, and the operators that do so in place."""
+"""Maps operators that write whole vectors out of place to their in-place forms."""
 
 
 def _written_copy(op: Any, cache: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """``flex_attention`` on packed tensors, in eager code and in code that Dynamo traces.
 
-Higher-order operators do not reach ``__torch_dispatch__``. They have one implementation for each type of tensor. While
-Dynamo traces, they call the implementation for fake tensors, which accepts no other type.
+Higher-order operators do not reach ``__torch_dispatch__``: each has an implementation for each type of tensor. While
+Dynamo traces, it calls the implementation for fake tensors, which accepts no other type.
 
 Eager code whose ``score_mod`` changes nothing attends to the packed bytes, with the mask that ``mask_mod`` describes.
 All other calls dequantize.

@@ -5,8 +5,8 @@ longer cache shares the storage of the shorter one. Two cases copy instead, so t
 that does not start at the fill mark (:meth:`GrowingBuffer.copy_of`), and a write to a token that another cache of the
 same storage can see (:meth:`Lineage.make_exclusive`).
 
-Caches with a residual also share the entries for recent tokens. While a longer cache fills its last blocks, a shorter
-cache may read its own last tokens quantized, as it would if it were longer.
+Caches with a residual also share the entries for recent tokens. When a longer cache fills its last blocks, a shorter
+cache may read its own last tokens quantized, as a longer cache does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GrowingBuffer:
 
     @classmethod
     def copy_of(cls, data: Tensor, fill: int, header_blocks: int = 0) -> GrowingBuffer:
-        """A new buffer that starts with a copy of ``data`` and has room for ``fill`` tokens and headroom.
+        """A new buffer that starts with a copy of ``data`` and has room for ``fill`` tokens plus headroom.
 
         ``data`` is uint8 [num_blocks, batch, num_kv_heads, block_bytes]. The remaining blocks are zero. Zero bytes
         decode to zeros in every format, so nothing in a buffer decodes to NaN.

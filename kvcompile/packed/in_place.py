@@ -1,7 +1,7 @@
 """The general rule for in-place operators: dequantize, compute, and store the vectors that changed.
 
-The rule handles writes that do not cover whole token vectors. A vector changed if any of its bits changed. All other
-vectors keep their bytes, because quantizing unwritten tokens again at every write would make their values drift.
+The rule handles writes to parts of token vectors. A vector has changed if any of its bits has. All other vectors keep
+their bytes: quantizing them again at every write would make their values drift.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CHANGES_STORAGE = frozenset(
 
 @general_rule
 def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator that writes packed tensors on plain copies of all packed arguments, then stores the changes.
+    """Runs an operator that writes packed tensors on plain copies of packed arguments, then stores the changes.
 
     Views of one packed tensor share one copy, as plain views share memory. If the operator raises, nothing is stored.
 
     Raises:
         NotImplementedError: the operator would change the shape or the storage of a packed tensor, or it would write
-            several packed tensors that share memory without being views of one object.
+            several packed tensors that share memory but are not views of one object.
     """
     written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, PackedSubclass)]
     if not written:
@@ -72,7 +72,7 @@ def _read_compute_store(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def changes_tensor(func: Any) -> bool:
-    """Whether an operator changes the shape or the storage of its argument, which no packed tensor can do."""
+    """Whether an operator changes the shape or the storage of its argument, which packed tensors do not support."""
     return torch.Tag.inplace_view in func.tags or func in _CHANGES_STORAGE
 
 
@@ -114,8 +114,8 @@ def _storages(cache: Tensor) -> set[int]:
 def store_changes(cache: Tensor, values: Tensor) -> None:
     """Stores each vector of ``values`` that differs from the present vector of ``cache``; other bytes stay unchanged.
 
-    For the comparison, the cache is dequantized once more: the same bytes give the same bits. Only one cache at a time
-    has this second copy in memory.
+    The cache is dequantized again for the comparison, because equal bytes decode to equal bits. Only one such copy is
+    in memory at a time.
 
     Args:
         cache: a packed tensor, unchanged since it was dequantized to ``values``, or a plain part of a stack.

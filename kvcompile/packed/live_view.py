@@ -1,7 +1,7 @@
-"""Live views of packed caches: views without a packed form, such as ``unsqueeze``, ``flatten`` or a slice of channels.
+"""Live views: views of packed caches without a packed form, such as ``unsqueeze``, ``flatten`` or a slice of channels.
 
-A live view keeps the cache and the view operators, but no values. A read dequantizes the cache and applies the
-operators, so it always sees the present values. A write dequantizes, computes and stores
+A live view holds the cache and the view operators, but no values. A read dequantizes the cache and applies the
+operators, so it always returns the current values. A write dequantizes, computes and stores
 (:mod:`kvcompile.packed.in_place`).
 """
 
@@ -111,7 +111,7 @@ def _is_functionalized(cache: PackedSubclass) -> bool:
 
 @general_rule
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any view of a packed tensor without a packed form becomes a live view; PyTorch itself refuses invalid views."""
+    """Makes a live view for any view of a packed tensor without a packed form. PyTorch itself rejects invalid views."""
     if not is_view_op(func) or not isinstance(args[0], PackedSubclass):
         return NotImplemented
     viewed, *others = args
@@ -126,8 +126,8 @@ def _on_geometry(viewed: PackedSubclass, view: Callable[[Tensor], Any]) -> Any:
     """Applies ``view`` to a tensor with the shape and strides of ``viewed``.
 
     AOTAutograd must record where symbolic sizes come from. Under AOTAutograd, ``view`` is therefore applied to
-    dequantized values that nobody reads. Elsewhere, only a fake mode handles symbolic sizes, and no other mode may see
-    the operators.
+    dequantized values that are not read. Elsewhere, ``view`` runs under no mode except a fake mode, which handles
+    symbolic sizes.
     """
     source = viewed.source if isinstance(viewed, LiveView) else viewed
     if _is_functionalized(source):
@@ -154,7 +154,7 @@ def _viewed(viewed: PackedSubclass, step: ViewStep, like: Tensor) -> LiveView:
 def _as_strided(
     viewed: PackedSubclass, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> LiveView:
-    """A view with these strides of the memory of an equal plain cache, which starts at the cache's first element."""
+    """A view with these strides of an equal plain cache. The offset counts from the cache's first element."""
     root, begin = _root_and_offset(viewed)
     if root is None or begin is None or (storage_offset is not None and begin != 0):
         raise NotImplementedError(
@@ -173,7 +173,7 @@ def _as_strided(
 
 
 def _root_and_offset(viewed: PackedSubclass) -> tuple[PackedSubclass | None, int | None]:
-    """The cache behind ``viewed``, and the offset of its first element in that cache; None for each unknown item."""
+    """The cache behind ``viewed``, and the offset of the view's first element in it; None for an unknown item."""
     if isinstance(viewed, LiveView):
         root, begin = _root_and_offset(viewed.source)
         return root, None if begin is None or viewed.offset is None else begin + viewed.offset

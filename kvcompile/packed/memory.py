@@ -1,4 +1,4 @@
-"""Memory that caches occupy, measured from their storages."""
+"""The memory of caches, measured from their storages."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class PackedPool(PackedSubclass):
         """Quantizes a plain pool.
 
         Args:
-            x: any float dtype, [num_blocks, block_size, num_kv_heads, head_dim], or with ``heads_first``
-                [num_blocks, num_kv_heads, block_size, head_dim].
+            x: any float dtype, [num_blocks, block_size, num_kv_heads, head_dim], or [num_blocks, num_kv_heads,
+                block_size, head_dim] with ``heads_first``.
             layout: format and role; its ``head_dim`` must equal the last dimension of ``x``.
             heads_first: whether heads come before the slots of a block.
 
@@ -73,9 +73,9 @@ class PackedPool(PackedSubclass):
 
         Args:
             shape: the shape of the plain pool, as in :meth:`from_dense`.
-            dtype: the floating-point dtype that the pool shows.
+            dtype: the logical dtype, a floating-point type.
             layout: format and role.
-            device: of the data; the default device if it is None.
+            device: the device of the data; None for the default device.
             heads_first: whether heads come before the slots of a block.
 
         Raises:
@@ -141,7 +141,8 @@ def packed_of(
 ) -> PackedTensor | PackedPool:
     """Quantizes a plain cache. ``axes`` are the axes of a pool of blocks, or as in :meth:`PackedTensor.from_dense`.
 
-    The other arguments are those of :meth:`PackedTensor.from_dense`; a pool has no beginning that is written first.
+    The other arguments are as in :meth:`PackedTensor.from_dense`. A pool ignores ``num_written``, because it is not
+    filled from its start.
     """
     if axes in BLOCK_AXES:
         return PackedPool.from_dense(x, layout, heads_first=BLOCK_AXES.index(axes) == 1)

@@ -122,7 +122,7 @@ def _clone(pool: PackedPool, *, memory_format: torch.memory_format | None = None
 
 @handles(PackedPool, aten._to_copy.default)
 def _to_copy(pool: PackedPool, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
+    """A copy to another device is packed. A copy in another dtype is a plain tensor."""
     if dtype is not None and dtype != pool.dtype:
         return NotImplemented
     return _with_slots(pool, aten._to_copy.default(pool.slots, **kwargs))

@@ -1,8 +1,8 @@
-"""Copies of packed caches with repeated heads, which exist as plain values only if an operator needs them.
+"""Copies of packed caches with repeated heads, whose plain values are computed only if an operator needs them.
 
-Code without grouped heads repeats the KV heads first: ``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``
-(``repeat_kv`` of Transformers). The reshape is a copy. Attention on packed data reads each head for its whole group,
-so it needs the bytes of the cache only.
+Code without grouped-query attention (``repeat_kv`` of Transformers) repeats the KV heads first:
+``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``. The reshape is a copy. Attention on packed data reads
+each KV head for its whole group, so it needs only the bytes of the cache.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 
 class RepeatedHeads(PackedSubclass):
-    """A copy of a cache [b, h, t, d] in which each head follows itself n times: [b, h, n, t, d] or [b, h * n, t, d].
+    """A copy of a cache [b, h, t, d] with n consecutive copies of each head: [b, h, n, t, d] or [b, h * n, t, d].
 
-    The copy begins as a copy of the packed bytes. The first operator other than attention turns it into plain values,
-    once; from then on it reads and writes them, and the bytes are freed.
+    The copy begins as a copy of the packed bytes. The first operator other than attention replaces the bytes by plain
+    values, which all later operators read and write.
 
     Attributes:
         cache: the packed copy, which nothing else refers to; None once there are plain values.
@@ -102,7 +102,7 @@ def unrepeated(x: Tensor) -> PackedTensor | None:
 
 
 def _shows_repeated_heads(view: LiveView, shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether ``view``, seen in this shape and these strides, shows a packed cache [b, h, t, d] as [b, h, n, t, d].
+    """Whether ``view``, with this shape and these strides, is a packed cache [b, h, t, d] expanded to [b, h, n, t, d].
 
     Strides and offset prove it. The strides of dimensions of size 1 have no meaning.
     """
@@ -131,7 +131,7 @@ def _clone(view: LiveView, *, memory_format: torch.memory_format | None = None) 
 
 @handles(RepeatedHeads, aten._unsafe_view.default)
 def _unsafe_view(x: RepeatedHeads, size: Sequence[int]) -> Any:
-    """The end of ``reshape``; nobody refers to ``x`` any more."""
+    """The end of ``reshape``; ``x`` is not used afterwards."""
     if x.cache is None or x.dim() != 5:
         return NotImplemented
     batch, heads, repeats, tokens, head_dim = x.shape

@@ -1,8 +1,8 @@
 """Aliases for module names that former versions wrote with ``torch.save``, so that their caches still load.
 
 The safe loader (``weights_only=True``) maps each former name to a registered function. The pickle loader imports the
-module of the former name, so ``sys.modules`` lists the present module under that name. Both loaders work once
-kvcompile.packed is imported.
+module of the former name, so ``sys.modules`` lists the present module under that name. Both loaders work after
+kvcompile.packed has been imported.
 """
 
 from __future__ import annotations

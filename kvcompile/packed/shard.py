@@ -1,8 +1,8 @@
-"""One rank's part of a packed cache whose tokens the ranks of a group hold together (context parallelism).
+"""One rank's part of a packed cache whose tokens are divided among the ranks of a group (context parallelism).
 
-A ``PackedShard`` looks like the whole cache. Compiled graphs read and write the tokens of their own rank only. Eager
-code follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank
-that changed. Eager code must run on every rank at the same time, as any collective must.
+A ``PackedShard`` looks like the whole cache. Compiled graphs read and write only the tokens of their rank. Eager code
+follows the general rules: a read gathers the values from all ranks, and a write stores the vectors of this rank that
+changed. All ranks must run the same eager code at the same time, because it runs collectives.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 
 
 class PackedShard(PackedSubclass):
-    """A cache of fixed size, of which this process holds the tokens of its rank.
+    """A cache of fixed size whose tokens are divided among ranks. This process holds the tokens of its rank.
 
     Attributes:
         local: the tokens of this rank, with the axes of the whole cache.
-        shard: which tokens they are.
+        shard: the positions of these tokens in the whole cache.
     """
 
     local: PackedTensor
@@ -58,14 +58,14 @@ class PackedShard(PackedSubclass):
 
         Args:
             shape: the shape of the whole cache.
-            dtype: the dtype that the cache shows.
+            dtype: the logical dtype.
             layout: format and role, without a residual.
-            shard: the tokens of this rank.
+            shard: this rank's share of the tokens.
             axes: as in :meth:`PackedTensor.from_dense`.
-            device: of the data.
+            device: the device of the data.
 
         Raises:
-            ValueError: the layout has a residual, or the cache has no such layout.
+            ValueError: the layout has a residual, or cannot hold this cache.
         """
         if layout.residual is not None:
             raise ValueError(f"format {layout.spec} keeps tokens in full precision, which ranks cannot split")
@@ -80,7 +80,7 @@ class PackedShard(PackedSubclass):
         dim = result.local.token_dim
         own = shard.select(x.detach(), dim).narrow(dim, 0, shard.owned_tokens(x.shape[dim]))
         packed = PackedTensor.from_dense(own, layout, axes).packed
-        result.local.packed[: packed.shape[0]].copy_(packed)  # bytes behind the cache are zero, as without ranks
+        result.local.packed[: packed.shape[0]].copy_(packed)  # the remaining bytes are zero, as without ranks
         return result
 
     @property

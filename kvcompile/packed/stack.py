@@ -1,8 +1,8 @@
-"""A tensor of several KV caches that is packed inside: one for keys and values, or one for all layers of a model.
+"""A packed tensor of several KV caches, such as the keys and values of a layer, or the caches of all layers.
 
 ``PackedStack`` looks like a plain tensor with the dimensions of a cache and additional *stacked* dimensions. Each part
 is a packed cache with its own format, or a plain tensor. A selected part (``kv[0]``, ``cache[layer, 1]``, ``kv[:, 0]``,
-``unbind``) is a view of that cache, so it is read and written like any :class:`~kvcompile.packed.tensor.PackedTensor`.
+``unbind``) is a view of its cache, and is read and written like any :class:`~kvcompile.packed.tensor.PackedTensor`.
 :mod:`kvcompile.packed.stack_ops` defines operators on the whole stack.
 """
 
@@ -44,7 +44,7 @@ class PackedStack(PackedSubclass):
     def __new__(
         cls, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None
     ) -> PackedStack:
-        """A stack of logical ``size`` that shares ``parts``. The first dimensions are the stacked ones by default."""
+        """A stack of logical ``size`` that shares ``parts``. By default the first dimensions are stacked."""
         return new_wrapper(cls, size, dtype=parts[0].dtype, device=parts[0].device)
 
     def __init__(self, parts: Sequence[Tensor], size: Sequence[int], stacked_dims: Sequence[int] | None = None) -> None:
@@ -72,7 +72,7 @@ class PackedStack(PackedSubclass):
             x: the stack, of any float dtype. A part is a cache, in any order of dimensions, or a pool of blocks.
             packed: the layout and the order of dimensions of each part to quantize, by its index.
             stacked_dims: the dimensions along which the parts lie; by default all but the last four.
-            num_written: as in :meth:`PackedTensor.from_dense`, for each part of which it is known.
+            num_written: as in :meth:`PackedTensor.from_dense`, for each part whose number is known.
 
         Raises:
             ValueError: a part cannot have its layout.
@@ -114,7 +114,7 @@ class PackedStack(PackedSubclass):
         return dim - sum(stacked < dim for stacked in self.stacked_dims)
 
     def items(self) -> Iterable[tuple[PartIndex, Tensor]]:
-        """Pairs of the index of a part and the part itself, not a view of it."""
+        """Pairs of an index and the part with that index (the part itself, not a view)."""
         return zip(itertools.product(*map(range, self.stack_shape)), self.parts, strict=True)
 
     @property

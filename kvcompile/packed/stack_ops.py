@@ -1,4 +1,4 @@
-"""Operators on a stack of packed caches, applied to every part where this gives the same result.
+"""Operators on a stack of packed caches. They are applied part by part if this gives the same result.
 
 A selection of parts is a view of these parts. Other operators follow the general rules.
 """
@@ -124,7 +124,7 @@ def _clone(stack: PackedStack, *, memory_format: torch.memory_format | None = No
 
 @handles(PackedStack, aten._to_copy.default)
 def _to_copy(stack: PackedStack, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """The copy stays packed on another device. With another dtype, the copy is a plain tensor."""
+    """A copy to another device is packed. A copy in another dtype is a plain tensor."""
     if dtype is not None and dtype != stack.dtype:
         return NotImplemented
     return _each(stack, lambda part: aten._to_copy.default(part, **kwargs))

@@ -1,9 +1,8 @@
-"""The base class of packed tensors: they look like the plain tensor that they replace, and have no plain memory.
+"""The base class of packed tensors, which have the shape and dtype of a plain tensor but no plain memory.
 
 The dispatch tries, in this order: the handler of the operator; its decomposition, if it is composite; the general rules
-(a view becomes a live view; a write dequantizes, computes and stores); the operator itself on dequantized values. All
-eager and traced code takes this path. Sizes may therefore be symbolic, and the dispatch never reads values of traced
-data.
+(a view becomes a live view; a write dequantizes, computes and stores); the operator itself on dequantized values. Eager
+and traced code take the same path, so sizes may be symbolic, and the dispatch never reads values of traced data.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from kvcompile.packed.op_table import GENERAL_RULES, Handler, views_of_normal_te
 def _untracked(take_slice: Callable[..., Tensor]) -> Any:
     """Wraps a slicing method: outside of grad mode its result is not an autograd view, as under ``inference_mode``.
 
-    Dynamo rebuilds a graph input that is a view by replaying the view on its base. This replay fails for sizes that
-    grow.
+    Dynamo rebuilds a graph input that is a view by replaying the view on its base. The replay fails for growing sizes.
     """
 
     @not_traced
@@ -69,7 +67,7 @@ class PackedSubclass(torch.Tensor):
 
     @property
     def data_is_traced(self) -> bool:
-        """Whether this tensor belongs to a graph that is being traced. Its values must not be read then."""
+        """Whether this tensor belongs to a graph that is being traced. If so, its values must not be read."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:

@@ -1,14 +1,13 @@
-"""A KV cache that is packed inside and looks like the plain tensor it replaces.
+"""A packed KV cache as a tensor subclass with the shape and dtype of the plain cache.
 
-``PackedTensor`` is a tensor subclass with the shape and dtype of a plain cache and one uint8 tensor inside (see
-:mod:`kvcompile.kernels.layout.packed_layout`). Eager and traced code follow one rule: **quantize on write, dequantize
-on read**. Writes of whole token vectors quantize them. Slices of tokens, sequences or heads and transposes are views of
-the same bytes. Copies of whole token vectors (clone, reordering of beams, concatenation) copy bytes. Attention reads
-bytes (:mod:`kvcompile.packed.attention`). All other operators read dequantized values. :mod:`kvcompile.packed` imports
-the modules that define the operators.
+A ``PackedTensor`` holds one uint8 tensor (see :mod:`kvcompile.kernels.layout.packed_layout`). Eager and traced code
+follow one rule: **quantize on write, dequantize on read**. Writes of whole token vectors quantize them. Slices of
+tokens, sequences or heads and transposes are views of the same bytes. Copies of whole token vectors (clone, reordering
+of beams, concatenation) copy bytes. Attention reads bytes (:mod:`kvcompile.packed.attention`). All other operators read
+dequantized values. :mod:`kvcompile.packed` imports the modules that define the operators.
 
-A write that cannot be carried out raises. Code that uses the address of the tensor (``data_ptr()`` is 0) does not see
-the cache, and no tensor subclass can detect this. Gradients pass straight through the quantization outside ``no_grad``.
+An unsupported write raises an error. Code that uses the address of the tensor (``data_ptr()`` is 0) does not reach the
+cache, and no tensor subclass can detect this. Gradients pass straight through the quantization outside ``no_grad``.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Place:
         root: the cache behind the view; None if the tensor is the cache itself.
         offset: storage offset of the view, in elements of an equal plain cache.
         ends_cache: whether the last token of the view is the last token of the cache; False if unknown.
-        is_known: whether the present code (eager or traced) made the cache. If a graph gets a view as its input, the
-            graph does not know the cache behind it.
+        is_known: whether the running code (eager or traced) made the cache. The cache behind a view that is a graph
+            input is unknown.
     """
 
     root: PackedTensor | None = None
@@ -73,8 +72,8 @@ class CacheMeta:
         layout: layout of the packed data.
         dtype: logical dtype.
         axes: the logical dimensions in order, a letter for each (:mod:`kvcompile.passes.graph.permutations`): ``bhtd``
-            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. A missing axis
-            was selected away, and the packed data holds one index of it.
+            is [batch, heads, tokens, head_dim], ``bthd`` is [batch, tokens, heads, head_dim]. An axis is missing if a
+            single index was selected; the packed data then holds only this index.
         start: number of tokens in the first block before this view, 0 to 63. With a residual, every view includes the
             header, and ``start`` is the number of tokens of the cache before this view.
         growing: whether the cache grows by concatenation.
@@ -87,7 +86,7 @@ class CacheMeta:
     growing: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheMeta:
-        """This object itself. Guards compare a deep copy at every call, and comparing the same object is fastest."""
+        """This object itself: guards compare a deep copy at every call, and an object equals itself fastest."""
         return self
 
 
@@ -180,9 +179,9 @@ class PackedTensor(PackedSubclass):
                 A cache of one head may lack ``h``, and a cache of one sequence may lack ``b``: a pool of slots
                 [num_slots, heads, head_dim] has ``thd``.
             growing: whether the cache grows by concatenation.
-            num_written: int64 [] or [batch], for a layout with a residual: how many tokens from the beginning were
-                written. The recent blocks end with the last of them. 0 or None if this is not known: the recent blocks
-                then end with the last token that is not zero.
+            num_written: int64 [] or [batch], for a layout with a residual: the number of tokens written from the
+                beginning. The recent blocks end with the last of them. If it is 0 or None (unknown), the recent blocks
+                end with the last nonzero token.
 
         Raises:
             ValueError: ``axes`` is not a valid order, or a cache of this shape, dtype and device cannot have this
@@ -213,10 +212,10 @@ class PackedTensor(PackedSubclass):
 
         Args:
             shape: the shape of the plain cache, in the order ``axes``.
-            dtype: the floating-point dtype that the cache shows.
+            dtype: the logical dtype, a floating-point type.
             layout: format and role.
             axes: as in :meth:`from_dense`.
-            device: of the data; the default device if it is None.
+            device: the device of the data; None for the default device.
             growing: whether the cache grows by concatenation.
 
         Raises:
@@ -258,7 +257,7 @@ class PackedTensor(PackedSubclass):
             data: uint8 [num_blocks, batch, num_kv_heads, block_bytes]. With ``growing``, it becomes the buffer of the
                 cache, including spare room, and nothing else may use its storage.
             layout: format and role of ``data``.
-            dtype: the dtype that the cache shows.
+            dtype: the logical dtype.
             axes: as in :meth:`from_dense`.
             shape: the shape of the plain cache, in the order ``axes``.
             growing: whether the cache grows by concatenation.
@@ -286,9 +285,9 @@ class PackedTensor(PackedSubclass):
         ends_cache: bool = True,
         **changes: Any,
     ) -> PackedTensor:
-        """A view of this cache: the same storage, seen through other ``packed`` blocks, ``axes`` or ``start``.
+        """A view of this cache with other ``packed`` blocks, ``axes`` or ``start`` on the same storage.
 
-        The view begins ``skipped`` plain elements later. ``ends_cache``: both end with the same token.
+        The view begins ``skipped`` plain elements later. ``ends_cache``: whether both end with the same token.
         """
         cache_meta = replace(self.cache_meta, **changes) if changes else self.cache_meta
         packed = self.packed if packed is None else packed
@@ -324,13 +323,13 @@ class PackedTensor(PackedSubclass):
 
     @property
     def fixed_data(self) -> Tensor | None:
-        """``packed`` if it is the same tensor for as long as this cache lives; None for a cache that may move."""
+        """``packed`` if it never changes during the life of this cache; None for a cache that may move."""
         return self._packed if self._lineage is None else None
 
     @property
     @read_by_guards
     def inner_packed(self) -> Tensor:
-        """The inner tensor for PyTorch: ``packed``, with the marks that follow from marks of this tensor.
+        """The inner tensor for PyTorch: ``packed`` with the dynamic marks that follow from this tensor's marks.
 
         ``mark_dynamic`` also marks the same dimensions of an inner tensor with equally many dimensions. These marks are
         wrong and are dropped, because tokens lie in different dimensions of a cache and of its blocks.
@@ -343,7 +342,7 @@ class PackedTensor(PackedSubclass):
         return packed
 
     def packed_for_write(self) -> Tensor:
-        """``packed``, after making sure that only this cache and its views see writes to it.
+        """``packed`` for a write, which only this cache and its views will see.
 
         The write increments the version of the cache behind this view, as for a plain tensor.
         """
@@ -354,8 +353,8 @@ class PackedTensor(PackedSubclass):
             self._lineage.make_exclusive()
         elif self.growing and is_traced(self._packed) and not self.place.is_known:
             raise NotImplementedError(
-                "a compiled graph writes in place to a growing packed cache, whose storage a shorter or longer cache "
-                "may share; append with torch.cat, or use a cache of fixed size"
+                "a compiled graph writes in place to a growing packed cache, whose storage another cache may share; "
+                "append with torch.cat, or use a cache of fixed size"
             )
         elif is_functionalized(self._packed):
             refuse_aliased_inputs(PackedTensor)
@@ -407,7 +406,7 @@ class PackedTensor(PackedSubclass):
     def dequantize(self) -> Tensor:
         """The values, a plain tensor of the same shape and dtype with the strides of a clone of the plain view.
 
-        These strides equal the strides of this tensor without gaps between elements.
+        They are the strides of this tensor without gaps between elements.
         """
         x = read_packed(self.packed, self.packed_layout, self.start + self.num_tokens, self.dtype)
         if self.new_tokens is not None:
@@ -420,11 +419,12 @@ class PackedTensor(PackedSubclass):
         return x if is_clone else x.new_empty_strided(self.shape, stride).copy_(x)
 
     def with_new_tokens(self, new: NewTokens) -> PackedTensor:
-        """A view of this cache for code that reads it right after ``new`` was written to it.
+        """A view of this cache for reads right after ``new`` was written to it.
 
-        Attention and :meth:`dequantize` read the new tokens in full precision, and so do views of the view that begin
+        Attention and :meth:`dequantize` read the new tokens in full precision. Views of the view do too, if they begin
         at the same token and hold all sequences and heads. Set ``exact.new`` of the view to None before something else
-        is written to the cache. The cache itself is returned if the new tokens are few, or if its layout takes none.
+        is written to the cache. The result is the cache itself if there are few new tokens, or if its layout does not
+        support them.
         """
         if reads_packed(new.x.shape[2]) or not self.packed_layout.takes_new_tokens:
             return self
@@ -443,14 +443,14 @@ class PackedTensor(PackedSubclass):
     def extended(self, num_new: int) -> PackedTensor:
         """This cache with room for ``num_new`` more tokens at its end, whose values the caller must store.
 
-        The result shares this cache's storage if there is room and nobody has appended to it yet; otherwise this
-        cache's blocks are copied to a larger one. Either way this cache keeps its length and its values.
+        The result shares this cache's storage if there is room and no other cache has been appended to it; otherwise
+        this cache's blocks are copied to a larger storage. This cache keeps its length and its values.
         """
         size = list(self.shape)
         size[self.token_dim] += num_new
         end = self.start + size[self.token_dim]
         cache_meta = self.cache_meta if self.growing else replace(self.cache_meta, growing=True)
-        if is_traced(self._packed):  # a graph shares no storage behind PyTorch's back
+        if is_traced(self._packed):  # a graph must not share storages that PyTorch does not know of
             spare = self._packed.new_zeros((num_blocks(num_new), *self._packed.shape[1:]))
             data = torch.cat([self._packed, spare])[: self.packed_layout.growing_blocks(end)]
             return PackedTensor(data, cache_meta, size, place=Place())
@@ -482,7 +482,7 @@ class PackedTensor(PackedSubclass):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: CacheMeta, size: Any, stride: Any) -> PackedTensor:
-        # No lineage, as a graph may return a view of its input. The cache is copied before it grows.
+        # No lineage, because a graph may return a view of its input. The cache is copied before it grows.
         return PackedTensor(inner["inner_packed"], context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
@@ -493,7 +493,7 @@ class PackedTensor(PackedSubclass):
     def repeat_interleave(self, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor:  # type: ignore[override]
         """Repeats as for any tensor; stays packed for an int ``repeats`` of sequences, heads or tokens.
 
-        PyTorch decomposes this method to expand and reshape before dispatch, which could not recognise it any more.
+        PyTorch decomposes this method to expand and reshape before dispatch, so the dispatch could not recognise it.
         """
         if dim is not None and isinstance(repeats, int) and self.axes[dim] not in CHANNELS:
             index = torch.arange(self.shape[dim] * repeats, device=self.device) // max(repeats, 1)

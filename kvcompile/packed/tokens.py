@@ -21,7 +21,7 @@ class ExactTokens:
     """New tokens that views of a cache read in full precision. The views share this object.
 
     Attributes:
-        new: the tokens; None makes the views read them as they are stored.
+        new: the tokens; if None, the views read the stored (quantized) tokens.
     """
 
     def __init__(self, new: NewTokens) -> None:
@@ -49,9 +49,9 @@ def launch_write(data: Tensor, layout: PackedLayout, x: Tensor, positions: Tenso
 
 
 def pack_in_chunks(blocks: Tensor, layout: PackedLayout, x: Tensor) -> None:
-    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks``, a part at a time.
+    """Quantize ``x`` [batch, num_kv_heads, n, head_dim] into ``blocks`` in chunks.
 
-    Encoding allocates float32 temporaries. The parts keep them small compared with a long cache.
+    Encoding allocates float32 temporaries, which chunks keep small compared with a long cache.
     """
     at_once = max(1, _CHUNK_BYTES * x.shape[2] // max(4 * x.numel(), 1) // BLOCK_TOKENS)
     for first in range(0, num_blocks(x.shape[2]), at_once):

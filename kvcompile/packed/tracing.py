@@ -23,9 +23,9 @@ def is_traced(data: Tensor) -> bool:
 
 
 def has_no_values(data: Tensor) -> bool:
-    """Whether operators on ``data`` only tell shapes: it is a fake tensor, and no graph records the operators.
+    """Whether operators on ``data`` only compute shapes: it is a fake tensor, and no graph records the operators.
 
-    This is so while Dynamo traces. Code may then leave out operators that change neither a shape nor an error.
+    This is so while Dynamo traces. Code may then skip operators that affect neither shapes nor errors.
     """
     return type(data) is FakeTensor and not records_operators()
 
@@ -47,9 +47,9 @@ def ends_functional_graph(data: Tensor) -> bool:
 def refuse_aliased_inputs(cache_type: type) -> None:
     """Raises if two packed inputs of the graph that is being functionalized share a storage.
 
-    AOTAutograd detects shared storages only outside of tensor subclasses, so each input would miss writes to the other.
-    The check covers all tensors that the fake mode has converted. The fake mode also converts the base of a view, so
-    the check may refuse a valid graph, but it accepts no invalid one.
+    AOTAutograd does not detect storages that tensor subclasses share, so each input would miss writes to the other. The
+    check covers all tensors that the fake mode has converted, including the base of a view. It may therefore refuse a
+    valid graph, but it accepts no invalid graph.
     """
     fake_mode = detect_fake_mode()
     if fake_mode is None:

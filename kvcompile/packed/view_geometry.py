@@ -56,9 +56,9 @@ def stride_of_clone(x: Tensor) -> tuple[int, ...]:
 
 
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
-    """``values`` with their dimensions in memory in the order of the dimensions of ``like``, in traced code.
+    """``values`` with the memory order of dimensions of ``like``, in traced code.
 
-    Views of ``like`` are then views of ``values``, too. Strides whose order is not known keep their order.
+    Every view of ``like`` is then a valid view of ``values``. Strides whose order is not known keep their order.
     """
     stride = like.stride()
 

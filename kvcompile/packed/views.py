@@ -46,14 +46,14 @@ def _slice(cache: PackedTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _is_from_data(index: int) -> bool:
-    """Whether only the data of a call determines a number."""
+    """Whether a number depends on the data of a call (an unbacked symbol)."""
     return isinstance(index, torch.SymInt) and bool(free_unbacked_symbols(index))
 
 
 def _clamp(index: int, extent: int) -> int:
     """A slice bound, clamped to 0 and ``extent`` by the rules of Python.
 
-    A bound that only the data of a call determines must lie between them. The compiled graph checks it.
+    A bound that depends on the data of a call must lie between them. The compiled graph checks it.
     """
     if _is_from_data(index):
         index = without_excluded_cases(index)
@@ -92,9 +92,9 @@ def _token_range(
 
 
 def _index(index: int, dim: int, extent: int) -> int:
-    """An index counted from the first.
+    """The non-negative form of an index.
 
-    An index that only the data of a call determines must count from the first. The compiled graph checks it.
+    An index that depends on the data of a call must not be negative. The compiled graph checks it.
     """
     if _is_from_data(index):
         check(index >= 0)

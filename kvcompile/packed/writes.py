@@ -1,4 +1,4 @@
-"""Writes of whole token vectors to a packed cache: each one quantizes its vectors.
+"""Writes of whole token vectors to a packed cache. Each write quantizes its vectors.
 
 Every write reduces to values and three index tensors (sequence, head, position in the packed data), which broadcast to
 the addressed vectors. The values are encoded bytes. A cache with a residual takes the vectors themselves, because its
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 Coordinates = Sequence[Tensor]
 
-ROOM = "make a cache with room for more tokens (max_len of kvcompile.static_cache), or reset this one"
+ROOM = "make a cache with room for more tokens (max_len of kvcompile.static_cache), or reset this cache"
 """The remedy for a write past the end of a cache of fixed size."""
 
 
@@ -84,7 +84,7 @@ def encoded(cache: PackedTensor, x: Tensor, head: Tensor | None = None) -> Tenso
         return cache.packed.new_empty((*x.shape[:-1], layout.bytes_per_token))
     if head is None or not layout.format.is_calibrated:
         return layout.token_bytes(layout.format.encode(x))
-    # Encoded for every head, and then selected.
+    # Encode the value for every head, and then select.
     vectors = x.reshape(1, 1, -1, x.shape[-1]).expand(1, _extent(cache, "h"), -1, -1)
     values = layout.token_bytes(layout.format.encode(vectors))[0]
     index = torch.arange(values.shape[1], device=x.device)
@@ -196,13 +196,13 @@ def _copy_(cache: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
 
 
 def _has_same_blocks(cache: PackedTensor, source: PackedTensor) -> bool:
-    """Whether ``cache`` has a residual and equal tokens of ``source`` and ``cache`` lie in equal blocks."""
+    """Whether ``cache`` has a residual, and tokens with equal indices lie in the same blocks of both caches."""
     same = cache.packed_layout.residual is not None and _meaning(source) == _meaning(cache)
     return same and cache.start == source.start == 0 and "t" in cache.axes
 
 
 def _copy_blocks(cache: PackedTensor, source: PackedTensor) -> None:
-    """Copies whole blocks byte by byte. In a last block with tokens outside of ``cache``, copies vectors that differ.
+    """Copies whole blocks byte by byte. In a last block with tokens outside ``cache``, copies only differing vectors.
 
     Both may be views of one cache, because all reads precede the first write.
     """
@@ -235,7 +235,7 @@ def _constant(cache: PackedTensor, value: Any, head: Tensor) -> Tensor:
 
 @handles(PackedTensor, aten.zero_.default)
 def _zero_(cache: PackedTensor) -> PackedTensor:
-    """Writes zero bytes, which decode to zeros. Blocks without other tokens are cleared whole."""
+    """Writes zero bytes, which decode to zeros. Blocks that hold only tokens of ``cache`` are cleared as a whole."""
     begin, end = cache.start, cache.start + cache.num_tokens
     first, last = num_blocks(begin), end // BLOCK_TOKENS
     data = cache.packed_for_write()
@@ -251,7 +251,7 @@ def _zero_(cache: PackedTensor) -> PackedTensor:
 
 
 def not_from_end(index: Tensor, extent: int) -> Tensor:
-    """Moves negative indices out of range, for operators that accept no negative indices."""
+    """Moves negative indices out of range, for operators that do not accept them."""
     return torch.where(index < 0, extent, index)
 
 

@@ -1,6 +1,6 @@
 """The memory planner: the bytes of a KV cache, the users that fit, the time of a decode step. Nothing is run.
 
-The modules do arithmetic only; each builds on those above it:
+The modules only do arithmetic. Each builds on the modules above it:
 
     units             80GiB, 4.35TB/s, 32k
     families          facts about model types that their configs omit
@@ -12,7 +12,7 @@ The modules do arithmetic only; each builds on those above it:
     weights           parameters -> bytes in memory, and bytes that a decode step reads
     capacity          bytes and a budget -> users, tokens
     devices           names of GPUs -> bandwidths
-    decode_time       bytes and a bandwidth -> seconds of a decode step, and the context from which on a policy pays
+    decode_time       bytes and a bandwidth -> seconds of a decode step, and the context from which a policy is faster
     plan              the answer to one request, as data
     make_plan         the whole calculation for one request
 

@@ -7,7 +7,7 @@ import sympy
 from kvcompile.planning.model_caches import CONTEXT
 
 _BEYOND = 2**60
-"""More tokens than any context has."""
+"""A number of tokens beyond every context."""
 
 
 def bytes_at(nbytes: sympy.Expr, context: int) -> int:
@@ -24,7 +24,7 @@ def users_in(budget: int, nbytes: sympy.Expr, context: int) -> int:
 
 
 def longest_context(budget: int, nbytes: sympy.Expr) -> int | None:
-    """The longest context of one user in ``budget`` bytes: 0 if not one token fits, None if any context does.
+    """The longest context of one user in ``budget`` bytes: 0 if no token fits, None if every context fits.
 
     ``nbytes`` must not shrink as the context grows.
     """

@@ -17,10 +17,10 @@ _LANGUAGE_PARTS = ("text_config", "thinker_config", "llm_config", "language_conf
 """Fields of multimodal configs that hold the language model; ``thinker_config`` holds another ``text_config``."""
 
 MAX_INTEGER = 1 << 31
-"""The largest size that a config may have."""
+"""The largest integer in a config."""
 
 MAX_NAME = 100
-"""The most characters of a model type."""
+"""The maximum length of a model type, in characters."""
 
 MAX_LAYERS = 1000
 """The maximum number of layers in a config."""
@@ -58,7 +58,7 @@ class Fields:
         return str(self.get("model_type") or "")
 
     def get(self, *names: str) -> Any:
-        """The first given field of these names; None if all are missing."""
+        """The value of the first given field of these names; None if all are missing."""
         for values in (self.values, self.defaults):
             for name in names:
                 if values.get(name) is not None:
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def require(self, *names: str, most: int = MAX_INTEGER) -> int:
-        """:meth:`integer`, but PlanError if all of the fields are missing."""
+        """As :meth:`integer`, but raises PlanError if all fields are missing."""
         value = self.integer(*names, most=most)
         if value is None:
             raise self.missing(*names)

@@ -1,7 +1,7 @@
 """The time of a decode step, from the bytes that it reads.
 
-A step that makes one token for each user reads the weights once and every user's cache once. On a GPU this reading
-dominates. Several ranks also exchange data (:mod:`kvcompile.planning.ranks`), one collective after the other.
+A step that makes one token for each user reads the weights once and every user's cache once. On a GPU these reads
+dominate the time. Several ranks also exchange data (:mod:`kvcompile.planning.ranks`), one collective after the other.
 Multiplications, launches and the write of one token are not counted. The times are therefore lower bounds, unless
 measured efficiencies (shares of the bandwidth that kernels reach) are given.
 """
@@ -44,7 +44,7 @@ class DecodeModel:
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
 
     def cost(self, policy: PolicyCaches, collectives: Sequence[Collective] = ()) -> sympy.Expr:
-        """The bytes that the full bandwidth would deliver in the time of a step with these collectives.
+        """The time of a step with these collectives, expressed as bytes read at full bandwidth.
 
         The result is an exact expression, piecewise linear in ``CONTEXT``.
         """
@@ -69,7 +69,7 @@ class Payoff:
     Attributes:
         speedup: the factor.
         context: the first context at which the policy reaches the factor; None if it never does.
-        until: the last context at which it still reaches the factor; None if there is no end.
+        until: the last context at which it still reaches the factor; None if there is no last context.
         greatest: the largest speedup at any context, or the limit that the speedup approaches.
     """
 
@@ -126,7 +126,7 @@ class _PiecewiseLinear:
         return self.knots[-1] + math.ceil(-self.at(self.knots[-1]) / self.last_slope)
 
     def last_not_negative(self, context: int) -> int | None:
-        """The last context before the expression becomes negative after ``context``; None if it never does."""
+        """The last context from ``context`` on before the expression becomes negative; None if it never does."""
         knots = [context, *(knot for knot in self.knots if knot > context)]
         for low, high in itertools.pairwise(knots):
             if self.at(high) < 0:

@@ -1,6 +1,6 @@
 """The peak memory bandwidth of some GPUs, as published by NVIDIA.
 
-Kernels reach less: on an H200 the fastest read was measured at 4.35 TB/s of 4.8 TB/s.
+Kernels reach less: on an H200 the fastest measured read has 4.35 TB/s of 4.8 TB/s.
 """
 
 from __future__ import annotations

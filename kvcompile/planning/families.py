@@ -1,6 +1,6 @@
 """Facts about the caches of model types that their configs omit, from the model classes of Transformers 5.17.
 
-A model type that is not listed is read with the default :class:`Family`; the plan then has a note.
+Unlisted model types use the default :class:`Family`, and the plan has a note.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Family:
     Attributes:
         module: qualified name of a layer's attention in the class that generates text.
         cross_module: qualified name of a layer's attention over the encoder's tokens.
-        multi_head: whether a config without a number of KV heads means one KV head for every attention head.
-        full_every: for a config with a ``sliding_window`` but no list of sliding layers: every ``full_every``-th layer
-            has full attention. 0 means that all layers slide; None means that the config must list them.
+        multi_head: whether a config without a number of KV heads has a KV head for every attention head.
+        full_every: the period of layers with full attention, for a config with a ``sliding_window`` but no list of
+            sliding layers. 0 means that all layers have sliding windows; None means that the config must list them.
         defaults: fields that published configs omit and that cannot be derived from others.
     """
 

@@ -55,7 +55,7 @@ def _budget(request: Request, weights: Weights | None) -> Budget:
     if request.kv_budget is not None:
         return Budget(request.kv_budget)
     if request.memory is None or weights is None:
-        raise PlanError("the memory is not given: give --memory, or --kv-budget for the caches alone")
+        raise PlanError("no memory is given; give --memory, or --kv-budget for the caches alone")
     nbytes = request.memory - weights.nbytes - request.reserve
     if nbytes <= 0:
         raise NoRoomError(
@@ -110,4 +110,4 @@ def _long_contexts(request: Request, model: ModelCaches) -> list[str]:
     longest = max(request.contexts)
     if model.max_context is None or longest <= model.max_context:
         return []
-    return [f"context {format_context(longest)} exceeds the {model.max_context} tokens that the model is made for"]
+    return [f"context {format_context(longest)} exceeds the {model.max_context} tokens that the model supports"]

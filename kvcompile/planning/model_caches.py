@@ -55,9 +55,9 @@ class LayerCache:
         num_kv_heads: the number of keys, and of values, of one token.
         key_dim: channels of a key.
         value_dim: channels of a value; 0 if the values are read from the keys' vectors, as in latent attention.
-        limit: the number of tokens, see ``kind``; None if all tokens are kept.
-        num_heads: query heads; 0 if the config does not name them, or if they read latents.
-        shards: the ranks that divide its tokens (:mod:`kvcompile.planning.ranks`).
+        limit: the maximum number of tokens, see ``kind``; None if all tokens are kept.
+        num_heads: query heads; 0 if the config does not give the number, or if they read latents.
+        shards: the number of ranks that divide its tokens (:mod:`kvcompile.planning.ranks`).
     """
 
     module: str
@@ -87,9 +87,9 @@ class ModelCaches:
         dtype: the dtype of the model and of an unquantized cache, e.g. ``bfloat16``.
         caches: in the order of the layers; layers without a cache are skipped.
         num_layers: layers up to the last layer with attention. Negative indices in policies count from it.
-        max_context: the longest context that the model supports; None if the config does not say it.
+        max_context: the longest context that the model supports; None if the config does not give it.
         notes: remarks for the reader of the plan, one line each.
-        hidden_size: the width of the model; None if the config does not say it.
+        hidden_size: the width of the model; None if the config does not give it.
     """
 
     model_type: str
@@ -102,12 +102,12 @@ class ModelCaches:
 
     @property
     def groups(self) -> dict[LayerCache, int]:
-        """The number of equal caches; layer and module are ignored."""
+        """The distinct caches and their numbers; layer and module are ignored."""
         return Counter(replace(cache, layer=0, module="") for cache in self.caches)
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """The contexts beyond which some layer keeps no more tokens."""
+        """The contexts at which the cache of some layer stops growing."""
         return tuple(sorted({cache.limit for cache in self.caches if cache.limit and cache.kind != "cross"}))
 
 

@@ -26,18 +26,19 @@ Flag = bool | str
 class Architecture:
     """The parts of a model type's layers besides the matrices.
 
-    A flag is true, false, or the name of the config's field with the answer (false if the config lacks the field).
+    A flag is true, false, or the name of a field of the config, which counts as false if it is missing.
 
     Attributes:
         qkv_bias, out_bias, mlp_bias: whether the projections of attention and the feed-forward part have biases.
         gated_mlp: whether the feed-forward part has three matrices instead of two.
         norms: the number of normalizations of the hidden state in a layer.
-        norm_bias: whether the normalizations have a bias besides their weight.
+        norm_bias: whether the normalizations have a bias in addition to their weight.
         qk_norm: the normalization of queries and keys has a weight for every channel of a ``head`` or of ``all`` heads.
         learned_positions: whether the model has a table of position embeddings.
         sinks: whether every head has a learned attention sink.
-        tied: whether the output head is the embedding, for a config that does not say it.
-        experts: the kind of mixture of experts, as in ``mixtral``, ``qwen`` or ``deepseek``; empty without experts.
+        tied: whether the output head is the embedding, for configs that do not say so.
+        experts: the kind of mixture of experts, such as ``mixtral``, ``qwen`` or ``deepseek``; empty if there are no
+            experts.
     """
 
     qkv_bias: Flag = False
@@ -105,8 +106,8 @@ class ParameterCount:
     Attributes:
         terms: groups of parameters.
         values: the values of the symbols in the formulas.
-        num_experts, experts_per_token: the experts of a layer, and the experts that serve one token; 1 and 1 without
-            experts.
+        num_experts, experts_per_token: the experts of a layer, and the experts that serve one token; both are 1 if
+            there are no experts.
     """
 
     terms: tuple[Term, ...]

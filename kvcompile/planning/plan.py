@@ -18,7 +18,7 @@ from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
 
 MEASURES: tuple[Measure, ...] = ("payload", "allocated")
-"""The measures by which users and tokens are counted: the codes alone, or all allocated bytes."""
+"""The measures of a user's bytes: the codes alone, or all allocated bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Request:
             of :func:`kvcompile.planning.weights.read_weights`.
         kv_budget: bytes for KV caches, in place of ``memory`` and ``reserve``.
         source_tokens: tokens of an encoder.
-        bandwidth: the bandwidth of the memory; None for no decode times.
+        bandwidth: the bandwidth of the memory; None to skip decode times.
         users: the number of sequences that a decode step advances.
-        speedup: the speedup over the baseline that is asked for.
+        speedup: the wanted speedup over the baseline.
         efficiency: see :class:`kvcompile.planning.decode_time.DecodeModel`.
-        ranks: the GPUs that run the model together. The plan has the sizes and times of one of them.
+        ranks: the GPUs that run the model together. The plan has the sizes and times of a single GPU.
     """
 
     config: Path
@@ -66,10 +66,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The users and tokens that fit under one policy by one measure.
+    """The users and tokens that fit under one policy, by one measure of bytes.
 
     Attributes:
-        longest_context: tokens of one user with the whole budget; None if the cache stops growing before that.
+        longest_context: the longest context of one user with the whole budget; None if the cache stops growing within
+            it.
         bytes_per_user: bytes of one user's caches, by context.
         workspace_per_user: further bytes that attention needs for one user, by context.
         users: number of users, by context.
@@ -132,7 +133,7 @@ class Plan:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data. Sizes are in bytes, times in seconds; ``context`` in formulas is the tokens of a user."""
+    """A plan as plain data. Sizes are in bytes, times in seconds; ``context`` in formulas is a user's tokens."""
     request, model, weights, decode = plan.request, plan.model, plan.weights, plan.decode
     return {
         "config": str(request.config),

@@ -18,13 +18,13 @@ from kvcompile.planning.stored_caches import PolicyCaches
 from kvcompile.planning.weights import Weights
 
 LINK = 450 * 10**9
-"""Bytes per second that a GPU sends to others, and as many that it receives: NVLink of an H100 or H200, by NVIDIA."""
+"""Bytes per second that a GPU sends and, at the same time, receives: NVLink of an H100 or H200, by NVIDIA."""
 
 LATENCY = Fraction(10, 10**6)
 """Seconds of a collective of few bytes within a node. An all-reduce of 64 KiB on two H100s took 8 us."""
 
 _SUM_BYTES = 4
-"""Bytes of a number in the outputs that context parallel gathers: float32."""
+"""Bytes of an element of the outputs that context parallel gathers: float32."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Collective:
     """An operation in which all ranks take part, in one decode step.
 
     Attributes:
-        name: the operation and what it moves.
-        count: how often it runs.
-        nbytes: bytes that a rank receives in one of them.
-        seconds: seconds of all of them.
+        name: the operation and its data.
+        count: the number of runs in a step.
+        nbytes: bytes that a rank receives in each run.
+        seconds: seconds of all runs.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Ranks:
         return replace(cache, num_kv_heads=cache.num_kv_heads // size, num_heads=cache.num_heads // size)
 
     def tokens(self, policy: PolicyCaches) -> PolicyCaches:
-        """The caches of a policy with the tokens of the rank that has most.
+        """The caches of a policy with the tokens of the rank that has the most tokens.
 
-        Blocks of 64 tokens go round, so this rank has the blocks of the context over the ranks, rounded up. Caches that
-        the backend does not divide stay whole, with a note.
+        Blocks of 64 tokens are assigned to ranks in turn, so this rank has the blocks of the context divided by the
+        ranks, rounded up. Caches that the backend does not divide are counted whole, with a note.
         """
         if self.context_parallel == 1:
             return policy

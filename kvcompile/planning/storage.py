@@ -49,7 +49,7 @@ class Storage:
     residual: Residual | None = None
 
     def bytes_per_token(self, width: int, measure: Measure) -> sympy.Expr:
-        """Bytes that one more vector of ``width`` channels adds, without the padding of blocks."""
+        """Bytes of an additional vector of ``width`` channels, without the padding of blocks."""
         return (self.payload if measure == "payload" else self.stored).subs(HEAD_DIM, width)
 
     def nbytes(self, width: int, tokens: sympy.Expr, measure: Measure) -> sympy.Expr:
@@ -59,7 +59,7 @@ class Storage:
         return self.bytes_per_token(width, measure) * tokens + self.residual_bytes(width, measure)
 
     def residual_bytes(self, width: int, measure: Measure) -> int:
-        """Bytes of the exact blocks of one head. They are allocated in full from the first token on."""
+        """Bytes of the exact blocks of one head. They are allocated in full, whatever the number of tokens."""
         if self.residual is None or measure == "payload":
             return 0
         layout = PackedLayout(self.name, "key", width, self.residual)  # sizes do not depend on the role
@@ -83,7 +83,7 @@ def uncompressed(name: str) -> Storage:
 
 @functools.cache
 def compressed(name: str, residual: Residual | None = None) -> Storage:
-    """The storage of a cache in the format called ``name``, with exact blocks if ``residual`` asks for them."""
+    """The storage of a cache in the format called ``name``, with the exact blocks of ``residual``."""
     fmt = get_format(name)
     payload = HEAD_DIM * sympy.Rational(fmt.bits) / 8
     return Storage(name, payload, fmt.bytes_per_token(), BLOCK_TOKENS, fmt, residual)

@@ -29,7 +29,7 @@ class StoredCache:
 
     @property
     def halves(self) -> tuple[tuple[Role, Storage, int], ...]:
-        """(role, storage, channels) of the key, and of the value unless the value is read from the key."""
+        """(role, storage, channels) for the key, and for the value unless values are read from the keys."""
         key: tuple[Role, Storage, int] = ("key", self.key, self.cache.key_dim)
         return (key, ("value", self.value, self.cache.value_dim)) if self.cache.value_dim else (key,)
 
@@ -47,10 +47,10 @@ class StoredCache:
 
     @property
     def workspace(self) -> sympy.Expr:
-        """Bytes for one user, in ``CONTEXT``, that attention of this layer needs beside the cache.
+        """Bytes that attention of this layer needs in addition to the cache, for one user, in ``CONTEXT``.
 
-        Models repeat the heads of a plain cache with fewer KV heads than query heads, for keys and values at once.
-        ``generate()`` of Transformers needs this memory twice: eager code reads a prompt, while the memory of a
+        If a plain cache has fewer KV heads than query heads, models repeat its heads, of keys and values at the same
+        time. ``generate()`` of Transformers needs this memory twice: eager code reads a prompt, while the memory of a
         recorded decode step stays reserved. Attention on packed caches repeats no heads.
         """
         if self.key.format is not None or self.cache.num_heads <= self.cache.num_kv_heads:
@@ -59,7 +59,7 @@ class StoredCache:
         return 2 * self.cache.num_heads * sympy.Add(*widths)
 
     def bytes_per_token(self, measure: Measure) -> int:
-        """Bytes that one more token adds, without the padding of blocks."""
+        """Bytes of an additional token, without the padding of blocks."""
         vectors = [storage.bytes_per_token(width, measure) for _, storage, width in self.halves]
         return int(self.cache.num_kv_heads * sum(vectors))
 
@@ -80,7 +80,7 @@ class PolicyCaches:
 
     @functools.cached_property
     def groups(self) -> dict[StoredCache, int]:
-        """The number of equal layers; index and module are ignored."""
+        """The distinct layers and their numbers; index and module are ignored."""
         return Counter(replace(stored, cache=replace(stored.cache, layer=0, module="")) for stored in self.caches)
 
     def nbytes(self, measure: Measure) -> sympy.Expr:
@@ -89,7 +89,7 @@ class PolicyCaches:
 
     @property
     def workspace(self) -> sympy.Expr:
-        """Bytes for one user, in ``CONTEXT``, that attention needs beside the caches. One layer runs at a time."""
+        """Bytes that attention needs besides the caches, for one user, in ``CONTEXT``. One layer runs at a time."""
         return sympy.Max(*(stored.workspace for stored in self.groups), 0)
 
     def bytes_by_storage(self, measure: Measure) -> dict[str, sympy.Expr]:
@@ -101,7 +101,7 @@ class PolicyCaches:
         return parts
 
     def bytes_per_token(self, measure: Measure) -> int:
-        """Bytes of a token that every layer keeps, without the encoder's tokens and the padding of blocks."""
+        """Bytes of a token that every layer keeps, without the tokens of an encoder and the padding of blocks."""
         own = (item for item in self.groups.items() if item[0].cache.kind != "cross")
         return sum(count * stored.bytes_per_token(measure) for stored, count in own)
 
@@ -114,7 +114,7 @@ def apply_policy(name: str, model: ModelCaches) -> PolicyCaches:
         model: the caches.
 
     Raises:
-        PolicyError: the policy does not exist, is wrong, or is strict and has a rule that decides nothing.
+        PolicyError: the policy does not exist, is invalid, or is strict and has a rule without effect.
         PlanError: the policy says ``on_unsupported: error`` and a format cannot hold a layer's vectors.
     """
     if name in DTYPE_BYTES:
@@ -150,7 +150,7 @@ def _load(name: str) -> Policy:
 
 
 def _idle_rules(name: str, policy: Policy, model: ModelCaches) -> list[str]:
-    """A line for every rule that decides nothing; PolicyError if the policy is strict and has such a rule."""
+    """A line for every rule without effect; PolicyError if the policy is strict and has such a rule."""
     sites = [Site(cache.module, cache.layer, cache.kind) for cache in model.caches]
     lines = [f"{name}: {line}" for line in policy.unmatched_rules(sites, model.num_layers)]
     if lines and policy.strict:

@@ -1,7 +1,7 @@
 """Sizes, rates and contexts as text.
 
-Bytes follow IEC 80000-13: ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes. Contexts follow the names of models: the
-``k`` of a ``32k`` context is 1024 tokens.
+Bytes follow IEC 80000-13: ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes. Contexts are written as in names of models:
+``k`` in ``32k`` is 1024 tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def format_rate(bytes_per_second: int) -> str:
 
 
 def format_context(tokens: int) -> str:
-    """A context as text for :func:`parse_context`: ``32k`` if that is exact, otherwise the number."""
+    """A context as text for :func:`parse_context`: ``32k`` if this is exact, otherwise the number."""
     for unit in ("M", "k"):
         if tokens % _TOKENS[unit] == 0:
             return f"{tokens // _TOKENS[unit]}{unit}"

@@ -69,8 +69,8 @@ class Weights:
     def bytes_read(self, num_tokens: int) -> int:
         """Bytes of weights that a decode step over ``num_tokens`` tokens reads.
 
-        A step does not read embeddings, from which it looks up one row per token, and experts that serve no token. If
-        only the size of the weights was given, all of it counts.
+        A step does not read embeddings (it looks up a row per token) and experts without tokens. If only the size of
+        the weights was given, all bytes count.
         """
         if self.parameters is None:
             return self.nbytes

@@ -86,7 +86,7 @@ class _Elements(Strict):
                 "scales is a calibration, a checkpoint or a number"
             )
         if self.dtype is None and (self.granularity is not None or self.rotation_seed is not None):
-            raise PolicyError("granularity, scales and rotation_seed need a dtype beside them; give dtype")
+            raise PolicyError("granularity, scales and rotation_seed need a dtype; give dtype")
         if isinstance(self.scales, str):
             self._scales_of_layers = StaticScales.read(Path(self.scales))
         if self.transforms is not None:
@@ -147,9 +147,9 @@ class RoleFormat(_Elements):
     """The format of the keys, or of the values, of a cache.
 
     Attributes:
-        dtype: a format, or a preset, which stands for its format of keys or of values, without the tokens that it
-            keeps in full precision. With ``granularity``, the type of the elements: ``int8``, ``int4``, ``int2``,
-            ``fp8_e4m3``, ``turboquant_4bit``, ...
+        dtype: a format or a preset. A preset means its format of keys or of values, without its tokens in full
+            precision. With ``granularity``, the type of the elements: ``int8``, ``int4``, ``int2``, ``fp8_e4m3``,
+            ``turboquant_4bit``, ...
     """
 
     dtype: str

@@ -38,7 +38,7 @@ class LayerSet:
         return cls(tuple(_parse_item(item.strip()) for item in items))
 
     def contains(self, layer: int, num_layers: int) -> bool:
-        """Whether the layer with index ``layer`` of a model of ``num_layers`` layers is among them."""
+        """Whether the set contains layer ``layer`` of a model of ``num_layers`` layers."""
         layers = range(num_layers)
         return any(layer in layers[start:stop] for start, stop in self.slices)
 

@@ -1,4 +1,4 @@
-"""The attention module that a file of calibrated numbers means."""
+"""Lookup of an attention module in a file of calibrated numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvcompile.passes.graph.modules import layer_index
 def module_in(known: Sequence[str], module: str, layer: int | None) -> str | None:
     """The name in ``known`` of the module that calls attention; None if no module or several modules match.
 
-    The name of a module depends on which module of a model was compiled. A name that is not known is therefore found by
-    its layer index, if exactly one known module has that index.
+    The name of a module depends on which module of a model was compiled. An unknown name is therefore matched by its
+    layer index, if exactly one known module has that index.
     """
     if module in known:
         return module

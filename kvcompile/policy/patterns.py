@@ -1,4 +1,4 @@
-"""Regular expressions for names of modules, with bounds on the time and the memory that any of them can take.
+"""Regular expressions for names of modules, with bounds on their time and memory.
 
 A pattern is a regular expression of Python's ``re``. The package ``regex`` matches it, because ``re`` has no time
 limit.
@@ -32,7 +32,7 @@ SECONDS = 0.5
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 _NOT_LATIN = re.compile(r"(\\\\)|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\x00-\xff]")
-"""Characters beyond Latin-1. A range up to one of them takes ``re`` milliseconds, and there may be thousands."""
+"""Characters beyond Latin-1. ``re`` takes milliseconds for each range up to one, and there may be thousands."""
 
 _WRONG = (re.error, regex.error, RecursionError, OverflowError)
 
@@ -73,7 +73,7 @@ class Matcher:
         """Whether a checked pattern matches a whole name.
 
         Raises:
-            PolicyError: the patterns of the policy have taken too long.
+            PolicyError: matching the patterns of the policy takes too long.
         """
         known = self._results.get((pattern, name))
         return self._timed(pattern, name) if known is None else known

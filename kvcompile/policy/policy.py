@@ -170,12 +170,12 @@ def _no_bool(version: Any) -> Any:
 
 
 def _num_items(layers: Any) -> int:
-    """About the number of items in the field ``layers`` of a rule."""
+    """The approximate number of items in the field ``layers`` of a rule."""
     return layers.count(",") + 1 if isinstance(layers, str) else len(layers) if isinstance(layers, list | tuple) else 1
 
 
 def _not_too_many(rules: Any) -> Any:
-    """``rules``; PolicyError if they are so many, or so long, that their use would take seconds."""
+    """``rules``; PolicyError if there are too many or they are too long, because using them would take seconds."""
     if not isinstance(rules, list | tuple):
         return rules
     if len(rules) > MAX_RULES:
@@ -205,17 +205,17 @@ class Policy(Strict):
         sink_tokens: the number of first tokens that are kept in the dtype of the cache, rounded up to whole blocks of
             64. Without this field, presets keep their own number.
         prefill: how attention of more than 16 queries reads the tokens that its own call writes: in full precision
-            (``exact``), or as they are stored (``packed``). Tokens of earlier calls are always read from the packed
-            cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention stays
-            packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of DeepSeek's
-            latents.
+            (``exact``), or in stored, quantized form (``packed``). Tokens of earlier calls are always read from the
+            packed cache. With ``packed``, the results do not depend on how a prompt is divided into calls. Attention
+            stays packed in every case if ranks split the tokens, if a format is calibrated, and for the formats of
+            DeepSeek's latents.
         on_unsupported: the reaction to a site that cannot be packed: ``error``, ``warn`` or ``ignore``. With ``warn``
             and ``ignore`` the site compiles as under plain Inductor.
         key_outliers: the reaction to outlier channels of keys, which leave few bits for the other channels: nothing
             (``ignore``), a warning (``warn``), or another format that stores these keys well (``promote``, in ``python
             -m kvcompile eval``). A compiled graph cannot change its formats; it warns when it packs a cache that eager
             code filled.
-        strict: true makes a rule that decides nothing an error; otherwise it is a warning.
+        strict: whether a rule without effect is an error (true) or a warning (false).
     """
 
     version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
@@ -232,10 +232,11 @@ class Policy(Strict):
     def load(cls, spec: PolicySpec = None) -> Policy:
         """A policy from a preset's name, a YAML or JSON file, a dict, or a policy.
 
-        None stands for the environment variable ``KVQUANT_POLICY``; without the variable, for ``int8_per_token_head``.
+        None means the environment variable ``KVQUANT_POLICY``, or ``int8_per_token_head`` if it is not set.
 
         Raises:
-            PolicyError: the policy does not exist or is wrong; a line for each fault names the source, rule and field.
+            PolicyError: the policy does not exist or is invalid; a line for each fault names the source, rule and
+                field.
         """
         if isinstance(spec, Policy):
             return spec
@@ -295,7 +296,7 @@ class Policy(Strict):
             module: qualified name of the module that calls attention.
             layer: its layer index; None if the name has none, and then no rule with ``layers`` matches.
             num_layers: layers of the whole model, which negative indices count from.
-            sizes_only: whether the formats need no transforms, because nothing will be stored in them.
+            sizes_only: whether formats without transforms suffice, because nothing will be stored in them.
 
         Raises:
             PolicyError: the policy has static scales, but none for this module; or it has no transforms for a
@@ -309,7 +310,7 @@ class Policy(Strict):
             fmt = get_format(name)
             if fmt.is_calibrated and not fmt.basis and not sizes_only:
                 raise PolicyError(
-                    f"{name} needs a calibration of the model: give `transforms: FILE` beside its dtype (`python -m "
+                    f"{name} needs a calibration of the model: give `transforms: FILE` next to its dtype (`python -m "
                     "kvcompile calibrate --output FILE.safetensors` writes one)"
                 )
         tokens = self.exact_tokens | (choice.exact_tokens if isinstance(choice, Rule) else {})
@@ -320,7 +321,7 @@ class Policy(Strict):
         )
 
     def choice_for(self, module: str, layer: int | None, num_layers: int) -> Choice:
-        """The rule that decides about the attention site in ``module``, or the default; as :meth:`formats_for`."""
+        """The rule for the attention site in ``module``, or the default. Arguments are as in :meth:`formats_for`."""
         index = self._rule_for(module, layer, num_layers)
         return self.default if index is None else self.rules[index]
 
@@ -349,7 +350,7 @@ class Policy(Strict):
 
     @functools.cached_property
     def _decided(self) -> dict[tuple[str, int | None, int], int | None]:
-        """The index of the rule for each site so far."""
+        """A cache of the index of the rule for each site."""
         return {}
 
     @functools.cached_property
@@ -374,7 +375,7 @@ class Policy(Strict):
         """Warn about rules that decide no site of a whole model; ``sites`` are all its attention sites.
 
         Raises:
-            PolicyError: there is such a rule, and the policy is strict.
+            PolicyError: the policy is strict and has such a rule.
         """
         lines = self.unmatched_rules(sites, num_layers)
         if lines and self.strict:

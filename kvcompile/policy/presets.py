@@ -1,4 +1,4 @@
-"""The names that a policy may give for a dtype, and the format pair of each name.
+"""The valid values of ``dtype`` in a policy, and the format pair of each.
 
 A policy may also describe a format: the dtype of its elements, the granularity of its scales, and the group size.
 """
@@ -39,10 +39,11 @@ names and the meaning of vLLM's formats. ``int4`` is our own name for the format
 four bits with scales per channel, whose newest block of tokens keeps the dtype of the cache, and values with scales per
 token. Unlike KIVI's, these values are rotated. The rotation takes no bytes and halves the increase of bits per byte.
 
-The other presets are the best that is known here for their sizes without a calibration: each has a smaller divergence
+The other presets have the best measured quality for their sizes without a calibration: each has a smaller divergence
 than the smallest TurboQuant preset of vLLM that takes at least as many bytes (docs/quality.md). A name of two formats
-has the format of keys first. ``r128`` keeps the 128 most recent tokens in the dtype of the cache, KIVI's residual
-length."""
+gives the format of keys first. ``r128`` keeps the 128 most recent tokens in the dtype of the cache, KIVI's residual
+length.
+"""
 
 CALIBRATED_PRESETS: dict[str, FormatPair] = {
     "turboquant_4bit_nc_mean": FormatPair("turboquant_4bit_mean", "turboquant_4bit_mean"),
@@ -55,14 +56,15 @@ CALIBRATED_PRESETS: dict[str, FormatPair] = {
 }
 """Presets that need a calibration of the model, which the policy names as ``transforms``.
 
-TurboQuant's presets subtract the mean of keys and of values. The other presets are named after their bits per element
-at a head_dim of 128, scales included."""
+The presets of TurboQuant subtract the means of keys and of values. The other presets are named after their bits per
+element at a head_dim of 128, scales included.
+"""
 
 PER_TENSOR = "per_tensor"
 """The granularity of one static scale for all vectors of a cache."""
 
 GRANULARITIES = {"per_token_head": "token", "per_channel": "channel", "per_group": "group"}
-"""The granularity of stored scales: the word of policies -> the word of formats."""
+"""The granularities of stored scales: the name in policies -> the name in formats."""
 
 
 def preset_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Static scales of caches in 8-bit floats: one number for the keys of a layer and one for its values, from a file.
+"""Static scales of caches in 8-bit floats, from a file: a number for the keys and a number for the values of a layer.
 
 The file is one of
 
@@ -9,8 +9,8 @@ The file is one of
   ``k_proj``, ``v_proj`` or ``qkv_proj``, or one ``.kv_scale`` for both.
 
 A layer is found by the name of the module that calls attention. This name depends on which module of a model was
-compiled. A name that is not in the file is therefore found by its layer index, if the file has exactly one module with
-that index.
+compiled. A name that is not in the file is therefore matched by its layer index, if the file has exactly one module
+with that index.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_CALIBRATION = 1 << 22
 """The maximum size of a calibration, in bytes; a layer takes about a hundred."""
 
 Numbers = dict[str, dict[Role, float]]
-"""A number for the keys and one for the values, by module."""
+"""A number for the keys and a number for the values, by module."""
 
 
 class CalibrationFile(BaseModel):
@@ -78,7 +78,7 @@ class StaticScales:
         """The scales in a file or folder.
 
         Raises:
-            PolicyError: the file cannot be read, has another form, or has no scales.
+            PolicyError: the file cannot be read, is malformed, or has no scales.
         """
         if is_folder(path):
             files = sorted(path.glob("*.safetensors"))
@@ -118,10 +118,10 @@ class StaticScales:
                 "calibrate this model"
             )
         if self.calibrated:
-            number = number / _largest(fmt) or 1.0  # any scale holds zeros
+            number = number / _largest(fmt) or 1.0  # if all numbers are zeros, any scale serves
         elif _largest(fmt) != _largest(FP8_FORMATS[0]):
             raise PolicyError(
-                f"scales: {self.source} has scales for fp8_e4m3 and not for {fmt.name}; give a calibration "
+                f"scales: {self.source} has scales for fp8_e4m3, not for {fmt.name}; give a calibration "
                 "(`python -m kvcompile calibrate`)"
             )
         try:

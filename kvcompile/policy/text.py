@@ -1,7 +1,7 @@
-"""YAML and JSON without their traps: ``2:10`` is a string, a duplicate key is an error, and size is bounded.
+"""Strict parsing of YAML and JSON: ``2:10`` is a string, a duplicate key is an error, and the size is bounded.
 
-An alias in YAML counts as a copy of the values that it stands for. A few lines with aliases of aliases would otherwise
-stand for billions of values.
+An alias in YAML counts as many values as it stands for. Otherwise a few lines with aliases of aliases could stand for
+billions of values.
 """
 
 from __future__ import annotations

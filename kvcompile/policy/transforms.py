@@ -8,9 +8,8 @@ for the values of each module that computes attention, such as ``model.layers.0.
   importance;
 - ``from_stored``, its inverse.
 
-One file serves every calibrated format: formats with a mean take the mean alone, and transform formats take as many
-columns as they store. The metadata tell the origin (:class:`Origin`), and hold SHA-256 digests of all tensors and of
-the metadata.
+A file serves every calibrated format: formats with a mean use only the mean, and transform formats use as many columns
+as they store. The metadata hold the origin (:class:`Origin`), and SHA-256 digests of all tensors and of the metadata.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Transforms:
 
     Attributes:
         source: the file.
-        origin: where they come from.
+        origin: their origin.
         tensors: the tensors of the file by name.
     """
 
@@ -177,7 +176,7 @@ def _read(path: Path, modified: int, size: int) -> Transforms:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor]) -> None:
-    """Raise KeyError or ValueError unless there are three tensors for each place, of shapes that fit."""
+    """Raise KeyError or ValueError unless each place has three tensors of matching shapes."""
     if not tensors:
         raise ValueError("it has no tensors")
     for name in tensors:

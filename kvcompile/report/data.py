@@ -30,14 +30,14 @@ NOT_REFUSED = (Reason.policy_auto.name, Reason.no_cache.name)
 
 
 def outcome(site: Site) -> Outcome:
-    """``rewritten``; ``skipped`` if the policy says so or there is no cache; otherwise ``refused``."""
+    """The outcome: ``rewritten``; ``skipped`` if the policy says so or there is no cache; otherwise ``refused``."""
     if site.rewritten:
         return "rewritten"
     return "skipped" if site.reason_code in NOT_REFUSED else "refused"
 
 
 def modules_by_reason(sites: Iterable[Site]) -> dict[str, list[str]]:
-    """The modules of sites that were not rewritten, each once, under each distinct reason."""
+    """The distinct modules of sites that were not rewritten, by reason."""
     modules: dict[str, dict[str, None]] = {}
     for site in sites:
         if site.reason is not None:
@@ -61,8 +61,8 @@ class GraphReport:
         passes: seconds of each pass of ``passes/pipeline.py`` that ran, by name and in order; with ``verify``, also the
             seconds of the check.
         origin: the model, the policy and the versions; None if they are not known.
-        verified_steps: in how many random steps the rewritten graph ran beside the original without a difference; None
-            without ``verify``.
+        verified_steps: the number of random steps in which the rewritten graph equalled the original; None without
+            ``verify``.
     """
 
     sites: tuple[Site, ...]
@@ -96,7 +96,7 @@ class GraphReport:
 
 @dataclass
 class Runs:
-    """How often a graph with packed caches was called while a report was open.
+    """The number of calls of a graph with packed caches while a report was open.
 
     Attributes:
         graph: the graph.
@@ -127,12 +127,12 @@ class Totals:
     Attributes:
         graphs, sites, rewritten, refused, skipped: counts. A layer that is compiled twice has two sites.
         layers: attention layers, each counted once.
-        packed_layers: layers that some graph packs.
-        refused_layers: layers that no graph packs, and some graph refuses. The other layers are skipped.
-        calls: how often graphs with packed caches were called.
-        plain_calls: how many of these calls ran as plain Inductor would.
+        packed_layers: layers that at least one graph packs.
+        refused_layers: layers that no graph packs and at least one graph refuses. The other layers are skipped.
+        calls: the number of calls of graphs with packed caches.
+        plain_calls: the number of these calls that ran as plain Inductor would.
         bytes_per_token_before: bytes per token and KV head of all packed caches, counted in their original dtypes. The
-            caches of a graph do not count if all its calls ran as plain Inductor would.
+            caches of a graph are excluded if all its calls ran as plain Inductor would.
         bytes_per_token_after: the same caches packed, metadata included.
         unpacked_bytes_per_token: bytes per token and KV head of the caches that stay unpacked: caches of refused
             layers, caches that the policy leaves unpacked, and caches of graphs whose calls all ran as plain Inductor
@@ -219,7 +219,7 @@ class ReportData:
 
     @property
     def calls(self) -> int:
-        """How often graphs with packed caches were called."""
+        """The number of calls of graphs with packed caches."""
         return sum(runs.num_calls for runs in self.runs.values())
 
     def count_call(self, graph: GraphReport, plain_because: str | None) -> None:
@@ -229,7 +229,7 @@ class ReportData:
             graph: the graph.
             plain_because: why the call ran as plain Inductor would; None if it ran on packed caches.
         """
-        runs = self.runs.get(id(graph))  # at every step, so nothing is made in vain
+        runs = self.runs.get(id(graph))  # this runs at every step, so it avoids needless objects
         if runs is None:
             runs = self.runs[id(graph)] = Runs(graph)
         if plain_because is None:
@@ -286,7 +286,7 @@ class ReportData:
         return bool(runs.plain) and not runs.packed
 
     def _outcomes_of_layers(self) -> dict[Layer, set[Outcome]]:
-        """For every attention layer its outcomes in all graphs."""
+        """The outcomes of every attention layer in all graphs."""
         found: dict[Layer, set[Outcome]] = {}
         for graph in self.graphs:
             for layer, site in graph.layers():
@@ -294,7 +294,7 @@ class ReportData:
         return found
 
     def _unpacked(self) -> list[PlainCache]:
-        """The caches of all layers that have a cache, and that no graph packs."""
+        """The caches of all layers that no graph packs."""
         packed: set[Layer] = set()
         plain: dict[Layer, PlainCache] = {}
         for graph in self.graphs:
@@ -309,11 +309,11 @@ class ReportData:
 
     @property
     def caches(self) -> list[CacheSummary]:
-        """Every packed cache once, although each graph that uses it reports it.
+        """The distinct packed caches. Each graph that uses a cache reports it.
 
         Caches are skipped in graphs whose calls all ran as plain Inductor would. Within a graph, a cache is identified
-        by its source. Another graph may give it another source (made there, passed here), so across graphs it is
-        identified by its module, its role, and its place among the caches with the same module and role.
+        by its source. In another graph it may have another source, so across graphs it is identified by its module, its
+        role, and its place among the caches with the same module and role.
         """
         caches: dict[tuple[str, str, int], CacheSummary] = {}
         for graph in self.graphs:

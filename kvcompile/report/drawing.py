@@ -17,7 +17,7 @@ _CHARACTER = 6.9
 
 _MAX_CHARACTERS = 36
 _MAX_LINES = 5
-"""The most lines of one text of a box. Texts with spaces, such as calls, are broken."""
+"""The maximum number of lines for a text in a box. Texts with spaces, such as calls, are broken."""
 
 
 def draw(surroundings: Surroundings) -> tuple[Markup, float, float]:

@@ -1,7 +1,7 @@
 """The report as one self-contained page, with its script, style and drawings.
 
 :mod:`kvcompile.report.markup` escapes all text that comes from a model, such as names of modules and reasons. The
-content security policy of the page is a second guard: it allows the page's own script and style, and nothing else.
+content security policy of the page is a second guard: it allows only the page's own script and style.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _numbers(report: ReportData) -> range:
 
 
 def _origins(report: ReportData) -> Markup:
-    """The model, the policy, the versions and the time of the graphs; each different text once."""
+    """The distinct models, policies, versions and times of the graphs."""
     origins = [graph.origin for graph in report.graphs if graph.origin is not None]
     if not origins:
         return Markup()
@@ -123,7 +123,7 @@ def _summary(report: ReportData) -> Markup:
         cards.append(_card(f"Caches {totals.ratio:.2f} times smaller than {dtypes}", *rows, what))
     if totals.weight_ratio is not None:
         rows = _saving(totals.weight_bytes_before, totals.weight_bytes_after)
-        what = element("p", "of all weights of the graphs, quantized beside the caches", class_="muted")
+        what = element("p", "of all weights of the graphs, quantized by another library", class_="muted")
         cards.append(_card(f"Weights {totals.weight_ratio:.2f} times smaller", *rows, what))
     return element("div", *cards, class_="cards")
 
@@ -145,7 +145,7 @@ def _memory_row(name: str, shares: Sequence[tuple[str, int]], count: int, whole:
 
 
 def _bar(shares: Sequence[tuple[str, int]], whole: int) -> Markup:
-    """A bar in which each (kind, count) fills its share; the numbers stand beside it as text."""
+    """A bar with a segment for each (kind, count). The numbers are also given as text."""
     start, parts = 0.0, []
     for kind, count in shares:
         width = 100 * count / whole if whole else 0.0
@@ -284,7 +284,7 @@ def _details(site: Site, around: SiteSurroundings, drawings: _Drawings) -> Itera
 
 
 def _as_called(before: Surroundings, site: Site) -> Surroundings:
-    """The drawing with the kind of attention in place of the marker, where the model's code is not known."""
+    """The drawing with the kind of attention in place of the marker, if the model's code is not known."""
     boxes = [
         replace(box, detail=(site.attention, *box.detail[1:])) if "kvcompile.sdpa" in box.detail else box
         for box in before.boxes

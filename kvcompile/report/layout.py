@@ -1,7 +1,7 @@
-"""Places for the boxes of a small graph: columns from left to right, short edges, no overlaps.
+"""A layout of the boxes of a small graph: columns from left to right, short edges, no overlaps.
 
-This is the layered drawing of Sugiyama, Tagawa and Toda (1981). It ranks the boxes, lets long edges pass through the
-ranks between, orders every rank by the mean of its neighbours, and moves boxes to the height of their neighbours.
+This is the layered drawing of Sugiyama, Tagawa and Toda (1981). It assigns boxes to ranks, routes long edges through
+the ranks between, orders every rank by the mean place of its neighbours, and aligns boxes with their neighbours.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def lay_out(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
 
     Args:
         sizes: the sizes of the boxes.
-        edges: pairs of positions in ``sizes``. All edges lead to the right, except those that close a cycle: of a
-            cycle, only edges to an earlier position of ``sizes`` lead to the left.
+        edges: pairs of positions in ``sizes``. All edges lead to the right, except edges that close a cycle. In a
+            cycle, only edges to an earlier position in ``sizes`` lead to the left.
     """
     boxes = [Cell(index, *size) for index, size in enumerate(sizes)]
     ranks = _ranks(_sorted(len(sizes), edges), edges)
@@ -66,7 +66,7 @@ def lay_out(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int
 
 
 def _sorted(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The boxes, each behind the boxes that it uses. Where a cycle leaves no such box, the first one comes next."""
+    """The boxes, each after the boxes that it uses. If a cycle leaves no such box, the first remaining box is next."""
     order: list[int] = []
     remaining = dict.fromkeys(range(count))
     while remaining:
@@ -102,7 +102,7 @@ def _neighbours(paths: Sequence[tuple[Cell, ...]]) -> dict[int, list[Cell]]:
 
 
 def _order(columns: list[list[Cell]], paths: Sequence[tuple[Cell, ...]]) -> None:
-    """Sort every column by the mean place of its neighbours, sweeping forth and back."""
+    """Sort every column by the mean place of its neighbours, in forward and backward sweeps."""
     neighbours = _neighbours(paths)
     places = {id(cell): (place + 0.5) / len(column) for column in columns for place, cell in enumerate(column)}
     for sweep in range(_SWEEPS):
@@ -141,9 +141,9 @@ def _place(columns: list[list[Cell]], paths: Sequence[tuple[Cell, ...]]) -> None
 
 
 def _stack(column: list[Cell], wanted: Sequence[float]) -> None:
-    """Put the boxes of a column one under the other, in their order, as near to their wanted heights as possible.
+    """Stack the boxes of a column in their order, as near to their wanted heights as possible.
 
-    Boxes that would overlap form a group, which goes to the mean of the wanted heights.
+    Boxes that would overlap form a group, which is placed at the mean of their wanted heights.
     """
     blocks: list[list[float]] = []  # sum of the wanted tops, number of boxes, height
     for cell, top in zip(column, wanted, strict=True):

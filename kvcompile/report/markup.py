@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class Markup(str):
-    """Text that is HTML already. Only :func:`element`, :func:`join` and a page's own script and style make it."""
+    """Text that is already HTML. Only :func:`element`, :func:`join` and a page's own script and style make it."""
 
     __slots__ = ()
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """The parts one after the other; plain text is escaped."""
+    """The concatenated parts; plain text is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
 
 

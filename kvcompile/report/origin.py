@@ -1,4 +1,4 @@
-"""Where a compiled graph comes from: its model, its policy, the versions and the time; and its caches in plain form."""
+"""The origin of a compiled graph: its model, its policy, the versions and the time, with its caches before packing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlainCache:
     """The keys and values of an attention as the model computes them.
 
     Attributes:
-        dtype: such as ``bfloat16``.
+        dtype: the dtype, such as ``bfloat16``.
         bytes_per_token: bytes of one key and one value of one KV head.
     """
 
@@ -36,13 +36,13 @@ class PlainCache:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a graph comes from.
+    """The origin of a graph.
 
     Attributes:
         model: the class of the outermost module, such as ``LlamaForCausalLM``; ``a function`` if there is no module.
         policy: the preset, or a short description.
         policy_text: the policy as YAML; empty for a preset.
-        versions: of kvcompile and PyTorch.
+        versions: the versions of kvcompile and PyTorch.
         time: local time of the compilation, to the minute.
         plain_caches: the keys and values that each module attends to, in the order of its attentions.
     """
@@ -72,7 +72,7 @@ class Origin:
         )
 
     def plain_cache(self, site: Site, place: int) -> PlainCache | None:
-        """The keys and values of ``site``, which is attention number ``place`` of its module."""
+        """The keys and values of ``site``, the attention with number ``place`` in its module."""
         found = self.plain_caches.get(site.module, ())
         return found[place] if place < len(found) else None
 
@@ -85,7 +85,7 @@ def policy_name(policy: Policy) -> str:
 
 
 def _plain_cache(marker: Marker) -> PlainCache | None:
-    """None if the number of channels is not known."""
+    """The keys and values at a marker; None if the number of channels is not known."""
     tensors = [_value(marker.key), _value(marker.value)]
     if not all(isinstance(tensor, Tensor) and tensor.dim() and isinstance(tensor.shape[-1], int) for tensor in tensors):
         return None

@@ -1,7 +1,7 @@
-"""The note that Dynamo has stopped compiling a function. Further steps of this function run in eager code.
+"""The note that Dynamo has stopped compiling a function, so its further steps run in eager code.
 
-Dynamo compiles a function again where its guards fail, at most ``torch._dynamo.config.recompile_limit`` times. A number
-that the model keeps as a Python attribute and that changes at each step uses up this limit.
+Dynamo compiles a function again when its guards fail, at most ``torch._dynamo.config.recompile_limit`` times. A Python
+attribute of the model that changes at each step, such as a counter, uses up this limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _functions: set[tuple[str, str]] = set()
 
 
 def watch(graph: Graph) -> None:
-    """Write the note if Dynamo stops compiling the function that ``graph``, a graph with attention, belongs to."""
+    """Write the note if Dynamo stops compiling the function of ``graph``, a graph with attention."""
     function = function_of(graph)
     if function is not None:
         _functions.add(function)

@@ -1,6 +1,6 @@
 """The report that users see, and the record of every graph that the backend compiles.
 
-The backend calls :func:`record` once for every graph with attention that it compiles. The call counts in
+The backend calls :func:`record` once for every graph with attention that it compiles. The call increments
 ``torch._dynamo.utils.counters["kvquant"]``, logs, and adds the graph to the report of every open
 :func:`collect_reports` block.
 """
@@ -50,10 +50,10 @@ UNUSED = (
     "compile the model itself, model.compile(backend='kvquant'): a compile_config applies only on accelerators and to "
     "static caches, not to beam search, and to assisted decoding only since Transformers 5.24"
 )
-"""The note of a report on a block in which the backend packed nothing. Graph breaks follow it."""
+"""The note of a report on a block in which nothing was packed. Graph breaks follow it."""
 
 _BREAKS = 3
-"""The number of graph breaks that a note names."""
+"""The maximum number of graph breaks in a note."""
 
 _lock = threading.Lock()
 _last = Report()
@@ -68,7 +68,7 @@ def record(
     origin: Origin | None = None,
     verified_steps: int | None = None,
 ) -> GraphReport:
-    """Count, log and keep the outcome of a graph that is being compiled. Any thread may call this."""
+    """Count, log and store the outcome of a graph that is being compiled. Any thread may call this."""
     global _last
     graph = GraphReport(tuple(sites), tuple(surroundings), tuple(weights), passes or {}, origin, verified_steps)
     with _lock:
@@ -82,7 +82,7 @@ def record(
 
 
 def note(text: str) -> None:
-    """Count, log as a warning, and keep an event of a compiled graph's run. Any thread may call this."""
+    """Count, log as a warning, and store an event of a compiled graph's run. Any thread may call this."""
     with _lock:
         for report in (_last, *_collecting):
             if text not in report.remarks:
@@ -115,8 +115,8 @@ def last_report() -> Report:
 def collect_reports() -> Iterator[Report]:
     """Collect the reports of all graphs that any thread compiles inside the block.
 
-    The block may compile no graph and run no packed cache in a graph compiled earlier. The report then ends with a note
-    that says so, because ``generate()`` of Transformers skips compiled code in some modes without a warning.
+    If the block compiles no graph and calls no earlier graph with packed caches, the report ends with a note that says
+    so: in some modes ``generate()`` of Transformers skips compiled code without a warning.
 
     >>> with kvcompile.collect_reports() as report:
     ...     model.generate(...)

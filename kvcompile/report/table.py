@@ -1,4 +1,4 @@
-"""The text of a report for a terminal: plain ASCII, at most 100 characters wide, and no wider than the terminal."""
+"""The text of a report for a terminal: plain ASCII, as wide as the terminal but at most 100 characters."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def _totals(totals: Totals) -> str:
         text += f"\n{totals.residual_bytes} bytes per sequence and KV head for recent and first tokens"
     if totals.weight_ratio is not None:
         sizes = f"{totals.weight_bytes_before} -> {totals.weight_bytes_after}"
-        text += f"\n{sizes} bytes of weights, quantized beside the caches: {totals.weight_ratio:.2f} times smaller"
+        text += f"\n{sizes} bytes of weights, quantized by another library: {totals.weight_ratio:.2f} times smaller"
     return text

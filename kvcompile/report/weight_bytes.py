@@ -18,7 +18,7 @@ class WeightBytes:
     """The bytes of one weight.
 
     Attributes:
-        identity: the same number in all graphs that share the weight.
+        identity: a number that is equal in all graphs that share the weight.
         plain: bytes of its elements in its own dtype.
         stored: bytes of the tensors that hold it: codes and scales, if it is quantized.
     """
@@ -29,7 +29,7 @@ class WeightBytes:
 
 
 def weight_bytes(inputs: Iterable[Any]) -> tuple[WeightBytes, ...]:
-    """The parameters among the inputs of a graph. A distributed parameter counts with this process's part only."""
+    """The parameters among the inputs of a graph. Only this process's part of a distributed parameter counts."""
     weights = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
     return tuple(WeightBytes(id(weight), _nbytes(_local(weight)), _stored(weight)) for weight in weights)
 
@@ -42,7 +42,7 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def _local(x: Tensor) -> Tensor:
-    """``x`` without subclasses that only describe a distribution: they hold one tensor of the same dtype."""
+    """``x`` without wrapper subclasses that only describe a distribution. They hold one tensor of the same dtype."""
     parts = _parts(x)
     return _local(parts[0]) if len(parts) == 1 and parts[0].dtype == x.dtype else x
 

@@ -12,10 +12,11 @@ class CacheUses:
     """The caches of a graph; positions count before stacks are split.
 
     Attributes:
-        inputs: the inputs that are packed, and the sites that read each of them.
-        outputs: the outputs that are packed, and the sites that read each of them.
-        grown: for each growing input, the output that is its longer cache.
-        dropped: the outputs that the rewritten graph does not compute, since they are inputs that it changes.
+        inputs: the packed inputs, and the sites that read each input.
+        outputs: the packed outputs, and the sites that read each output.
+        grown: for each growing input, the output that extends it.
+        dropped: the outputs that the rewritten graph does not compute, because it changes the corresponding inputs in
+            place.
     """
 
     inputs: dict[int, set[int]] = field(default_factory=dict)

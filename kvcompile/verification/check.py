@@ -1,4 +1,4 @@
-"""Run a rewritten graph beside its original for some steps on random inputs, and find the sites that differ."""
+"""Run a rewritten graph and its original for some steps on the same random inputs, and find the sites that differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 3
 """Steps of a round. Each step continues with the caches of the previous step."""
 
 SEED = 20
-"""The seed of all random numbers: the same graph is always checked with the same inputs."""
+"""The seed of all random numbers. A graph is always checked with the same inputs."""
 
 VERIFY = "verify"
 """The name of the check among the times of the passes."""
@@ -41,10 +41,10 @@ class Verdict:
     """The result of a check.
 
     Attributes:
-        steps: how many steps ran on both graphs.
+        steps: the number of steps that ran on both graphs.
         mismatches: the differences in the last step; empty if nothing differs.
         impossible: why no step could run; None if a step ran.
-        inputs: the inputs of the last step, each in a line.
+        inputs: a description of the inputs of the last step, a line each.
         pair: the two graphs.
         seconds: the time of the check.
     """
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def wrong(self) -> dict[int, Mismatch]:
-        """The sites that differ, each with its first mismatch. All sites, if no mismatch belongs to a site."""
+        """The sites that differ, each with its first mismatch; all sites if no mismatch belongs to a site."""
         found: dict[int, Mismatch] = {}
         of_sites = [mismatch for mismatch in self.mismatches if mismatch.sites]
         for mismatch in of_sites or self.mismatches:
@@ -89,7 +89,7 @@ def verify(
 
 @contextmanager
 def _eager(gm: GraphModule) -> Iterator[None]:
-    """In the block, operators run in eager mode; the state of the user's random numbers is kept."""
+    """In the block, operators run in eager mode. Afterwards, the state of the random number generators is restored."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     on_gpu = {value.device for value in values if isinstance(value, Tensor) and value.device.type == "cuda"}
     with torch.random.fork_rng(list(on_gpu)), torch.inference_mode(False), torch.no_grad():
@@ -149,7 +149,7 @@ class _Check:
             state, symbols = self._next(state, results.outputs, symbols)
 
     def _next(self, state: State, outputs: State, symbols: Symbols) -> tuple[State, Symbols]:
-        """The inputs and sizes of the next step: caches that this step has written, and other inputs drawn again."""
+        """The inputs and sizes of the next step: caches that this step wrote, and new random values for the rest."""
         new, grown = self._grown_sizes(outputs.plain, symbols), self.pair.uses.grown
         kept = self.changed - grown.keys()
         plain = {place: state.plain[place] for place in kept}
@@ -164,7 +164,7 @@ class _Check:
         return result, symbols
 
     def _grown_sizes(self, outputs: Sequence[Any], symbols: Symbols) -> Symbols | None:
-        """The sizes with which grown caches are inputs again; None if the graph was not traced for them."""
+        """The sizes for a step whose inputs are the grown caches; None if the graph was not traced for them."""
         new = dict(symbols)
         for place, output in self.pair.uses.grown.items():
             found = self.sizes.matching(self.fakes[place].shape, outputs[output].shape)

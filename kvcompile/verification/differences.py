@@ -1,4 +1,4 @@
-"""Whether a tensor of the rewritten graph equals the original's tensor, up to the rounding of attention."""
+"""Comparison of tensors of the rewritten graph and of the original, up to the rounding of attention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvcompile.packed.tensor import PackedTensor
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """The largest allowed difference of a vector, divided by the length of the vector, by dtype.
 
-Packed attention sums in another order and with more bits than the original. Vectors of keys, values and outputs
-average this rounding, whereas a key too many or too few changes an output of n visible tokens by about sqrt(2 / n).
+Packed attention sums in another order and with more bits than the original. Vectors of keys, values and outputs average
+this rounding. In contrast, one additional or missing key changes an output of n visible tokens by about sqrt(2 / n).
 """
 
 LOSSY = 0.3
-"""The same limit for lossy formats that no lossless format can replace."""
+"""The limit for lossy formats without a lossless replacement."""
 
 
 def difference(value: object, expected: object, is_lossy: bool = False, share_scales: bool = False) -> str | None:
@@ -27,9 +27,9 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 
     Args:
         value: a tensor, or another output of a graph.
-        expected: the value that it must equal.
+        expected: the expected value.
         is_lossy: whether vectors may differ by the error of a lossy format.
-        share_scales: whether the error of each vector depends on the longest one.
+        share_scales: whether vectors share scales, so that the error of each vector depends on the longest vector.
     """
     if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
         same = isinstance(value, Tensor) == isinstance(expected, Tensor) and value == expected
@@ -63,8 +63,8 @@ def difference(value: object, expected: object, is_lossy: bool = False, share_sc
 def stored_difference(cache: object, expected: Tensor) -> str | None:
     """How a packed cache differs from the plain cache ``expected``, quantized in its format; None if it does not.
 
-    A vector with its own scales has the same bytes whenever it is written. Other caches may differ by the error of a
-    lossy format, because exact blocks and shared scales depend on the order of the writes, and a rotation rounds
+    The bytes of a vector with its own scales do not depend on when it is written. Other caches may differ by the error
+    of a lossy format, because exact blocks and shared scales depend on the order of the writes, and a rotation rounds
     differently for other numbers of vectors.
     """
     if isinstance(cache, PackedStack):

@@ -1,8 +1,8 @@
-"""Random inputs for a graph: numbers of any kind, and integers and masks that the graph allows.
+"""Random inputs for a graph: floats, and integers and masks that the graph allows.
 
-The weights of the model keep their values. All other floats are normally distributed, also in parts of caches that
-nothing has written yet: a wrong read shows. Integers are positions, slots, token ids or lengths, and the graph does not
-say which. :class:`kvcompile.verification.indexing.IndexCheck` knows the sizes that bound each of them, and rejects
+The weights of the model keep their values. All other floats are normally distributed, even in unwritten parts of
+caches, so that a wrong read is detected. The graph does not say whether an integer is a position, a slot, a token id or
+a length. :class:`kvcompile.verification.indexing.IndexCheck` knows the sizes that bound each of them, and rejects
 integers that make an index out of bounds.
 """
 
@@ -26,7 +26,7 @@ _LOWER, _HIGHER = 0.5, 0.25
 """The powers of two by which a limit falls after a rejected draw, and rises after an accepted one."""
 
 _UNBOUNDED = 4
-"""The limit of integers that index nothing and are compared with nothing."""
+"""The limit of integers that are neither indices nor compared with a size."""
 
 
 class CannotDraw(Exception):
@@ -39,7 +39,7 @@ class KnownInput:
 
     Attributes:
         example: its value in the compiled call; None if it is not known.
-        is_weight: whether it keeps this value.
+        is_weight: whether it is a weight, which keeps this value.
         is_cache: whether it will be packed.
     """
 
@@ -97,7 +97,7 @@ class InputDraws:
                 if not found.repeats and not given:
                     self._lower(found.node)
                 continue
-            except RuntimeError as failed:  # its guards do not exclude these sizes, and other integers do not help
+            except RuntimeError as failed:  # the sizes are at fault; other integers would not help
                 sizes = ", ".join(f"{symbol} = {size}" for symbol, size in symbols.items())
                 raise CannotDraw(f"the original graph fails with {sizes}: {one_line(failed)}") from failed
             self._lowered = {source: max(0.0, by - _HIGHER) for source, by in self._lowered.items()}
@@ -105,7 +105,7 @@ class InputDraws:
         raise CannotDraw(str(error))
 
     def _lower(self, node: Node) -> None:
-        """Lower the limit of an input that a rejected index depends on. It is chosen at random."""
+        """Lower the limit of a random input among the inputs that a rejected index depends on."""
         sources = sorted(self._indices.sources.get(node, ()), key=self._placeholders.index)
         if sources:
             source = self.rng.choice(sources)
@@ -133,7 +133,7 @@ class InputDraws:
         return _with_strides(drawn, [self._sizes(size, symbols) for size in fake.stride()])
 
     def _bools(self, source: Node, shape: list[int], symbols: Symbols) -> Tensor:
-        """A mask: all, each with a probability of a half and the first always, or a triangle."""
+        """A mask: all True, a triangle, or random with a probability of a half (the first element is always True)."""
         kind = self.rng.choice(("all", "some", "some", "triangle"))
         mask = torch.ones(shape, dtype=torch.bool)
         if kind == "some":
@@ -143,7 +143,7 @@ class InputDraws:
         return mask.tril(self.rng.randrange(3)) if kind == "triangle" and mask.dim() > 1 else mask
 
     def _numbers(self, source: Node, shape: list[int], symbols: Symbols) -> Tensor:
-        """Runs of neighbours, distinct numbers, or any numbers, below a limit."""
+        """Consecutive, distinct or arbitrary numbers below a limit."""
         largest = max(self._indices.limits_of(source, symbols), default=_UNBOUNDED)
         limit = max(1, int(largest / 2 ** self._lowered.get(source, 0.0)))
         count = shape[-1] if shape else 1
@@ -158,17 +158,17 @@ class InputDraws:
         return torch.randint(limit, shape, generator=self.generator)
 
     def _start(self, largest: int) -> int:
-        """A number up to ``largest``; small numbers are more likely, as a fault shows more with few visible tokens."""
+        """A random number up to ``largest``, often a small one: faults show most with few visible tokens."""
         return min(int((largest + 1) ** self.rng.random()) - self.rng.randrange(2), largest) if largest > 0 else 0
 
 
 def _is_drawn_again(fake: Any) -> bool:
-    """Whether an input is integers or bools, which must be drawn together."""
+    """Whether an input consists of integers or bools, which must be drawn together."""
     return isinstance(fake, Tensor) and not fake.is_floating_point() and not fake.is_complex()
 
 
 def _with_strides(values: Tensor, strides: Sequence[int]) -> Tensor:
-    """``values`` in memory with ``strides``; contiguous if elements would share memory."""
+    """``values`` with ``strides``; contiguous if elements would share memory."""
     pairs = sorted((stride, size) for stride, size in zip(strides, values.shape, strict=True) if size > 1)
     reach = 1
     for stride, size in pairs:

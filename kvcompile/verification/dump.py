@@ -1,4 +1,4 @@
-"""A folder with both graphs and the inputs of a step in which they differ, to report."""
+"""A dump for a bug report: a folder with both graphs and the inputs of a step in which they differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.verification.check import Verdict
 
 
 def write_dump(verdict: Verdict, policy: Policy) -> Path:
-    """Write a new folder beside the temporary files; returns it. It holds no weights and no other floats of the model.
+    """Write a new folder among the temporary files, and return it. It holds no floats of the model.
 
     Raises:
         KVCompileError: the folder cannot be written.
@@ -41,7 +41,7 @@ def _index(verdict: Verdict) -> Iterator[str]:
     yield f"{versions}. Step {verdict.steps} of the check."
     yield ""
     yield "- [original.py](original.py): the graph that plain Inductor would compile"
-    yield "- [rewritten.py](rewritten.py): the rewritten graph, with caches in a format that loses nothing"
+    yield "- [rewritten.py](rewritten.py): the rewritten graph, with caches in a lossless format"
     yield "- [policy.yaml](policy.yaml): the policy"
     yield ""
     yield "`kvcompile.tap` marks the result of each attention. The run of the rewritten graph compares it with the"

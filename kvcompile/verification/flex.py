@@ -16,14 +16,14 @@ _BLOCK_MASK = 4
 
 
 def uses_blocks(graph: Graph) -> bool:
-    """Whether a graph calls ``flex_attention``, whose block mask fits only the other integers of the same call."""
+    """Whether a graph calls ``flex_attention``, whose block mask is valid only with integers of the same call."""
     return bool(graph.find_nodes(op="call_function", target=flex_attention))
 
 
 def with_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of ``flex_attention`` with a ``mask_mod`` that also hides the tokens that the block mask hides.
 
-    Queries see the keys of full blocks, and in partial blocks the keys that ``mask_mod`` shows. The block mask is
+    Queries see all keys of full blocks, and the keys of partial blocks that ``mask_mod`` shows. The block mask is
     (q_len, kv_len, partial count, partial indices, full count, full indices, ..., q block size, kv block size,
     ``mask_mod``); counts are int32 [batch or 1, num_heads or 1, q_blocks], and indices have a further dimension.
     """

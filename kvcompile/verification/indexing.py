@@ -37,7 +37,7 @@ class IndexingError(Exception):
 
     Attributes:
         node: the node that indexes.
-        repeats: whether a write has the same index twice.
+        repeats: whether the error is a write with a duplicate index.
     """
 
     def __init__(self, node: Node, repeats: bool) -> None:
@@ -55,7 +55,7 @@ class _Index:
 
 
 class IndexCheck:
-    """Computes all integers of a graph that depend on no float, and checks every index among them.
+    """Computes all integers of a graph that do not depend on floats, and checks every index among them.
 
     On a GPU, an index out of bounds would end the process, so the check runs before the graph.
 
@@ -73,7 +73,7 @@ class IndexCheck:
                 self._bounds[source] += _bounds(node, source, self.sources)
 
     def limits_of(self, source: Node, symbols: Symbols) -> list[int]:
-        """The sizes of dimensions that an integer input may index or is compared with; they are not 0."""
+        """The nonzero sizes of dimensions that an integer input may index or is compared with."""
         sizes = (self._sizes(size, symbols) for size in self._bounds[source])
         return [size for size in sizes if size > 0]
 
@@ -83,7 +83,7 @@ class IndexCheck:
         Args:
             args: the inputs of the graph.
             symbols: its sizes.
-            may_repeat: whether a write may have the same index twice.
+            may_repeat: whether a write may have duplicate indices.
         """
         _IndexRun(self._gm, self._known, lambda size: self._sizes(size, symbols), may_repeat).outputs(args)
 
@@ -107,7 +107,7 @@ class _IndexRun(Run):
         return super().run_node(n) if n in self._known or n.op == "placeholder" else None
 
     def _repeats(self, node: Node, indices: list[_Index], values: list[Tensor]) -> bool:
-        """Whether a write has the same index twice, so that the result depends on the order of its elements."""
+        """Whether a write has duplicate indices, so that the result depends on the order of its elements."""
         sizes = [self._size(index.size) for index in indices]
         if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
             if not values or (len(node.args) > 3 and node.args[3]):
@@ -124,7 +124,7 @@ class _IndexRun(Run):
 
 
 def _indices(node: Node) -> Iterator[_Index]:
-    """The integer indices of a node; none if it does not index."""
+    """The integer indices of a node; empty if it does not index."""
     if node.op != "call_function":
         return
     if node.target in _BY_INDICES:
@@ -157,7 +157,7 @@ def _is_integral(value: Any) -> bool:
 
 
 def _integral_nodes(graph: Graph) -> set[Node]:
-    """The nodes that are integers, booleans or sizes, depend on such values only, and change no input."""
+    """The nodes that are integers, booleans or sizes, depend only on such values, and change no input."""
     known: set[Node] = set()
     for node in graph.nodes:
         is_computed = node.op == "placeholder" or (node.op == "call_function" and not node.is_impure())
@@ -167,7 +167,7 @@ def _integral_nodes(graph: Graph) -> set[Node]:
 
 
 def _sources(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """The integer inputs that each node depends on by integers and booleans only, or by its own operands."""
+    """The integer inputs that each node depends on, through integers and booleans only or through its own operands."""
     sources: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -49,11 +49,11 @@ class Mismatch:
 
 
 class Rewrite:
-    """A rewritten graph that runs node by node, with the work around it at each call.
+    """A rewritten graph that runs node by node, with the work before and after each call.
 
     Attributes:
         packing: the rewrite.
-        uses: its caches.
+        uses: the caches of the graph.
         accepted: the positions of the sites that are rewritten.
         lossy: the positions of accepted sites whose caches are in lossy formats.
     """
@@ -62,7 +62,7 @@ class Rewrite:
         """
         Args:
             tapped: the functional graph with markers and taps; it is changed.
-            fresh: makes the state of the pipeline for it.
+            fresh: makes the state of the pipeline for the graph.
             is_lossless: whether caches are stored in lossless formats in place of their own formats.
         """
         self.packing = fresh(tapped)
@@ -74,8 +74,8 @@ class Rewrite:
                 self.lossy = _store_without_loss(self.packing) if is_lossless else set()
         self.accepted = frozenset(site for site, one in enumerate(self.packing.candidates) if one.accepted)
         rewritten = self.packing.rewritten
-        assert rewritten is not None, "the same passes have rewritten the same graph before"
-        # Inputs are random, so a drawn position does not mean that the tokens behind it were never written.
+        assert rewritten is not None, "the same passes have already rewritten the same graph"
+        # Inputs are random, so tokens after a drawn position may have been written.
         self._adoption = InputAdoption(
             [replace(action, first_position=None) for action in rewritten.inputs], rewritten.stacks
         )
@@ -108,16 +108,16 @@ class Rewrite:
             return Mismatch(sites, "the rewritten graph raises", in_one_line(error))
 
     def _pack_growing(self, inputs: Sequence[Any]) -> None:
-        """Pack the plain caches that the caller has in growing buffers, whose number of blocks the graph expects."""
+        """Pack plain caches that callers keep in growing buffers, with as many blocks as the graph expects."""
         for action in self._in_growing_buffers:
-            is_part = action.index >= len(inputs)  # of a stack that was split
+            is_part = action.index >= len(inputs)  # a part of a split stack
             if not is_part and not isinstance(inputs[action.index], PackedSubclass):
                 adopt(inputs[action.index], action.layout, action.axes, growing=True)
 
 
 @dataclass
 class State:
-    """The inputs of a step, for each graph; each graph changes its own.
+    """The inputs of a step for each graph, which changes only its own inputs.
 
     Attributes:
         plain: the inputs of the original graph.
@@ -172,7 +172,7 @@ class Pair:
         """
         Args:
             before: the functional graph with markers.
-            fresh: makes the state of the pipeline for a copy of it.
+            fresh: makes the state of the pipeline for a copy of ``before``.
         """
         tapped = copied_graph(before)
         insert_taps(tapped.graph)
@@ -195,10 +195,10 @@ class Pair:
         Args:
             state: the inputs, which the graphs change.
             seed: the seed of random numbers within the graphs.
-            is_last: whether to compare also the caches in their own formats, which takes as long as packing them.
+            is_last: whether to also compare the caches in their own formats, which takes as long as packing them.
 
         Raises:
-            CannotDraw: the original graph does not take these inputs.
+            CannotDraw: the original graph does not accept these inputs.
         """
         results: dict[int, Tensor] = {}
         found: list[Mismatch] = []
@@ -265,7 +265,7 @@ def _store_without_loss(packing: Packing) -> set[int]:
     for site, candidate in enumerate(packing.candidates):
         for cache in candidate.caches if candidate.accepted else ():
             layout = without_loss(candidate.layouts[cache.role], cache.dtype)
-            if layout.unsupported(cache.dtype) is not None:  # latents, which need formats of their own
+            if layout.unsupported(cache.dtype) is not None:  # latents, which have special formats
                 lossy.add(site)
             else:
                 candidate.layouts[cache.role] = layout
@@ -273,7 +273,7 @@ def _store_without_loss(packing: Packing) -> set[int]:
 
 
 def without_loss(layout: PackedLayout, dtype: torch.dtype) -> PackedLayout:
-    """``layout``, exact blocks included, in the format that stores numbers of ``dtype`` exactly."""
+    """``layout``, including exact blocks, in the format that stores numbers of ``dtype`` exactly."""
     return replace(layout, format_name=dtype_name(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Values for the symbolic sizes of a graph: the sizes of its example inputs, and others that its guards allow."""
+"""Values for the symbolic sizes of a graph: the sizes of its example inputs, and other values that its guards allow."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The tap op ``kvcompile::tap``: it marks the result of an attention in the original and in the rewritten graph.
 
-A tap follows each marker before the passes run. The passes see an operator that they do not know behind the attention,
-and change nothing else. Both graphs then have the same taps. A run of the original records the result of each
-attention. A run of the rewritten graph compares its own result with the recorded one, and continues with the recorded
-one. A difference at a site therefore has its cause in this site, and rounding does not add up over layers.
+A tap follows each marker before the passes run. To the passes, a tap is an unknown operator after the attention, which
+they keep. Both graphs therefore have the same taps. A run of the original records the result of each attention. A run
+of the rewritten graph compares its own result with the recorded result, and continues with the recorded result. A
+difference at a site is therefore caused by this site, and rounding does not add up over layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AtTap = Callable[[Tensor, int], Tensor]
 
 
 def insert_taps(graph: Graph) -> None:
-    """Insert a tap behind each marker. Sites are counted in the order of the graph."""
+    """Insert a tap after each marker. Sites are counted in the order of the graph."""
     for site, marker in enumerate(markers_of(graph)):
         with graph.inserting_after(marker):
             tap = graph.call_function(TAP, (marker, site))
@@ -45,7 +45,7 @@ class Run(Interpreter):
 
     Attributes:
         at_tap: called at each tap.
-        current: the node that runs, or that has raised an error.
+        current: the running node, or the node that raised an error.
     """
 
     def __init__(self, gm: GraphModule, at_tap: AtTap) -> None:
@@ -62,7 +62,7 @@ class Run(Interpreter):
         if target is TAP:
             return self.at_tap(*args)
         if target is aten.view.default:
-            target = aten.reshape.default  # the strides of fake and real values may differ; Inductor copies, too
+            target = aten.reshape.default  # the strides of fake and real values may differ; Inductor also copies
         if target is flex_attention:
             args = with_blocks(args)
         return super().call_function(target, args, kwargs)

@@ -186,7 +186,7 @@ def test_a_scale_that_cannot_be_one_is_an_error(scale: float, tmp_path: Path) ->
 
 def test_the_scales_of_a_checkpoint_are_for_e4m3(tmp_path: Path) -> None:
     save_file({f"layers.0.attn.{name}_scale": torch.tensor(1.0) for name in "kv"}, tmp_path / "s.safetensors")
-    with pytest.raises(PolicyError, match="has scales for fp8_e4m3 and not for fp8_e5m2_unit"):
+    with pytest.raises(PolicyError, match="has scales for fp8_e4m3, not for fp8_e5m2_unit"):
         policy(str(tmp_path / "s.safetensors"), "fp8_e5m2").formats_for("layers.0.attn", 0, 1)
 
 

@@ -107,7 +107,7 @@ def test_the_examples_of_the_help_and_of_the_pages_run(monkeypatch: pytest.Monke
     [
         ("--policies ,", "--policies: the list is empty"),
         ("--heads ٨/٢", "give query heads"),
-        ("--heads 4/3", "--heads: '4/3': give query heads and KV heads that divide them"),
+        ("--heads 4/3", "--heads: '4/3': give HEADS/KV, where KV divides HEADS"),
         ("--heads four", "--heads: 'four': give query heads"),
         ("--policies int9", "unknown dtype 'int9'"),
         ("--policies auto", "'auto' leaves the cache unpacked"),

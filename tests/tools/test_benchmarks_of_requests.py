@@ -85,7 +85,7 @@ def test_wrong_answers_and_rows_without_time_left_fail_and_the_others_are_kept(m
     (row,) = rows_of(monkeypatch, tmp_path, "generate", *sizes, status=1)
     assert "the last token of generate() is wrong: relative error 1.40e+00" in row["error"]
     (row,) = rows_of(monkeypatch, tmp_path, "generate", *sizes, "--seconds", 0, status=1)
-    assert row["error"] == "BenchError: not measured: the run had lasted 0 s already; raise --seconds"
+    assert row["error"] == "BenchError: not measured: the run had already lasted 0 s; raise --seconds"
 
 
 def test_the_last_logits_of_a_request_are_compared_with_a_plain_model():

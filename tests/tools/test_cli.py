@@ -287,7 +287,7 @@ def test_plan_for_several_gpus_shows_one_of_them_and_what_it_receives() -> None:
 def test_plan_notes_what_its_figures_leave_out(folder: Path) -> None:
     write_config(folder, GEMMA_2_9B)
     out, _ = run("plan --config . --kv-budget 74GiB --contexts 32k")
-    assert "note: context 32k exceeds the 8192 tokens that the model is made for" in out
+    assert "note: context 32k exceeds the 8192 tokens that the model supports" in out
     assert "21 x 8 KV heads, 256 + 256 channels, the last 4096 tokens" in out
 
 

@@ -102,18 +102,26 @@ def test_the_command_compares_the_compiled_model_with_itself(results: tuple[str,
     assert 0.05 < three_bits["attention_errors"][MODULES[0]] < 0.3
 
 
-def test_tokens_in_full_precision_count_as_a_share_of_the_context(results: tuple[str, Path]) -> None:
-    out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128 {READING}")
+def test_tokens_in_full_precision_count_as_a_share_of_the_window(results: tuple[str, Path]) -> None:
+    out, _ = run(f"eval --model . --policies turboquant_3bit,turboquant_3bit_r128,int4 {READING}")
     assert max(map(len, out.splitlines())) <= WIDTH
     rows = cells(out)
-    share = f"{100 * 128 / (PREFILL + DECODE):.1f}%"
     packed = 8 * (3 * HEAD_DIM / 8 + 2) / HEAD_DIM * 128 / (PREFILL + DECODE)  # 72 tokens take two blocks of 64
     plain, exact = rows["turboquant_3bit"], rows["turboquant_3bit_r128"]
-    assert (plain[:3], exact[:3]) == (["0", "0.0%", f"{packed:.2f}"], ["128", share, f"{packed:.2f}"])
+    assert (plain[:3], exact[:3]) == (["0", "0.0%", f"{packed:.2f}"], ["128", "100.0%", f"{packed:.2f}"])
     assert exact[3:5] == [f"{packed + 16 * 128 / tokens:.2f}" for tokens in (8192, 32768)]
     assert plain[3:5] == 2 * [f"{packed:.2f}"]
     assert float(exact[6]) < float(plain[6]) / 100, "all tokens that a later step reads are exact"
+    only_keys = 64 / (PREFILL + DECODE) / 2
+    assert rows["int4"][:2] == ["32", f"{100 * only_keys:.1f}%"], "a block of keys, and no values"
     assert "exact" not in results[0], "neither policy keeps tokens in full precision"
+
+
+def test_a_note_says_that_a_window_of_exact_tokens_measures_no_format() -> None:
+    out = " ".join(run(f"eval --model . --policies turboquant_3bit_r128,int4 {READING}")[0].split())
+    note = f"all {PREFILL + DECODE} tokens of a window are in full precision, so later steps read no packed token"
+    assert f"note: turboquant_3bit_r128: {note}; give a larger --prefill" in out
+    assert out.count(note) == 1
 
 
 def split(line: str) -> list[str]:
@@ -363,7 +371,12 @@ def test_wrong_paths_are_named_before_anything_is_read(folder: Path, command: st
 
 def test_the_error_of_one_window_is_unknown_and_its_place_is_blank() -> None:
     result = SimpleNamespace(
-        policy="int4", exact_tokens=32.0, packed_bits=4.5, prefill_divergence=1e-3, decode_divergence=2e-3
+        policy="int4",
+        exact_tokens=32.0,
+        exact_share=0.25,
+        packed_bits=4.5,
+        prefill_divergence=1e-3,
+        decode_divergence=2e-3,
     )
     evaluation = SimpleNamespace(prefill=64, decode=64, results=[result])
     for error, shown in ((float("nan"), ""), (1e-4, "1.0e-4")):

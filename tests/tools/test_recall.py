@@ -76,7 +76,7 @@ def test_the_text_between_the_numbers_stays_and_the_given_text_is_not_changed() 
     ("schedule", "message"),
     [
         (Schedule(80, 128, 64), "a number takes 25 tokens, but a prefill of 80 has only 20 for each"),
-        (Schedule(3, 128, 64), "a prefill of 3 tokens has no place for so many numbers"),
+        (Schedule(3, 128, 64), f"a prefill of 3 tokens has no place for {COUNT} numbers"),
         (Schedule(300, 64, 64), "the questions take 100 tokens, but only 64 are read after the prefill"),
     ],
 )

@@ -24,7 +24,7 @@ from kvcompile.cli.output import INTERRUPTED
 from kvcompile.errors import PolicyError
 from kvcompile.evaluation import knapsack, sensitivity
 from kvcompile.evaluation import tune as tune_module
-from kvcompile.evaluation.attention_sites import AttentionTap, sites_heard
+from kvcompile.evaluation.attention_sites import AttentionTap, sites_of_tap
 from kvcompile.evaluation.errors import EvaluationError
 from kvcompile.evaluation.knapsack import NoRoomError, Option, choose
 from kvcompile.evaluation.measure import ignore_progress
@@ -146,7 +146,7 @@ def test_estimates_from_gradients_are_close_to_the_measured_divergence_of_small_
     model = small_model()
     windows = torch.tensor(list(some_bytes(4 * 2 * BLOCK_TOKENS))).view(4, -1)
     tap = AttentionTap(model)
-    halves, _ = half_caches(model, Schedule(2 * BLOCK_TOKENS - 1, 1), sites_heard(tap, windows[0]))
+    halves, _ = half_caches(model, Schedule(2 * BLOCK_TOKENS - 1, 1), sites_of_tap(tap, windows[0]))
     names = ["int8_per_token_head", "turboquant_4bit", "int4_per_channel"]
 
     def named(half: HalfCache, name: str) -> str:
