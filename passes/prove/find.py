@@ -258,7 +258,7 @@ class CacheFinder:
             if other is not None:
                 detail = "a cache that grows may only be appended to"
                 raise Refusal(Reason.unknown_write, role=role, op=operation(other.node), detail=detail)
-            raise no_cache(root, role, self.later_states)
+            raise no_cache(root, role, self.later_states, base)
         if base.op == "placeholder":
             if not writes:
                 if _is_overwritten(base):
@@ -280,7 +280,7 @@ class CacheFinder:
         if returned is not None:
             writes[:] = [returned_rows(root, read.axes)]
             return "fresh", None
-        raise no_cache(root, role, self.later_states)
+        raise no_cache(root, role, self.later_states, base)
 
     def _returned(self, read: Read) -> tuple[CacheWrite | None, Node | None]:
         """The slice of the cache that is returned, as a move, and the output that is the cache or that slice."""
