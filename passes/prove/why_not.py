@@ -125,7 +125,7 @@ def check_whole(root: Node, role: Role) -> None:
     if root.target is not aten.index.Tensor:
         reason, detail = Reason.part_of_tensor, "which is not made of caches [batch, heads, tokens, head_dim]"
     elif len(shape_of(root)) != 4 or shape_of(root) != shape_of(root.args[0]):
-        reason, detail = Reason.gathered, "which is not a tensor of slots or blocks of its own"
+        reason, detail = Reason.gathered, "which is not a separate tensor of slots or blocks"
     else:
         return
     refusal = noted_refusal(first, reason) or Refusal(reason, detail=detail)
